@@ -1,0 +1,53 @@
+"""Owns the metric record: a number that carries its own reduction, so that nobody has to guess it later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A partial statistic that can be merged over micro-batches, mini-batches and ranks.
+
+    mean: `total / count`; sum: `total`; max and min: `total` holds the extreme seen (count 0 = nothing seen).
+    """
+
+    total: float
+    count: float = 1.0
+    kind: Literal["mean", "sum", "max", "min"] = "mean"
+
+    @property
+    def value(self) -> float:
+        if self.kind == "mean":
+            return self.total / self.count if self.count else float("nan")
+        return self.total
+
+    def merge(self, other: Metric) -> Metric:
+        """Combine two parts of one statistic. Raises ValueError when their kinds differ."""
+        if self.kind != other.kind:
+            raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric")
+        if self.count == 0:
+            return other
+        if other.count == 0:
+            return self
+        pick = {"max": max, "min": min}.get(self.kind)
+        total = pick(self.total, other.total) if pick else self.total + other.total
+        return Metric(total, self.count + other.count, self.kind)
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(*parts: Metrics) -> Metrics:
+    """Merge dictionaries of metrics key by key; keys may be missing in some parts."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """The plain number of every metric."""
+    return {name: metric.value for name, metric in metrics.items()}

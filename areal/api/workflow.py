@@ -1,0 +1,34 @@
+"""Owns what users write: a workflow that makes one episode, and a reward function that scores one answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from areal.api.data import TrajectoryGroup
+from areal.api.engine import InferenceEngine
+
+RewardFn = Callable[..., float]
+"""`f(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row) -> float`.
+
+A plain function at module level; the columns of the dataset row arrive as keywords.
+"""
+
+AcceptFn = Callable[[TrajectoryGroup], bool]
+"""Decides after scoring whether a group is trained on; False rejects the episode and gives its room back."""
+
+
+class RolloutWorkflow(ABC):
+    """Turns one dataset row into a scored group of trajectories. One instance runs many episodes at once."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
+        """Run one episode on row `data`. None rejects it; an exception fails it, and only it."""
+
+    async def aclose(self) -> None:  # noqa: B027 - most workflows own nothing
+        """Release what the workflow owns (worker pools, sandboxes). Called once, by the controller."""
+
+    def for_evaluation(self, gconfig: Any) -> RolloutWorkflow:
+        """The same workflow with other sampling settings (`GenerationHyperparameters`), one sample a prompt."""
+        raise NotImplementedError(f"{type(self).__name__} does not support evaluation: override for_evaluation")

@@ -1,0 +1,1 @@
+"""Owns datasets, prompts and packing."""

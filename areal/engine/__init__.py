@@ -1,0 +1,1 @@
+"""Owns the train engines and the clients of inference servers."""

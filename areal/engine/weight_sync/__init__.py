@@ -1,0 +1,1 @@
+"""Owns the ways weights travel from trainer to servers."""

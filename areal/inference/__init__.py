@@ -1,0 +1,1 @@
+"""Owns the native inference engine and its HTTP server."""

@@ -1,0 +1,1 @@
+"""Owns what is told about a run: logging, metrics, phases and traces, trackers."""

@@ -1,0 +1,1 @@
+"""Owns verifiers, their registry and the pool of processes that runs them."""

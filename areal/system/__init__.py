@@ -1,0 +1,1 @@
+"""Owns machines and processes: devices, network, process identity, discovery, durable files."""

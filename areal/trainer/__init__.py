@@ -1,0 +1,1 @@
+"""Owns the composition: roles, training loops, saving, evaluation, recovery."""
