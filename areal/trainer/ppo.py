@@ -1,0 +1,81 @@
+"""Owns PPOTrainer, what a user's script calls: it serves rollouts in the controller and trains in a trainer rank.
+
+Imports no torch: the controller runs the same script and has no use for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from areal.api.config import PPOConfig
+from areal.api.errors import LaunchError
+from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.observe.log import configure_logging
+from areal.system.process import ProcessContext
+from areal.trainer.progress import TrainingLength
+
+Row = dict[str, Any]
+
+
+class PPOTrainer:
+    """Reinforcement learning of one policy. Looks at its process's role (given by the launcher) and acts on it.
+
+    `train_dataset` and `valid_dataset` are sequences of rows (dicts); the workflow gets one row per episode.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        train_dataset: Sequence[Row],
+        valid_dataset: Sequence[Row] | None = None,
+    ) -> None:
+        context = ProcessContext.from_env()
+        if context is None:
+            raise LaunchError(
+                "this script is started by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
+            )
+        configure_logging(process_name=context.name)
+        self._config = config
+        self._context = context
+        self._train_rows = train_dataset
+        self._valid_rows = valid_dataset
+        self._length = TrainingLength.of(
+            config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples
+        )
+
+    def __enter__(self) -> PPOTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def train(
+        self,
+        workflow: RolloutWorkflow,
+        *,
+        eval_workflow: RolloutWorkflow | None = None,
+        should_accept_fn: AcceptFn | None = None,
+    ) -> None:
+        """Take part in the run until it ends. `eval_workflow` None: the training workflow with evaluation sampling."""
+        if self._context.role == "controller":
+            from areal.trainer.serve import serve_rollouts
+
+            serve_rollouts(
+                self._config,
+                self._context,
+                workflow=workflow,
+                eval_workflow=eval_workflow,
+                accept=should_accept_fn,
+                train_rows=self._train_rows,
+                valid_rows=self._valid_rows,
+                total_steps=self._length.total_steps,
+            )
+        else:
+            from areal.trainer.ppo_loop import train_policy
+
+            train_policy(self._config, self._context, self._length, has_valid=self._valid_rows is not None)

@@ -1,0 +1,64 @@
+"""Owns how far training goes: steps per epoch, the last step, and which steps remain. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areal.api.config import BaseExperimentConfig
+from areal.api.data import StepInfo
+from areal.api.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLength:
+    """How many train steps a run has. Limits by epochs, steps and sequences hold together: the smallest wins."""
+
+    steps_per_epoch: int
+    total_steps: int
+
+    @classmethod
+    def of(cls, config: BaseExperimentConfig, *, num_rows: int, samples_per_row: int = 1) -> TrainingLength:
+        """Raises ConfigError when the data set does not fill one batch."""
+        data = config.train_dataset
+        per_epoch = num_rows // data.batch_size if data.drop_last else -(-num_rows // data.batch_size)
+        if per_epoch == 0:
+            raise ConfigError(
+                f"train_dataset.batch_size={data.batch_size} is more than the {num_rows} usable rows of "
+                f"{data.path}: lower it or bring more data"
+            )
+        total = per_epoch * config.total_train_epochs
+        if config.total_train_steps is not None:
+            total = min(total, config.total_train_steps)
+        if config.total_train_n_seqs is not None:
+            total = min(total, -(-config.total_train_n_seqs // (data.batch_size * samples_per_row)))
+        return cls(steps_per_epoch=per_epoch, total_steps=total)
+
+    def info(self, step: int) -> StepInfo:
+        """Where step `step`, counted from 0, stands."""
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        return StepInfo(
+            step=step,
+            epoch=epoch,
+            epoch_step=epoch_step,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
+
+
+class Progress:
+    """The steps a trainer still has to do; `stop` ends them early (the goal was reached)."""
+
+    def __init__(self, length: TrainingLength, *, start_step: int = 0) -> None:
+        self.length = length
+        self.start_step = start_step
+        self._stopped = False
+
+    def remaining_steps(self) -> Iterator[StepInfo]:
+        for step in range(self.start_step, self.length.total_steps):
+            if self._stopped:
+                return
+            yield self.length.info(step)
+
+    def stop(self) -> None:
+        self._stopped = True

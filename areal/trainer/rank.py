@@ -1,0 +1,36 @@
+"""Owns what every trainer rank does before it trains: threads, seeds, its ready sign, its tracer."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import orjson
+import torch
+
+from areal.api.config import BaseExperimentConfig
+from areal.observe.trace import ChromeTracer
+from areal.system.discovery import NameRegistry
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+
+
+def prepare_process(context: ProcessContext, seed: int) -> None:
+    """Set thread counts and seeds. Every rank has the same seed: what must differ by rank is derived by its user."""
+    torch.set_num_threads(context.num_threads)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def announce_ready(registry: NameRegistry, context: ProcessContext) -> None:
+    """Tell the launcher that this rank is ready for work."""
+    registry.add(f"ready/{context.name}", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
+
+
+def open_tracer(config: BaseExperimentConfig, context: ProcessContext, paths: RunPaths) -> ChromeTracer | None:
+    """The span writer of this process, or None when tracing is off."""
+    if config.perf_tracer is None or not config.perf_tracer.enabled:
+        return None
+    return ChromeTracer(paths.trace / f"{context.name}.jsonl", context.name)
