@@ -1,0 +1,122 @@
+"""Owns Chrome traces: one file of JSON lines per process, and the command that joins the files of a run.
+
+`python -m areal.observe.trace RUN -o trace.json` makes one file for chrome://tracing or ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from areal.api.config import PerfTracerConfig
+from areal.api.errors import InputError
+from areal.system.process import run_main
+from areal.system.run_paths import RunPaths
+
+_FLUSH_EVENTS = 1000
+
+
+class ChromeTracer:
+    """Writes spans as Chrome trace events, one JSON object a line. Times are wall-clock so that processes line up."""
+
+    def __init__(self, path: Path, process_name: str, *, save_interval: int = 1) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._save_interval = save_interval
+        self._steps = 0
+        self._pid = os.getpid()
+        self._wall_ns = time.time_ns() - time.perf_counter_ns()
+        # A killed predecessor may have left half a line: start on a new one.
+        self._lines: list[str] = [""] if path.exists() and not path.read_bytes().endswith(b"\n") else []
+        self._lock = threading.Lock()
+        self._add({"name": "process_name", "ph": "M", "pid": self._pid, "tid": 0, "args": {"name": process_name}})
+
+    def add_span(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> None:
+        """A finished span between two readings of time.perf_counter_ns, on the calling thread's row."""
+        event = {
+            "name": name,
+            "cat": "phase",
+            "ph": "X",
+            "ts": (start_ns + self._wall_ns) / 1e3,
+            "dur": (end_ns - start_ns) / 1e3,
+            "pid": self._pid,
+            "tid": threading.get_native_id(),
+        }
+        self._add(event | {"args": args} if args else event)
+
+    def end_step(self) -> None:
+        """A train step ended: write what is held back, every `save_interval` steps."""
+        self._steps += 1
+        if self._steps % self._save_interval == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        self.flush()
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._lines.append(json.dumps(event))
+            if len(self._lines) >= _FLUSH_EVENTS:  # a process without steps must not hold events for ever
+                self._write()
+
+    def _write(self) -> None:
+        if self._lines:
+            with open(self._path, "a") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines = []
+
+
+def open_tracer(config: PerfTracerConfig | None, paths: RunPaths, process_name: str) -> ChromeTracer | None:
+    """The tracer of a process as configured, None when tracing is off."""
+    if config is None or not config.enabled:
+        return None
+    return ChromeTracer(paths.trace / f"{process_name}.jsonl", process_name, save_interval=config.save_interval)
+
+
+def join_traces(folder: Path) -> dict[str, Any]:
+    """One Chrome trace of all `*.jsonl` files in `folder`.
+
+    Process ids are renumbered by file: ids of different machines or attempts may be equal. Lines that a killed process
+    left half-written are skipped and counted.
+    """
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise InputError(f"no trace files in {folder}: run with perf_tracer.enabled=true")
+    events: list[dict[str, Any]] = []
+    ids: dict[tuple[str, int], int] = {}
+    skipped = 0
+    for file in files:
+        for line in file.read_text(errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                skipped += 1
+                continue
+            event["pid"] = ids.setdefault((file.name, event["pid"]), len(ids) + 1)
+            events.append(event)
+    events.sort(key=lambda event: event.get("ts", 0.0))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"skipped_lines": skipped}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m areal.observe.trace", description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder (or its trace folder)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"))
+    arguments = parser.parse_args()
+    inside = RunPaths(arguments.run).trace
+    trace = join_traces(inside if inside.is_dir() else arguments.run)
+    arguments.output.write_text(json.dumps(trace))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,48 @@
+"""Owns what this machine can compute with: cores and GPUs. Imports torch only inside functions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+from areal.api.errors import ConfigError
+
+
+def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
+    """The torch device string for a configured device; auto = CUDA when there is one. ConfigError for absent CUDA."""
+    if name == "cpu":
+        return "cpu"
+    import torch
+
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if available else "cpu"
+    if not available:
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device here: use auto or cpu")
+    return name
+
+
+def cpu_count() -> int:
+    """Cores this process may use: affinity and the container's quota, whichever is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here: the affinity alone counts
+    return max(1, cores)
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the usable NVIDIA GPUs as CUDA_VISIBLE_DEVICES takes them, found without torch; empty on a CPU machine."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1"]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]

@@ -1,0 +1,108 @@
+"""Owns the name registry through which the processes of a run find each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from areal.api.config import BaseExperimentConfig
+from areal.api.errors import LaunchError, RequestError, ServerUnavailable
+from areal.system.run_paths import RunPaths
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_POLL_S = 0.05
+
+
+class NameRegistry(Protocol):
+    """Names like `servers/0` to short JSON values, seen by all processes of a run."""
+
+    def add(self, name: str, value: str, *, replace: bool = False) -> None:
+        """Publish a value. LaunchError when the name is taken and `replace` is false."""
+        ...
+
+    def get(self, name: str) -> str | None: ...
+    def list(self, prefix: str) -> dict[str, str]:
+        """All names that start with `prefix` (a whole path such as `servers`), in order."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Forget a name; one that is not there is fine."""
+        ...
+
+    def wait(self, name: str, timeout_s: float) -> str:
+        """Block until the name is there. ServerUnavailable, naming it, after `timeout_s`."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+class FileNameRegistry:
+    """A registry of one file per name below a shared folder; no server, readable by eye."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, name: str) -> Path:
+        segments = name.split("/")
+        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+            raise RequestError(f"registry name {name!r} may hold letters, digits, '_', '-', '.' and '/' only")
+        return self._folder.joinpath(*segments[:-1], segments[-1] + ".json")
+
+    def add(self, name: str, value: str, *, replace: bool = False) -> None:
+        path = self._path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        temporary.write_text(value)
+        try:
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)  # fails when the name exists, unlike a rename
+        except FileExistsError:
+            taken = self.get(name)
+            raise LaunchError(f"name {name} is already registered in {self._folder} (value {taken})") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def get(self, name: str) -> str | None:
+        try:
+            return self._path(name).read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def list(self, prefix: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for path in sorted(self._folder.rglob("*.json")):
+            name = path.relative_to(self._folder).as_posix().removesuffix(".json")
+            if not prefix or name == prefix or name.startswith(prefix.rstrip("/") + "/"):
+                value = self.get(name)
+                if value is not None:
+                    found[name] = value
+        return found
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def wait(self, name: str, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while (value := self.get(name)) is None:
+            if time.monotonic() >= deadline:
+                raise ServerUnavailable(f"waited {timeout_s:g} s for {name} to register in {self._folder}")
+            time.sleep(_POLL_S)
+        return value
+
+    def clear(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def registry_of(config: BaseExperimentConfig) -> NameRegistry:
+    """The registry that all processes of the configured run share."""
+    root = config.cluster.name_resolve.nfs_record_root
+    if root:
+        return FileNameRegistry(Path(root).expanduser().absolute() / config.experiment_name / config.trial_name)
+    return FileNameRegistry(RunPaths.of(config).names)
