@@ -1,0 +1,32 @@
+# Two commands matter: `make quickstart` and `make test`. Each sets itself up in .venv.
+PYTHON ?= python3
+SEED ?= 0
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: quickstart test test-slow lint clean
+
+# torch first and pinned: whatever depends on it would pull a build with several GB of CUDA packages.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areal needs Python 3.11 or newer; say which one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: .venv/.installed
+	@$(BIN)/python examples/quickstart/quickstart.py --seed $(SEED) $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: .venv/.installed
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,71 @@
+"""Owns the entry of a controller or trainer process: runs the user's script, or the configured parts without one.
+
+    python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from areal.api.config import PPOConfig, SFTConfig
+from areal.api.config.load import load_experiment
+from areal.system.process import run_main
+
+
+def run_configured(argv: list[str]) -> None:
+    """A run without a script: everything is named in the configuration."""
+    config = load_experiment(argv)
+    if isinstance(config, SFTConfig):
+        run_sft(config)
+    elif isinstance(config, PPOConfig):
+        run_ppo(config)
+    else:
+        raise TypeError(f"no trainer for {type(config).__name__}")
+
+
+def run_ppo(config: PPOConfig) -> None:
+    from areal.data.dataset import load_rows
+    from areal.data.tokenizer import load_tokenizer
+    from areal.trainer.ppo import PPOTrainer
+    from areal.workflow.accept import resolve_accept_fn
+    from areal.workflow.registry import build_workflow
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
+    valid_rows = None
+    if config.valid_dataset is not None:
+        valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
+    workflow = build_workflow(config, tokenizer)
+    accept = resolve_accept_fn(config.rollout.should_accept_fn)
+    with PPOTrainer(config, train_dataset=train_rows, valid_dataset=valid_rows) as trainer:
+        trainer.train(workflow, should_accept_fn=accept)
+
+
+def run_sft(config: SFTConfig) -> None:
+    from areal.data.dataset import encode_sft_row, load_rows
+    from areal.data.tokenizer import load_tokenizer
+    from areal.trainer.sft import SFTTrainer
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
+    train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
+    train = [encode_sft_row(row, tokenizer) for row in train_rows]
+    valid = None
+    if config.valid_dataset is not None:
+        valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
+        valid = [encode_sft_row(row, tokenizer) for row in valid_rows]
+    with SFTTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
+        trainer.train()
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    if argv and argv[0].endswith(".py"):
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        run_configured(argv)
+
+
+if __name__ == "__main__":
+    run_main(main)

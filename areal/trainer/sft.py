@@ -1,0 +1,164 @@
+"""Owns supervised fine-tuning: SFTTrainer, its loss and its loop. Waits for nothing but its own ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.config import SFTConfig
+from areal.api.engine import TrainEngine
+from areal.api.errors import LaunchError
+from areal.api.metrics import Metric, Metrics
+from areal.data.dataset import EncodedRow
+from areal.data.pack import rows_to_train_batch
+from areal.data.split import balanced_parts
+from areal.engine.build import build_train_engine
+from areal.engine.mesh import TrainerMesh
+from areal.observe.log import configure_logging
+from areal.observe.phase import PhaseClock, phase
+from areal.observe.trackers import build_trackers
+from areal.rollout.prompts import PromptStream
+from areal.system.discovery import registry_of
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.progress import Progress, TrainingLength
+from areal.trainer.rank import announce_ready, open_tracer, prepare_process
+from areal.trainer.recover import RecoverStore
+from areal.trainer.saver import Saver
+
+
+def sft_loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> LossOutput:
+    """Sum of -log p over the trained tokens of a micro-batch."""
+
+    assert outputs.logprobs is not None, "supervised fine-tuning needs a language model, not a critic"
+    mask = micro_batch.batch.loss_mask
+    loss = -(outputs.logprobs * mask).sum()
+    metrics = {"loss": Metric(float(loss.detach()), float(mask.sum()))}
+    return LossOutput(loss=loss, metrics=metrics)
+
+
+class SFTTrainer:
+    """Fine-tunes `config.model` on encoded rows; runs in every trainer rank."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        *,
+        train_dataset: Sequence[EncodedRow],
+        valid_dataset: Sequence[EncodedRow] | None = None,
+    ) -> None:
+        context = ProcessContext.from_env()
+        if context is None:
+            raise LaunchError(
+                "this script is started by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
+            )
+        configure_logging(process_name=context.name)
+        self._config = config
+        self._context = context
+        self._train_rows = train_dataset
+        self._valid_rows = valid_dataset
+        self._length = TrainingLength.of(config, num_rows=len(train_dataset))
+
+    def __enter__(self) -> SFTTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def train(self) -> None:
+        """Train to the end of the run."""
+
+        config, context = self._config, self._context
+        prepare_process(context, config.seed)
+        paths, registry = RunPaths.of(config), registry_of(config)
+        clock = PhaseClock(open_tracer(config, context, paths))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(clock.active())
+            mesh = TrainerMesh.open(context, registry)
+            stack.callback(mesh.close)
+            engine = build_train_engine(
+                config.model, role="actor", total_steps=self._length.total_steps, mesh=mesh, seed=config.seed
+            )
+            stack.callback(engine.close)
+            announce_ready(registry, context)
+            self._run(engine, clock, paths, stack)
+
+    def _run(self, engine: TrainEngine, clock: PhaseClock, paths: RunPaths, stack: contextlib.ExitStack) -> None:
+
+        config, is_rank0 = self._config, self._context.index == 0
+        engines = {"model": engine}
+        recover = RecoverStore(
+            paths.recover, config.recover, num_ranks=self._context.world_size, is_rank0=is_rank0
+        )
+        source = recover.start_from(after_failure=self._context.recover)
+        point = recover.load(source, engines) if source else None
+        start_step = point.step if point else 0
+        valid = self._valid_rows
+        after_step = AfterStep(
+            config,
+            engines,
+            saver=Saver(paths.checkpoints, engines, keep_last=config.saver.keep_last, is_rank0=is_rank0),
+            recover=recover,
+            trackers=build_trackers(config, paths, first_step=start_step + 1) if is_rank0 else [],
+            hooks=StepHooks(
+                evaluate=(lambda done: self._evaluate(engine, valid)) if valid else None,
+                goal_reached=lambda values: False,
+                committed=lambda step, path: None,
+            ),
+            is_rank0=is_rank0,
+        )
+        stack.callback(after_step.close)
+        if point is not None:
+            after_step.continue_from(point)
+        progress = Progress(self._length, start_step=start_step)
+        order = self._row_order()
+        for info in progress.remaining_steps():
+            began_s = time.monotonic()
+            with phase("data"):
+                batch = self._batch(engine, order, info.step)
+            with phase("update"):
+                metrics = train_one_batch(engine, batch)
+            seconds = time.monotonic() - began_s
+            metrics["trained_tokens_per_s"] = Metric(batch.num_tokens / seconds, 1.0, "sum")
+            with phase("after_step"):
+                after_step(info, metrics, clock.pop_seconds())
+
+    def _row_order(self) -> PromptStream:
+
+        return PromptStream.of(range(len(self._train_rows)), self._config)
+
+    def _batch(self, engine: TrainEngine, order: PromptStream, step: int) -> TrainBatch:
+        """This rank's part of the rows of train step `step`, balanced by tokens."""
+
+        size = self._config.train_dataset.batch_size
+        rows = [self._train_rows[order.index(k)] for k in range(step * size, (step + 1) * size)]
+        mine = balanced_parts([len(row.token_ids) for row in rows], engine.dp_size)[engine.dp_rank]
+        return rows_to_train_batch([rows[i].token_ids for i in mine], [rows[i].loss_mask for i in mine])
+
+    def _evaluate(self, engine: TrainEngine, rows: Sequence[EncodedRow]) -> dict[str, float]:
+        """Mean loss per token over the held-out rows, the same number on every rank."""
+
+
+        mine = rows[engine.dp_rank :: engine.dp_size]
+        batch = rows_to_train_batch([row.token_ids for row in mine], [row.loss_mask for row in mine])
+        outputs = engine.forward(batch)
+        assert outputs.logprobs is not None
+        total = -(outputs.logprobs * batch.loss_mask).sum()
+        sums = engine.all_reduce(torch.tensor([float(total), float(batch.loss_mask.sum())], dtype=torch.float64))
+        return {"eval/loss": float(sums[0] / sums[1].clamp(min=1))}
+
+
+def train_one_batch(engine: TrainEngine, batch: TrainBatch) -> Metrics:
+    """One optimiser step on one batch: the mean over the trained tokens of all ranks."""
+
+    count = engine.all_reduce(torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64))
+    metrics = engine.forward_backward(batch, sft_loss, denominator=max(float(count), 1.0))
+    return metrics | engine.optimizer_step()
