@@ -1,0 +1,112 @@
+import json
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from areal.api.config import PerfTracerConfig
+from areal.observe.log import configure_logging, get_logger
+from areal.observe.phase import PhaseClock, phase
+from areal.observe.trace import ChromeTracer, join_traces, open_tracer
+from areal.system.run_paths import RunPaths
+
+
+def test_phases_are_summed_and_popped(monkeypatch):
+    now = iter([0, 10, 30, 60, 100, 150])
+    monkeypatch.setattr("areal.observe.phase.time.perf_counter_ns", lambda: next(now) * 10**9)
+    clock = PhaseClock()
+    with clock.active():
+        with phase("update"), phase("inner"):  # update 0..60, inner 10..30
+            pass
+        with pytest.raises(ValueError, match="x"), phase("update"):  # 100..150
+            raise ValueError("x")
+    assert clock.pop_seconds() == {"inner": 20.0, "update": 110.0}
+    assert clock.pop_seconds() == {}
+
+
+def test_phase_without_a_clock_does_nothing():
+    with phase("x"):
+        pass
+
+
+def test_clock_is_active_only_where_it_was_made_active():
+    clock = PhaseClock()
+
+    def elsewhere():
+        with phase("thread"):
+            pass
+
+    with clock.active():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert clock.pop_seconds() == {}
+
+
+def test_tracer_writes_by_interval_and_on_close(tmp_path):
+    tracer = ChromeTracer(tmp_path / "t" / "a.jsonl", "trainer-0", save_interval=2)
+    with PhaseClock(tracer).active(), phase("update"):
+        pass
+    tracer.end_step()
+    assert not (tmp_path / "t" / "a.jsonl").exists()
+    tracer.end_step()
+    named, span = map(json.loads, (tmp_path / "t" / "a.jsonl").read_text().splitlines())
+    assert named["args"] == {"name": "trainer-0"}
+    assert (span["name"], span["ph"]) == ("update", "X")
+    assert span["dur"] >= 0
+    tracer.add_span("late", 0, 5)
+    tracer.close()
+    assert '"late"' in (tmp_path / "t" / "a.jsonl").read_text()
+
+
+def test_tracer_is_opened_as_configured(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert open_tracer(None, paths, "a") is None
+    assert open_tracer(PerfTracerConfig(), paths, "a") is None
+    open_tracer(PerfTracerConfig(enabled=True), paths, "a").close()
+    assert (tmp_path / "trace" / "a.jsonl").exists()
+
+
+def test_join_keeps_processes_apart_and_skips_torn_lines(tmp_path):
+    folder = tmp_path / "trace"
+    for name in ("a", "b"):
+        tracer = ChromeTracer(folder / f"{name}.jsonl", name)
+        tracer.add_span("work", 0, 1000)
+        tracer.close()
+    with open(folder / "a.jsonl", "a") as file:
+        file.write('{"name": "torn')
+    again = ChromeTracer(folder / "a.jsonl", "a")
+    again.add_span("after", 0, 1000)
+    again.close()
+    trace = join_traces(folder)
+    work = [event for event in trace["traceEvents"] if event["name"] == "work"]
+    assert len({event["pid"] for event in work}) == 2
+    assert any(event["name"] == "after" for event in trace["traceEvents"])
+    assert trace["otherData"] == {"skipped_lines": 1}
+
+
+def test_command_joins_a_run_and_names_what_is_missing(tmp_path):
+    command = [sys.executable, "-m", "areal.observe.trace", str(tmp_path), "-o", str(tmp_path / "out.json")]
+    missing = subprocess.run(command, capture_output=True, text=True)
+    assert missing.returncode == 2
+    assert "perf_tracer.enabled=true" in missing.stderr
+    ChromeTracer(tmp_path / "trace" / "a.jsonl", "a").close()
+    subprocess.run(command, check=True)
+    assert len(json.loads((tmp_path / "out.json").read_text())["traceEvents"]) == 1
+
+
+def test_log_lines_carry_the_process_and_leave_others_alone(capsys):
+    foreign = list(logging.getLogger().handlers)
+    configure_logging("info", "server-0 100%")
+    configure_logging("info", "server-0 100%")
+    get_logger("areal.rollout.gate").info("open")
+    get_logger("short").debug("hidden")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "INFO server-0 100% areal.rollout.gate open" in lines[0]
+    assert logging.getLogger().handlers == foreign
+    ours = logging.getLogger("areal")
+    ours.handlers.clear()
+    ours.propagate = True

@@ -1,0 +1,159 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from areal.api.errors import LaunchError
+from areal.system.process import AREAL_PROCESS, ProcessContext, kill_tree, kill_trees, spawn
+
+CONTEXT = ProcessContext(
+    role="trainer",
+    index=1,
+    world_size=2,
+    num_servers=1,
+    run_id=0,
+    run_dir="/tmp/x",
+    num_threads=1,
+    recover=False,
+    device="cpu",
+)
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("condition did not come true")
+
+
+def read_pid(path):
+    def read():
+        return int(path.read_text()) if path.exists() and path.read_text().endswith("\n") else None
+
+    return until(read)
+
+
+def test_context_travels_through_the_environment():
+    env = CONTEXT.to_env()
+    assert ProcessContext.from_env(env) == CONTEXT
+    assert (env["RANK"], env["WORLD_SIZE"]) == ("1", "2")
+    assert CONTEXT.name == "trainer-1"
+    assert ProcessContext.from_env({}) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"role": "x"}'])
+def test_bad_context_is_named(text):
+    with pytest.raises(LaunchError, match=AREAL_PROCESS):
+        ProcessContext.from_env({AREAL_PROCESS: text})
+
+
+RUN_MAIN = """
+from areal.system.process import run_main
+from areal.api.errors import ConfigError
+def main():
+    {body}
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "ends"),
+    [
+        ("pass", 0, ""),
+        ("raise ConfigError('first line\\n  second')", 2, "areal: error: first line second\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise ValueError('a bug')", 1, "ValueError: a bug\n"),
+        ("raise SystemExit(7)", 7, ""),
+    ],
+)
+def test_run_main_exit_codes(body, code, ends):
+    done = subprocess.run([sys.executable, "-c", RUN_MAIN.format(body=body)], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.endswith(ends)
+    assert ("Traceback" in done.stderr) == (code == 1)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[1], "w").write(f"{child.pid}\\n")
+time.sleep(600)
+"""
+
+
+def test_kill_tree_ends_a_stubborn_process_and_its_children(tmp_path):
+    child = spawn([sys.executable, "-c", STUBBORN, str(tmp_path / "pid")], os.environ, tmp_path / "log")
+    grandchild = read_pid(tmp_path / "pid")
+    kill_tree(child.pid, 0.1)
+    assert not alive(child.pid)
+    assert not alive(grandchild)
+    assert child.wait(5) == -signal.SIGKILL
+
+
+def test_kill_trees_is_polite_first_and_ends_the_stopped(tmp_path):
+    polite = (
+        "import signal,sys,time; signal.signal(15, lambda *a: sys.exit(5)); print('up', flush=True); time.sleep(600)"
+    )
+    first = spawn([sys.executable, "-c", polite], os.environ, tmp_path / "first")
+    second = spawn([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path / "second")
+    until(lambda: "up" in (tmp_path / "first").read_text())
+    os.kill(second.pid, signal.SIGSTOP)
+    kill_trees([first.pid, second.pid, 2**22 + 1], 1.0)
+    assert first.wait(5) == 5
+    assert second.wait(5) == -signal.SIGKILL
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from areal.system.process import spawn
+child = spawn([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, Path(sys.argv[1] + ".log"))
+open(sys.argv[1], "w").write(f"{child.pid}\\n")
+time.sleep(600)
+"""
+
+
+def test_children_die_with_a_killed_launcher(tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "pid")])
+    child = read_pid(tmp_path / "pid")
+    assert alive(child)
+    launcher.kill()
+    launcher.wait(5)
+    until(lambda: not alive(child))
+
+
+def test_watch_parent_ends_an_orphan(tmp_path):
+    orphan = (
+        "import os,sys,time; from areal.system.process import watch_parent; watch_parent();"
+        "open(sys.argv[1],'w').write(f'{os.getpid()}\\n'); time.sleep(600)"
+    )
+    middle = "import subprocess,sys; subprocess.Popen([sys.executable,'-c',sys.argv[1],sys.argv[2]]).wait()"
+    parent = subprocess.Popen([sys.executable, "-c", middle, orphan, str(tmp_path / "pid")])
+    pid = read_pid(tmp_path / "pid")
+    parent.kill()
+    parent.wait(5)
+    until(lambda: not alive(pid))
+
+
+def test_spawn_appends_to_the_log_and_names_a_missing_program(tmp_path):
+    log = tmp_path / "logs" / "a.log"
+    for text in ("one", "two"):
+        code = f"import sys; print({text!r}); print('err', file=sys.stderr)"
+        assert spawn([sys.executable, "-c", code], os.environ, log).wait(10) == 0
+    assert sorted(log.read_text().split()) == ["err", "err", "one", "two"]
+    with pytest.raises(LaunchError, match="cannot start /no/such"):
+        spawn(["/no/such"], os.environ, log)
