@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 from areal.api.metrics import Metrics
 
@@ -45,8 +46,8 @@ class TrainBatch:
 
     @property
     def sequence_lengths(self) -> list[int]:
-        bounds: list[int] = self.cu_seqlens.tolist()
-        return [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        bounds = cast("list[int]", self.cu_seqlens.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return [b - a for a, b in pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What a model says about a packed batch; float32, predicted-token aligned, 0 at the last position of a sequence."""
+    """What a model says about a packed batch; float32, predicted-token aligned, 0 at the end of each sequence."""
 
     logprobs: Tensor | None = None  # [T] log_softmax(logits / T)[token t+1]; None for a critic
     entropy: Tensor | None = None  # [T] of the same distribution, detached; None for a critic

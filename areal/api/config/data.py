@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,3 @@ class ValidDatasetConfig(DatasetConfig):
 
     max_rows: int | None = number(None, low=1)
     """Evaluate on the first rows only; null = all."""
-
-    def problems(self) -> Problems:
-        return ()

@@ -90,7 +90,7 @@ class PPOConfig(BaseExperimentConfig):
     """Value model; null = none (GRPO)."""
     workflow: str = "rlvr"
     """Workflow of a run without a script: a registered name (rlvr, multi_turn) or module:Class."""
-    workflow_args: dict[str, Any] = field(default_factory=dict)
+    workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further keyword arguments of the workflow's constructor."""
     reward_fn: str = ""
     """Reward of a run without a script: a registered name (gsm8k, exact) or module:function or file.py:function."""

@@ -27,7 +27,7 @@ class GenerationHyperparameters:
     """Sample among this many likeliest tokens; the default means all."""
     temperature: float = number(1.0, above=0)
     """Softmax temperature."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list[int])
     """Token ids that end an answer, besides the tokenizer's end token."""
     stop: list[str] | None = None
     """Strings that end an answer; null = none."""

@@ -35,7 +35,7 @@ class EvaluatorConfig(Cadence):
     """Evaluate once before the first step."""
     modes: list[str] = field(default_factory=lambda: ["sampled"])
     """Which evaluations: sampled = with eval_gconfig, greedy = the same with greedy choice."""
-    stop_at: dict[str, float] = field(default_factory=dict)
+    stop_at: dict[str, float] = field(default_factory=dict[str, float])
     """Training ends early once the mean reward of every mode named here reaches its number, e.g. {greedy: 0.95}."""
 
     def problems(self) -> Problems:
@@ -52,7 +52,7 @@ class RecoverConfig(Cadence):
     """Recovery checkpoints: everything a restarted run needs to go on."""
 
     mode: str = choice("disabled", "disabled", "auto", "fault", "resume")
-    """disabled = always start anew; auto = recover when there is something to recover from; fault = only after a failure; resume = must recover."""
+    """disabled = start anew; auto = recover if possible; fault = only after a failure; resume = must recover."""
     retries: int = number(3, low=0)
     """Restarts of the whole run after a failure (auto and fault)."""
 

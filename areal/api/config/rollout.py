@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,13 @@ class InferenceEngineConfig:
     max_head_offpolicyness: int = number(0, low=0)
     """Largest version lag the admission gate plans for; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
-    """What happens to an episode older than the bound when its batch is made: train on it, mask its old tokens, drop it, or wait = consume in order of admission."""
+    """An episode older than the bound: train on it, mask its old tokens, drop it; wait = consume in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep")
-    """What new weights do to requests in flight: interrupt = return and continue under the new weights, keep = recompute their cache in place."""
+    """New weights and requests in flight: interrupt = return and continue, keep = recompute their cache in place."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded")
     """How a replica is picked for a new group of requests; siblings always stay together."""
     check_trajectory_format: bool = False
-    """Check every trajectory a workflow returns (lengths, masks, finite numbers) and fail the episode that breaks a rule."""
+    """Check every returned trajectory (lengths, masks, finite numbers) and fail the episode that breaks a rule."""
     enable_rollout_tracing: bool = False
     """Log every admission and end of an episode with the gate's counters."""
     should_accept_fn: str = ""
@@ -53,6 +53,3 @@ class RewardConfig:
     """Seconds one call may take; its process is then killed and replaced."""
     on_error: str = choice("fail", "fail", "zero")
     """A reward that raised, timed out or is not finite: fail = the episode fails, zero = it scores 0 and is counted."""
-
-    def problems(self) -> Problems:
-        return ()

@@ -72,7 +72,7 @@ class TrainEngineConfig:
     path: str = ""
     """Checkpoint folder or hub name of the model."""
     attn_impl: str = choice("auto", "auto", "varlen", "sdpa", "flash_attention_2")
-    """Packed attention: varlen = torch's kernel (CUDA), sdpa = one call a sequence; auto and flash_attention_2 pick by device."""
+    """Packed attention: varlen = torch's kernel (CUDA), sdpa = one call a sequence; the others pick by device."""
     init_from_scratch: bool = False
     """Random weights in the shape of `path`'s config instead of its weights."""
     temperature: float = number(1.0, above=0)
