@@ -1,6 +1,6 @@
 """Owns the entry of a controller or trainer process: runs the user's script, or the configured parts without one.
 
-    python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
+python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
 """
 
 from __future__ import annotations

@@ -42,9 +42,7 @@ class PPOTrainer:
         self._context = context
         self._train_rows = train_dataset
         self._valid_rows = valid_dataset
-        self._length = TrainingLength.of(
-            config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples
-        )
+        self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
 
     def __enter__(self) -> PPOTrainer:
         return self

@@ -113,9 +113,7 @@ def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
 def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
     """Load the models this configuration names."""
     optimizer_steps = length.total_steps * config.actor.ppo_n_minibatches
-    actor = build_train_engine(
-        config.actor, role="actor", total_steps=optimizer_steps, mesh=mesh, seed=config.seed
-    )
+    actor = build_train_engine(config.actor, role="actor", total_steps=optimizer_steps, mesh=mesh, seed=config.seed)
     trained: dict[str, TrainEngine] = {"actor": actor}
     frozen: list[TrainEngine] = []
     reference = critic = None

@@ -95,9 +95,7 @@ class SFTTrainer:
 
         config, is_rank0 = self._config, self._context.index == 0
         engines = {"model": engine}
-        recover = RecoverStore(
-            paths.recover, config.recover, num_ranks=self._context.world_size, is_rank0=is_rank0
-        )
+        recover = RecoverStore(paths.recover, config.recover, num_ranks=self._context.world_size, is_rank0=is_rank0)
         source = recover.start_from(after_failure=self._context.recover)
         point = recover.load(source, engines) if source else None
         start_step = point.step if point else 0
@@ -145,7 +143,6 @@ class SFTTrainer:
 
     def _evaluate(self, engine: TrainEngine, rows: Sequence[EncodedRow]) -> dict[str, float]:
         """Mean loss per token over the held-out rows, the same number on every rank."""
-
 
         mine = rows[engine.dp_rank :: engine.dp_size]
         batch = rows_to_train_batch([row.token_ids for row in mine], [row.loss_mask for row in mine])

@@ -1,6 +1,6 @@
 """Writes what the quickstart needs: a character tokenizer, a random Qwen3-style model, the data. No network.
 
-    python examples/quickstart/prepare.py FOLDER [--seed 0]
+python examples/quickstart/prepare.py FOLDER [--seed 0]
 """
 
 from __future__ import annotations

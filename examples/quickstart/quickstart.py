@@ -81,9 +81,7 @@ def report(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
         "staleness_mean": round(fmean(row["rollout/staleness_mean"] for row in trained), 3),
         "staleness_max": max(row["rollout/staleness_max"] for row in trained),
         "generated_tokens_per_s": round(rows[-1]["rollout/generated_tokens"] / rows[-1]["seconds/elapsed"], 1),
-        "trained_tokens_per_s": round(
-            sum(row["trained_tokens"] for row in trained) / rows[-1]["seconds/elapsed"], 1
-        ),
+        "trained_tokens_per_s": round(sum(row["trained_tokens"] for row in trained) / rows[-1]["seconds/elapsed"], 1),
         "peak_rss_gib": round(max(summary["peak_rss_gib"] for summary in summaries), 3),
         "checkpoint": str(grpo / "checkpoints" / "actor" / f"step-{steps:06d}"),
     }

@@ -1,0 +1,56 @@
+import pytest
+
+from areal.api.config import GRPOConfig, PPOActorConfig, TrainDatasetConfig
+from areal.api.errors import ConfigError
+from areal.trainer.progress import Progress, TrainingLength
+
+
+def config(batch_size: int = 4, *, drop_last: bool = True, **limits: int) -> GRPOConfig:
+    return GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=TrainDatasetConfig(path="x.jsonl", batch_size=batch_size, drop_last=drop_last),
+        actor=PPOActorConfig(path="m"),
+        **limits,
+    )
+
+
+def test_epochs_decide_when_nothing_else_does():
+    length = TrainingLength.of(config(total_train_epochs=3), num_rows=10)
+    assert (length.steps_per_epoch, length.total_steps) == (2, 6)
+
+
+def test_without_drop_last_the_short_batch_counts():
+    assert TrainingLength.of(config(drop_last=False), num_rows=10).steps_per_epoch == 3
+
+
+def test_the_smallest_limit_wins():
+    # 12 sequences at 4 rows x 2 samples a step: two steps see 16 >= 12
+    length = TrainingLength.of(
+        config(total_train_epochs=9, total_train_steps=5, total_train_n_seqs=12), num_rows=100, samples_per_row=2
+    )
+    assert length.total_steps == 2
+
+
+def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"batch_size=4 is more than the 3 usable rows"):
+        TrainingLength.of(config(), num_rows=3)
+
+
+def test_remaining_steps_start_where_recovery_left_and_know_their_epoch():
+    length = TrainingLength(steps_per_epoch=2, total_steps=5)
+    steps = list(Progress(length, start_step=3).remaining_steps())
+    assert [(s.step, s.epoch, s.epoch_step, s.is_epoch_end, s.is_last) for s in steps] == [
+        (3, 1, 1, True, False),
+        (4, 2, 0, False, True),
+    ]
+
+
+def test_stop_ends_the_steps_early():
+    progress = Progress(TrainingLength(steps_per_epoch=9, total_steps=9))
+    seen = []
+    for info in progress.remaining_steps():
+        seen.append(info.step)
+        if info.step == 1:
+            progress.stop()
+    assert seen == [0, 1]
