@@ -1,0 +1,107 @@
+"""Owns the way from one reward a sequence to one advantage a token: shaping, token rewards, GAE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import require_same_shape, trained_counts
+
+
+def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None) -> Tensor:
+    """r' = clip((r + bias) * scale, -clip, clip) of sequence rewards [S], same dtype; clip None = no limits."""
+    shaped = (rewards + bias) * scale
+    return shaped if clip is None else shaped.clamp(-clip, clip)
+
+
+def withhold_unfinished(rewards: Tensor, finished: Tensor) -> Tensor:
+    """Task reward 0 for answers that a length limit cut. rewards [S] float, finished [S] bool (told, not guessed).
+
+    Applied after normalisation: a cut answer still counts in the statistics of its group, and 0 then means
+    "no better or worse than the baseline".
+    """
+    require_same_shape(rewards=rewards, finished=finished)
+    return torch.where(finished, rewards, 0.0)
+
+
+def token_rewards(
+    task_rewards: Tensor, mask: Tensor, sequence_index: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Reward of each trained token: -kl_coef * KL_t, plus the task reward at the last trained token of its sequence.
+
+    task_rewards [S] float, mask [T] bool, sequence_index [T] int64 ascending, kl [T] or None -> [T] of the dtype of
+    task_rewards, 0 where the mask is off. A sequence without trained tokens gets nothing.
+    """
+    require_same_shape(mask=mask, sequence_index=sequence_index)
+    rewards = torch.zeros_like(mask, dtype=task_rewards.dtype)
+    if kl is not None:
+        require_same_shape(mask=mask, kl=kl)
+        rewards = torch.where(mask, -kl_coef * kl.to(rewards.dtype), 0.0)
+    last = last_trained(mask, sequence_index, int(task_rewards.numel()))
+    has_tokens = last >= 0
+    return rewards.index_add(0, last[has_tokens], task_rewards[has_tokens])
+
+
+def last_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Position of the last trained token of each sequence, -1 where there is none. -> [S] int64."""
+    positions = torch.nonzero(mask).flatten()
+    last = torch.full((num_sequences,), -1, dtype=torch.int64, device=mask.device)
+    return last.scatter_reduce(0, sequence_index[positions], positions, "amax", include_self=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """What GAE gives; 0 where the mask is off."""
+
+    advantages: Tensor  # [T]
+    returns: Tensor  # [T] advantages + values: the critic's targets
+
+
+def generalised_advantages(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    *,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over the trained tokens of packed sequences.
+
+    Over the trained tokens i of one sequence:  delta_i = r_i + discount * V_{i+1} - V_i;
+    A_i = delta_i + discount * gae_lambda * A_{i+1};  R_i = A_i + V_i.
+    Untrained tokens between them (tool output, user turns) take no time: they are neither discounted nor valued.
+    V after the last trained token is `bootstrap` [S], None = 0 (the episode ended). values None = 0 everywhere.
+
+    rewards, values, mask [T]; sequence_index [T] int64 ascending. Computed in float64, returned in rewards' dtype.
+    A_i is a linear recurrence with one constant factor, so it is scanned in log2(longest answer) vectorised steps
+    over all sequences at once; the order of additions depends only on distances within a sequence, never on packing.
+    """
+    require_same_shape(rewards=rewards, mask=mask, sequence_index=sequence_index)
+    positions = torch.nonzero(mask).flatten()
+    sequence = sequence_index[positions]
+    reward = rewards[positions].double()
+    value = torch.zeros_like(reward) if values is None else values[positions].double()
+    after = torch.zeros_like(value) if bootstrap is None else bootstrap.double()[sequence]
+    if positions.numel() > 1:
+        same = sequence[:-1] == sequence[1:]
+        after[:-1] = torch.where(same, value[1:], after[:-1])
+    advantage = reward + discount * after - value
+    longest = int(trained_counts(mask, sequence_index, num_sequences).max()) if num_sequences else 0
+    factor = discount * gae_lambda
+    stride = 1
+    while stride < longest:
+        # before: A_i covers `stride` terms of its sum; after: twice as many
+        same = sequence[:-stride] == sequence[stride:]
+        later = torch.where(same, advantage[stride:], 0.0)
+        advantage = torch.cat([advantage[:-stride] + factor**stride * later, advantage[-stride:]])
+        stride *= 2
+    zeros = torch.zeros_like(rewards)
+    return Advantages(
+        advantages=zeros.index_copy(0, positions, advantage.to(rewards.dtype)),
+        returns=zeros.index_copy(0, positions, (advantage + value).to(rewards.dtype)),
+    )

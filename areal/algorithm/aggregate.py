@@ -1,0 +1,115 @@
+"""Owns how per-token numbers become one number: weights and denominators of a loss, and logged token statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from areal.api.metrics import Metric, Metrics
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a CPU float64 tensor over all data-parallel ranks; `TrainEngine.all_reduce` is one."""
+
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How per-token losses l_t of sequences s with n_s trained tokens become one scalar, over the global mini-batch:
+
+token-mean (DAPO)                  sum_t l_t / sum_s n_s
+seq-mean-token-sum                 sum_s sum_t l_t / S
+seq-mean-token-mean (GRPO paper)   sum_s (sum_t l_t / n_s) / S
+seq-mean-token-sum-norm (Dr.GRPO)  sum_s (sum_t l_t / L) / S with a constant L
+
+S counts the sequences with at least one trained token.
+"""
+
+
+def identity_reduce(values: Tensor) -> Tensor:
+    """The reduction over ranks when there is one rank."""
+    return values
+
+
+def require_same_shape(**tensors: Tensor) -> None:
+    """Raise ValueError when tensors that must lie beside each other differ in shape (broadcasting would hide it)."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"per-token tensors must have one shape, got {shapes}")
+
+
+def trained_counts(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Trained tokens of each sequence. mask [T] bool, sequence_index [T] int64 -> [S] int64."""
+    require_same_shape(mask=mask, sequence_index=sequence_index)
+    return torch.bincount(sequence_index[mask], minlength=num_sequences)
+
+
+def loss_weights(
+    mask: Tensor, sequence_index: Tensor, num_sequences: int, aggregation: LossAggregation = "token-mean"
+) -> Tensor:
+    """Weight of each token's loss in the sum that one global denominator divides.
+
+    mask [T] bool, sequence_index [T] int64 -> [T] float32, 0 where the mask is off. A weight depends on its own
+    sequence alone, and sequences are never cut, so any split into micro-batches and ranks gives the same sum.
+    """
+    weights = mask.float()
+    if aggregation == "seq-mean-token-mean":
+        counts = trained_counts(mask, sequence_index, num_sequences)
+        weights = weights / counts.clamp(min=1)[sequence_index]
+    return weights
+
+
+def local_denominator(
+    mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    aggregation: LossAggregation = "token-mean",
+    max_tokens: int | None = None,
+) -> Tensor:
+    """This rank's part of the denominator of a mini-batch: its sum over ranks divides the weighted sum of losses.
+
+    mask [T] bool, sequence_index [T] int64 -> [1] float64 on the CPU. `max_tokens` is the constant L of
+    seq-mean-token-sum-norm; ValueError without it.
+    """
+    if aggregation == "token-mean":
+        count = mask.sum()
+    else:
+        count = (trained_counts(mask, sequence_index, num_sequences) > 0).sum()
+        if aggregation == "seq-mean-token-sum-norm":
+            if max_tokens is None:
+                raise ValueError("seq-mean-token-sum-norm needs max_tokens, the constant length that divides")
+            count = count * max_tokens
+    return count.to(device="cpu", dtype=torch.float64).reshape(1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStat:
+    """A quantity to log: one value a token (or a sequence), which of them count, and how they are reduced."""
+
+    values: Tensor  # [N] any real dtype or bool
+    mask: Tensor  # [N] bool
+    kind: Literal["mean", "sum", "max", "min"] = "mean"
+
+
+def to_metrics(stats: Mapping[str, TokenStat]) -> Metrics:
+    """Reduce every statistic on its device and bring all of them to the host in one copy.
+
+    Nothing under a mask gives count 0 and the neutral element (-inf for max, inf for min), so that it merges with
+    other micro-batches and ranks. Sums are taken in float64. All statistics must be on one device.
+    """
+    numbers: list[Tensor] = []
+    for stat in stats.values():
+        require_same_shape(values=stat.values, mask=stat.mask)
+        values = stat.values.detach().double()
+        if stat.kind in ("mean", "sum"):
+            numbers.append(torch.where(stat.mask, values, 0.0).sum())
+        else:
+            fill = float("-inf") if stat.kind == "max" else float("inf")
+            # the extra element keeps the reduction defined when there are no tokens at all
+            padded = torch.cat([torch.where(stat.mask, values, fill), values.new_full((1,), fill)])
+            numbers.append(padded.amax() if stat.kind == "max" else padded.amin())
+        numbers.append(stat.mask.sum().double())
+    if not numbers:
+        return {}
+    host = cast(list[float], torch.stack(numbers).tolist())  # pyright: ignore[reportUnknownMemberType]
+    return {name: Metric(host[2 * i], host[2 * i + 1], stat.kind) for i, (name, stat) in enumerate(stats.items())}
