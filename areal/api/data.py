@@ -141,3 +141,7 @@ class WeightUpdate:
     """collective: "nccl" or "gloo"."""
     buckets: list[list[WeightSpec]] = field(default_factory=list[list[WeightSpec]])
     """collective: the broadcasts in order; each bucket is one flat uint8 tensor of its weights, concatenated."""
+    group_name: str = ""
+    """collective: name of the update group; a new name asks every replica to join a new group first."""
+    replicas: list[str] = field(default_factory=list[str])
+    """collective: the replicas of the group as the fleet calls them, in order: replica i is rank 1 + i."""

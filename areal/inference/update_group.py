@@ -1,0 +1,141 @@
+"""Owns the collective group that carries weights from trainer to servers, and the layout of one broadcast.
+
+Shared by both ends. The group lives outside torch's default process group: the trainer has one of its own, a server
+has none. Every wait here ends by itself: after `timeout_s`, or when the caller's `give_up` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from areal.api.data import WeightSpec
+from areal.api.errors import RequestError, WeightSyncError
+from areal.system.network import is_loopback
+
+ALIGNMENT_BYTES = 16
+"""Every weight of a bucket starts at a multiple of this, so that its bytes may be viewed as any dtype."""
+_POLL_S = 0.0005
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called `name` ("bfloat16"). RequestError for anything else."""
+    dtype = torch.__dict__.get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise RequestError(f"unknown weight dtype {name!r}: give a torch dtype name such as bfloat16")
+    return dtype
+
+
+def spec_bytes(spec: WeightSpec) -> int:
+    """Bytes of one weight."""
+    count = 1
+    for size in spec.shape:
+        count *= size
+    return count * torch_dtype(spec.dtype).itemsize
+
+
+def bucket_layout(specs: list[WeightSpec]) -> tuple[list[int], int]:
+    """Where each weight starts in the bucket, and the bucket's size, both in bytes."""
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec_bytes(spec) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> list[Tensor]:
+    """Each weight of a bucket as a tensor over the bytes of `buffer`, without copying."""
+    offsets, total = bucket_layout(specs)
+    if buffer.numel() < total:
+        raise RequestError(f"bucket of {total} bytes does not fit into a buffer of {buffer.numel()}")
+    views: list[Tensor] = []
+    for spec, start in zip(specs, offsets, strict=True):
+        flat = buffer[start : start + spec_bytes(spec)]
+        views.append(flat.view(torch_dtype(spec.dtype)).view(spec.shape))
+    return views
+
+
+def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
+    """The key-value store through which the ranks of a group find each other; port 0 lets the master choose."""
+    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class UpdateGroup:
+    """A process group of the trainer's rank 0 and the servers; rank 0 sends."""
+
+    def __init__(
+        self,
+        store: TCPStore,
+        *,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        """Meet the other ranks; blocks until all are there or `timeout_s` is over (WeightSyncError)."""
+        self.group_name = group_name
+        self.world_size = world_size
+        self.backend = backend
+        self._timeout_s = timeout_s
+        named = PrefixStore(group_name, store)
+        try:
+            self._group = _make_group(named, rank, world_size, backend, timeout_s, loopback=is_loopback(store.host))
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"update group {group_name}: rank {rank} of {world_size} did not meet the others within "
+                f"{timeout_s:g} s ({_first_line(error)})"
+            ) from error
+
+    def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:
+        """Send (rank 0) or receive `buffer`. WeightSyncError after the time-out or once `give_up()` is true."""
+        deadline = time.monotonic() + self._timeout_s
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            work = self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(f"update group {self.group_name}: no broadcast in {self._timeout_s:g} s")
+                if give_up is not None and give_up():
+                    raise WeightSyncError(f"update group {self.group_name}: broadcast given up")
+                time.sleep(_POLL_S)
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, WeightSyncError):
+                raise
+            raise WeightSyncError(f"update group {self.group_name}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave at once, without waiting for anybody; a pending broadcast of another rank fails."""
+        self._group.abort()
+
+
+def _make_group(
+    store: PrefixStore, rank: int, world_size: int, backend: str, timeout_s: float, *, loopback: bool
+) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - no stub
+        hostname = "127.0.0.1" if loopback else ""
+        device = dist.ProcessGroupGloo.create_device(hostname=hostname) if hostname else None
+        options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, world_size, options)
+    if backend == "nccl":
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        # NCCL's own watchdog ends the whole process; our deadline must come first.
+        nccl_options._timeout = timeout * 2
+        return dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
+    raise RequestError(f"unknown backend {backend!r} of an update group: give gloo or nccl")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,216 @@
+"""A server takes in weights whole or not at all, from a folder and from a broadcast."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from areal.api.data import WeightSpec
+from areal.api.errors import RequestError, WeightSyncError
+from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
+from areal.system.durable import publish_folder
+
+
+class TiedModel(nn.Module):
+    """An embedding whose weight is also the head's."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, dtype=dtype)
+        self.middle = nn.Linear(4, 4, dtype=dtype)
+        self.head = nn.Linear(4, 6, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("counter", torch.zeros(2))
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed.weight": torch.randn(6, 4, generator=generator),
+        "middle.weight": torch.randn(4, 4, generator=generator),
+        "middle.bias": torch.randn(4, generator=generator),
+    }
+
+
+def specs_of(weights: dict[str, torch.Tensor]) -> list[WeightSpec]:
+    return [WeightSpec(name=n, shape=list(w.shape), dtype=str(w.dtype)[6:]) for n, w in weights.items()]
+
+
+def assert_holds(model: TiedModel, weights: dict[str, torch.Tensor]) -> None:
+    dtype = model.embed.weight.dtype
+    for name, value in weights.items():
+        assert torch.equal(model.state_dict()[name], value.to(dtype)), name
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folder_is_copied_in_place(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = TiedModel(dtype)
+    before = model.embed.weight
+    save_file(new_weights(), tmp_path / "model.safetensors")
+    load_weights_from_folder(model, tmp_path)
+    assert_holds(model, new_weights())
+    assert model.embed.weight is before
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    weights = new_weights()
+    names = list(weights)
+    save_file({names[0]: weights[names[0]]}, tmp_path / "a.safetensors")
+    save_file({n: weights[n] for n in names[1:]}, tmp_path / "b.safetensors")
+    save_file({"foreign": torch.zeros(1)}, tmp_path / "stray.safetensors")
+    places = dict(zip(names, ["a.safetensors", "b.safetensors", "b.safetensors"], strict=True))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    model = TiedModel()
+    load_weights_from_folder(model, tmp_path)
+    assert_holds(model, weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"middle.bias": None}, "lacks middle.bias"),
+        ({"middle.bias": torch.zeros(5)}, r"middle.bias has shape \[5\]"),
+        ({"stranger": torch.zeros(1)}, "no weight called stranger"),
+    ],
+)
+def test_a_wrong_folder_changes_nothing(tmp_path: Path, change: dict, message: str) -> None:
+    weights = {n: w for n, w in (new_weights() | change).items() if w is not None}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = TiedModel()
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    with pytest.raises(RequestError, match=message):
+        load_weights_from_folder(model, tmp_path)
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+def test_missing_empty_broken_and_incomplete_folders_are_refused(tmp_path: Path) -> None:
+    model = TiedModel()
+    with pytest.raises(RequestError, match="does not exist"):
+        load_weights_from_folder(model, tmp_path / "none")
+    with pytest.raises(RequestError, match=r"no \.safetensors"):
+        load_weights_from_folder(model, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(RequestError, match="cannot be read"):
+        load_weights_from_folder(model, tmp_path)
+    writing = tmp_path / "writing"
+    writing.mkdir()
+    save_file(new_weights(), writing / "model.safetensors")
+    publish_folder(writing, tmp_path / "v1")
+    load_weights_from_folder(model, tmp_path / "v1")
+    with open(tmp_path / "v1" / "model.safetensors", "r+b") as file:
+        file.truncate(20)
+    with pytest.raises(RequestError, match="is incomplete"):
+        load_weights_from_folder(model, tmp_path / "v1")
+
+
+def test_bucket_views_share_the_buffer_and_are_aligned() -> None:
+    specs = [
+        WeightSpec(name="a", shape=[3], dtype="bfloat16"),
+        WeightSpec(name="b", shape=[2, 2], dtype="float32"),
+        WeightSpec(name="c", shape=[], dtype="float32"),
+    ]
+    offsets, total = bucket_layout(specs)
+    assert (offsets, total) == ([0, 16, 32], 48)
+    buffer = torch.zeros(total, dtype=torch.uint8)
+    views = bucket_views(buffer, specs)
+    views[1].copy_(torch.arange(4.0).view(2, 2))
+    assert buffer[16:32].view(torch.float32).tolist() == [0, 1, 2, 3]
+    with pytest.raises(RequestError, match="does not fit"):
+        bucket_views(buffer[:40], specs)
+    with pytest.raises(RequestError, match="unknown weight dtype"):
+        bucket_layout([WeightSpec(name="a", shape=[1], dtype="Tensor")])
+
+
+class Sender:
+    """The trainer's end: rank 0 of a group of two, in a thread."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], receiver: WeightReceiver, timeout_s: float = 10) -> None:
+        store = open_store("127.0.0.1", 0, is_master=True, timeout_s=timeout_s)
+        joined: list[UpdateGroup] = []
+        thread = threading.Thread(
+            target=lambda: joined.append(
+                UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=timeout_s)
+            )
+        )
+        thread.start()
+        receiver.join("127.0.0.1", store.port, 1, 2, "g", "gloo", timeout_s)
+        thread.join()
+        self.group = joined[0]
+        self.weights = weights
+
+    def send(self) -> threading.Thread:
+        specs = specs_of(self.weights)
+        buffer = torch.zeros(bucket_layout(specs)[1], dtype=torch.uint8)
+        for view, value in zip(bucket_views(buffer, specs), self.weights.values(), strict=True):
+            view.copy_(value)
+        thread = threading.Thread(target=self.group.broadcast, args=(buffer,))
+        thread.start()
+        return thread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broadcast_weights_are_copied_in_place(dtype: torch.dtype) -> None:
+    model = TiedModel(dtype)
+    receiver = WeightReceiver(model, "cpu")
+    sender = Sender(new_weights(), receiver)
+    for _ in range(2):  # a group lasts over several updates
+        thread = sender.send()
+        receiver.receive(specs_of(sender.weights))
+        thread.join()
+        receiver.finish()
+        assert_holds(model, sender.weights)
+        sender.weights = {n: w + 1 for n, w in sender.weights.items()}
+    assert receiver.group_name == "g"
+    receiver.leave()
+    sender.group.close()
+
+
+def test_an_update_without_all_weights_is_noticed() -> None:
+    receiver = WeightReceiver(TiedModel(), "cpu")
+    weights = new_weights()
+    del weights["middle.bias"]
+    sender = Sender(weights, receiver)
+    thread = sender.send()
+    receiver.receive(specs_of(weights))
+    thread.join()
+    with pytest.raises(WeightSyncError, match=r"lacks middle\.bias"):
+        receiver.finish()
+    receiver.leave()
+    sender.group.close()
+
+
+def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
+    receiver = WeightReceiver(TiedModel(), "cpu")
+    sender = Sender(new_weights(), receiver)
+    with pytest.raises(RequestError, match="no weight called x"):
+        receiver.receive([WeightSpec(name="x", shape=[1], dtype="float32")])
+    assert receiver.group_name == ""
+    with pytest.raises(RequestError, match="in no update group"):
+        receiver.receive(specs_of(new_weights()))
+    with pytest.raises(WeightSyncError, match="update group g"):
+        sender.group.broadcast(torch.zeros(1 << 22, dtype=torch.uint8))
+
+
+def test_a_receiver_without_a_sender_gives_up() -> None:
+    receiver = WeightReceiver(TiedModel(), "cpu")
+    with pytest.raises(WeightSyncError, match="no store at"):
+        receiver.join("127.0.0.1", 9, 1, 2, "g", "gloo", 0.5)
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=1)
+    with pytest.raises(WeightSyncError, match="did not meet the others"):
+        receiver.join("127.0.0.1", store.port, 1, 2, "g", "gloo", 0.5)
+    with pytest.raises(RequestError, match="must lie between"):
+        receiver.join("127.0.0.1", store.port, 0, 2, "g", "gloo", 0.5)
+
+
+def test_tied_names_count_once() -> None:
+    targets = WeightTargets(TiedModel())
+    assert targets.missing({"head.weight", "middle.weight", "middle.bias"}) == []
+    assert targets.missing({"middle.weight"}) == ["embed.weight", "middle.bias"]
