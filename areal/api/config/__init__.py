@@ -5,6 +5,7 @@ from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatase
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
+from areal.api.config.load import load_config, load_experiment, save_config
 from areal.api.config.observe import (
     Cadence,
     EvaluatorConfig,
@@ -24,6 +25,7 @@ from areal.api.config.train import (
     OptimizerConfig,
     TrainEngineConfig,
 )
+from areal.api.config.validate import check_config
 
 __all__ = [
     "BaseExperimentConfig",
@@ -57,4 +59,8 @@ __all__ = [
     "TrainEngineConfig",
     "ValidDatasetConfig",
     "WandBConfig",
+    "check_config",
+    "load_config",
+    "load_experiment",
+    "save_config",
 ]

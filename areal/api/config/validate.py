@@ -1,0 +1,46 @@
+"""Owns the checks of a finished config: the limits of every field, then what the classes say about their own fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol, cast, runtime_checkable
+
+from areal.api.config.fields import Problems
+from areal.api.config.schema import fields_of
+from areal.api.errors import ConfigError
+
+
+@runtime_checkable
+class _HasProblems(Protocol):
+    def problems(self) -> Problems: ...
+
+
+def problems_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Everything wrong with `config` and its sections: (dotted path, what is wrong and what to change)."""
+    for name, spec in fields_of(cast("type[Any]", type(config))).items():
+        value = cast("Any", vars(config)[name])
+        advice = spec.limits.broken_by(value)
+        if advice:
+            yield f"{prefix}{name}", f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
+        if dataclasses.is_dataclass(value):
+            yield from problems_of(value, f"{prefix}{name}.")
+    if isinstance(config, _HasProblems):
+        for path, text in config.problems():
+            yield f"{prefix}{path}", text
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError with one line per problem. For configs made or changed in Python; loading does it itself."""
+    raise_problems(list(problems_of(config)))
+
+
+def raise_problems(problems: list[tuple[str, str]], source: str = "") -> None:
+    """Raise ConfigError unless `problems` is empty. `source` names the file."""
+    if not problems:
+        return
+    lines = [f"{path}: {text}" for path, text in problems]
+    where = f" in {source}" if source else ""
+    if len(lines) == 1:
+        raise ConfigError(lines[0] + (f" ({source})" if source else ""))
+    raise ConfigError("\n  ".join([f"{len(lines)} problems{where}:", *lines]))
