@@ -1,0 +1,130 @@
+"""Owns the verifier of numeric answers: finds the final answer in a text and compares it with the row's.
+
+Comparison is by number (commas, currency, percent, units, fractions, decimals) and, where a side is no number, by
+normalised text. Symbolic equality is not attempted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+_NUMBER = rf"[-+]?\s?\$?\s?(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+_LAST_NUMBER = re.compile(rf"(?<![\w.])(?:{_NUMBER})(?:\s?/\s?{_DIGITS})?\s?\\?%?")
+_BARE_NUMBER = re.compile(
+    r"([-+]?)\s*((?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?(?:\s*/\s*([-+]?[\d,]+(?:\.\d+)?))?"
+)
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
+_FRAC = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([-+]?[\d.,]+)\s*\}|\\[dt]?frac\s*(\d)\s*(\d)")
+_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
+_LATEX_NOISE = re.compile(r"\\(?:left|right|!|,|;|:|quad|displaystyle)|~")
+_UNIT = re.compile(r"[\s°]*[A-Za-z][A-Za-z\s./^²³]*$|\s*°\s*[CF]?$|\^\\circ$")
+_RELATIVE_TOLERANCE = 1e-4
+
+
+def math_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
+) -> float:
+    """1 when the final answer of the completion equals that of the row's `answer`, else 0."""
+    given = extract_answer(completion)
+    wanted = extract_answer(str(answer)) or str(answer)
+    return float(given is not None and answers_equal(given, wanted))
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The final answer: after the last `####` or in the last \boxed{}, whichever is later; else the last number."""
+    hashes, boxed = text.rfind("####"), text.rfind("\\boxed")
+    if hashes > boxed:
+        line = text[hashes + 4 :].lstrip(" \t#").partition("\n")[0].strip()
+        if line:
+            return line
+    if boxed >= 0:
+        content = _balanced(text, boxed + len("\\boxed"))
+        if content:
+            return content
+    numbers = _LAST_NUMBER.findall(text)
+    return numbers[-1].strip() if numbers else None
+
+
+def _balanced(text: str, start: int) -> str | None:
+    """The content of the braces that open at `start` (white space aside); None when they never close."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if start >= len(text) or text[start] != "{":
+        return None
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : position].strip()
+    return None
+
+
+def answers_equal(given: str, wanted: str) -> bool:
+    """Whether two answers say the same: as numbers when both are, else as normalised text."""
+    left, right = parse_number(given), parse_number(wanted)
+    if left is not None and right is not None:
+        (a, a_percent), (b, b_percent) = left, right
+        if _close(a, b):
+            return True
+        # 50% is written as 50 and as 0.5: when one side alone has the sign, either will do
+        return a_percent != b_percent and (_close(a / 100, b) if a_percent else _close(a, b / 100))
+    if left is not None or right is not None:
+        return False
+    return _normalised(given) == _normalised(wanted)
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    if a.denominator == 1 and b.denominator == 1:
+        return a == b
+    try:
+        return math.isclose(float(a), float(b), rel_tol=_RELATIVE_TOLERANCE)
+    except OverflowError:
+        return a == b
+
+
+def parse_number(text: str) -> tuple[Fraction, bool] | None:
+    """The number an answer stands for and whether it has a percent sign; None when it is not one number."""
+    plain = _plain(text)
+    plain = plain.rpartition("=")[2].strip()
+    percent = plain.endswith("%")
+    plain = plain.rstrip("%").strip()
+    plain = _UNIT.sub("", plain).strip() or plain
+    try:
+        if mixed := _MIXED.fullmatch(plain):
+            sign, whole, above, below = mixed.groups()
+            value = int(whole) + Fraction(int(above), int(below))
+            return (-value if sign == "-" else value), percent
+        if match := _BARE_NUMBER.fullmatch(plain):
+            sign, digits, exponent, divisor = match.groups()
+            value = Fraction(digits.replace(",", "").rstrip(".")) * Fraction(10) ** int(exponent or 0)
+            if divisor:
+                value /= Fraction(divisor.replace(",", ""))
+            return (-value if sign == "-" else value), percent
+    except (ZeroDivisionError, ValueError):
+        return None
+    return None
+
+
+def _plain(text: str) -> str:
+    """LaTeX wrapping, currency and final punctuation taken off."""
+    plain = text.strip().strip("*`").strip()
+    if "\\" in plain or "~" in plain:
+        plain = plain.replace("\\$", "").replace("\\%", "%")
+        plain = _TEXT_COMMAND.sub(r" \1", plain)
+        plain = _LATEX_NOISE.sub("", plain)
+        plain = _FRAC.sub(lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", plain)
+    for sign in "$€£¥":
+        plain = plain.replace(sign, "")
+    plain = plain.replace("−", "-").strip()  # the typographic minus
+    return plain.rstrip(".!?,; ").strip()
+
+
+def _normalised(text: str) -> str:
+    return "".join(_plain(text).replace("\\(", "").replace("\\)", "").split()).lower()

@@ -1,0 +1,319 @@
+"""Owns the pool of processes that run reward functions, and the time limit of every call.
+
+Waits for: a free worker (unblocked by a result, or by the end of a worker and its replacement). Calls are served in
+the order they were asked. A call runs under `timeout_s`, counted from its own start; a worker that runs past it is
+killed and replaced. A worker that dies takes nothing along: the call it ran is tried once more on another worker,
+since an out-of-memory kill need not be its fault, and is reported as `died` when that one dies too; calls behind it
+go back to the head of the queue. Reward functions must therefore bear being called again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from areal.api.config import RewardConfig
+from areal.api.errors import InputError, RewardError
+from areal.api.functions import FunctionRef
+from areal.observe.log import get_logger
+from areal.reward.result import RewardResult, RewardStatus
+from areal.reward.wire import frame
+from areal.reward.worker_process import WorkerProcess
+from areal.system.device import cpu_count
+
+MAX_CALLS_PER_MESSAGE = 16
+_MESSAGE_GOAL_S = 0.002
+"""Calls are sent together as long as they are likely to run this long in all: more would only wait for each other."""
+_LOAD_LIMIT_S = 60.0
+"""Least time a worker gets to start and to import a function's module; both may wait for a busy machine."""
+_MAX_FAILED_STARTS = 3
+_TRIES = 2
+_EXIT_WAIT_S = 0.5
+
+
+class _Batch:
+    """The calls of one `score_many`: what they share, and their results as they come."""
+
+    __slots__ = ("done", "function", "missing", "results", "shared")
+
+    def __init__(self, function: FunctionRef, shared: bytes, size: int, done: asyncio.Future[None]) -> None:
+        self.function = function
+        self.shared = orjson.Fragment(shared)
+        self.results: list[RewardResult | None] = [None] * size
+        self.missing = size
+        self.done = done
+
+    def put(self, index: int, result: RewardResult) -> None:
+        self.results[index] = result
+        self.missing -= 1
+        if self.missing == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+class _Call:
+    """One answer to be scored."""
+
+    __slots__ = ("batch", "completion", "completion_ids", "deaths", "index")
+
+    def __init__(self, batch: _Batch, index: int, completion: str, completion_ids: list[int]) -> None:
+        self.batch = batch
+        self.index = index
+        self.completion = completion
+        self.completion_ids = completion_ids
+        self.deaths = 0
+
+
+class RewardPool:
+    """Scores answers in worker processes. Belongs to the event loop it is first used on; starts workers on demand."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._timeout_s = config.timeout_s
+        self._size = config.workers or max(1, cpu_count() // 2)
+        self._queue: deque[_Call] = deque()
+        self._idle: list[WorkerProcess] = []
+        self._running: dict[WorkerProcess, deque[_Call]] = {}
+        """Calls in the hands of each worker, the one it runs first; empty while it is idle or starting."""
+        self._starting: set[WorkerProcess] = set()
+        self._failed_starts = 0
+        self._mean_s: dict[FunctionRef, float] = {}
+        self._endings: set[asyncio.Future[None]] = set()
+        self._closed = False
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes alive now."""
+        return len(self._running)
+
+    async def score(
+        self,
+        function: FunctionRef,
+        prompt: str,
+        completion: str,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        row: dict[str, Any],
+    ) -> RewardResult:
+        """Score one answer. InputError when the row cannot be sent as JSON; everything else is a status."""
+        results = await self.score_many(function, prompt, prompt_ids, [(completion, completion_ids)], row)
+        return results[0]
+
+    async def score_many(
+        self,
+        function: FunctionRef,
+        prompt: str,
+        prompt_ids: list[int],
+        answers: Sequence[tuple[str, list[int]]],
+        row: dict[str, Any],
+    ) -> list[RewardResult]:
+        """Score several answers (text, ids) to one prompt; results in their order. Each has its own time limit."""
+        if self._closed:
+            raise RewardError("the reward pool is closed")
+        if not answers:
+            return []
+        shared = _shared_json(function, prompt, prompt_ids, row)
+        batch = _Batch(function, shared, len(answers), asyncio.get_running_loop().create_future())
+        self._queue.extend(_Call(batch, index, text, ids) for index, (text, ids) in enumerate(answers))
+        self._dispatch()
+        await batch.done
+        return [result for result in batch.results if result is not None]
+
+    async def aclose(self) -> None:
+        """Kill the workers; calls that wait or run raise RewardError."""
+        self._closed = True
+        workers = list(self._running)
+        left = [*self._queue, *(call for calls in self._running.values() for call in calls)]
+        self._queue.clear()
+        self._running.clear()
+        self._idle.clear()
+        self._starting.clear()
+        _refuse(left)
+        for worker in workers:
+            worker.detach()
+            worker.kill()
+        await asyncio.gather(*self._endings, *(asyncio.to_thread(worker.end) for worker in workers))
+
+    def _dispatch(self) -> None:
+        """Hand waiting calls to idle workers; start workers while calls wait and there is room."""
+        while self._queue and self._idle:
+            calls = self._take_calls()
+            if calls:
+                self._give(self._idle.pop(), calls)
+        wanted = min(len(self._queue) - len(self._starting), self._size - len(self._running))
+        for _ in range(wanted):
+            self._start_worker()
+
+    def _take_calls(self) -> deque[_Call]:
+        """The head of the queue and the siblings behind it that one worker should run in one go."""
+        calls: deque[_Call] = deque()
+        limit = 1
+        while self._queue and len(calls) < limit:
+            call = self._queue[0]
+            if calls and call.batch is not calls[0].batch:
+                break
+            self._queue.popleft()
+            if call.batch.done.done():
+                continue  # nobody waits for it any more
+            if not calls:
+                limit = 1 if call.deaths else self._calls_per_message(call.batch.function)
+            calls.append(call)
+        return calls
+
+    def _calls_per_message(self, function: FunctionRef) -> int:
+        mean_s = self._mean_s.get(function, _MESSAGE_GOAL_S)
+        return max(1, min(MAX_CALLS_PER_MESSAGE, math.floor(_MESSAGE_GOAL_S / max(mean_s, 1e-6))))
+
+    def _give(self, worker: WorkerProcess, calls: deque[_Call]) -> None:
+        self._running[worker] = calls
+        pairs = [(call.completion, call.completion_ids) for call in calls]
+        # The first use of a function imports its module; the worker says when that is done.
+        loaded = calls[0].batch.function in worker.loaded
+        worker.limit(self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S))
+        worker.send(frame({"shared": calls[0].batch.shared, "calls": pairs}))
+
+    def _start_worker(self) -> None:
+        worker = WorkerProcess(on_message=self._on_message, on_end=self._on_end, on_overdue=self._on_overdue)
+        self._running[worker] = deque()
+        self._starting.add(worker)
+        worker.limit(_LOAD_LIMIT_S)
+
+    def _on_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        calls = self._running.get(worker)
+        if calls is None:
+            return  # killed while this was on its way
+        if "ready" in message:
+            self._starting.discard(worker)
+            self._failed_starts = 0
+        elif "loaded" in message:
+            worker.loaded.add(calls[0].batch.function)
+            worker.limit(self._timeout_s)
+            return
+        else:
+            call = calls.popleft()
+            self._learn(call.batch.function, message["seconds"])
+            call.batch.put(call.index, RewardResult(**message))
+        if calls:
+            worker.limit(self._timeout_s)
+        else:
+            worker.limit(None)
+            self._idle.append(worker)
+            self._dispatch()
+
+    def _learn(self, function: FunctionRef, seconds: float) -> None:
+        mean_s = self._mean_s.get(function)
+        self._mean_s[function] = seconds if mean_s is None else 0.9 * mean_s + 0.1 * seconds
+
+    def _on_overdue(self, worker: WorkerProcess) -> None:
+        calls = self._forget(worker)
+        if calls:
+            call = calls.popleft()
+            loaded = call.batch.function in worker.loaded
+            limit_s = self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S)
+            text = f"ran past its limit of {limit_s:g} s" if loaded else f"took over {limit_s:g} s to import"
+            call.batch.put(call.index, _failure("timeout", text, limit_s))
+        else:
+            self._count_failed_start("did not start in time")
+        worker.detach()
+        worker.kill()
+        self._finish_later(self._reaped(worker))
+        self._queue.extendleft(reversed(calls))
+        self._dispatch()
+
+    def _on_end(self, worker: WorkerProcess) -> None:
+        started = worker not in self._starting
+        calls = self._forget(worker)
+        self._finish_later(self._ended(worker, calls, started=started))
+
+    async def _ended(self, worker: WorkerProcess, calls: deque[_Call], *, started: bool) -> None:
+        """After a worker died by itself: learn how, and let its calls go on."""
+        code = await asyncio.to_thread(worker.end, wait_s=_EXIT_WAIT_S)
+        how = _death(code)
+        get_logger(__name__).warning("reward worker %d %s", worker.pid, how)
+        if self._closed:
+            _refuse(calls)
+            return
+        if not started:
+            self._count_failed_start(how)
+        elif calls:
+            calls[0].deaths += 1
+            if calls[0].deaths >= _TRIES:
+                call = calls.popleft()
+                call.batch.put(call.index, _failure("died", f"its process {how}, {_TRIES} times", 0.0))
+        self._queue.extendleft(reversed(calls))
+        self._dispatch()
+
+    async def _reaped(self, worker: WorkerProcess) -> None:
+        await asyncio.to_thread(worker.end)
+
+    def _forget(self, worker: WorkerProcess) -> deque[_Call]:
+        self._starting.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        return self._running.pop(worker, deque())
+
+    def _count_failed_start(self, how: str) -> None:
+        """Workers that never get ready would be replaced for ever: give up on what waits after a few."""
+        self._failed_starts += 1
+        if self._failed_starts < _MAX_FAILED_STARTS:
+            return
+        self._failed_starts = 0
+        waiting, self._queue = self._queue, deque()
+        for call in waiting:
+            call.batch.put(call.index, _failure("died", f"no reward worker could be started: the last {how}", 0.0))
+
+    def _finish_later(self, ending: Any) -> None:
+        task = asyncio.ensure_future(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+
+def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> bytes:
+    shared = {
+        "function": {"name": function.name, "module": function.module, "file": function.file},
+        "prompt": prompt,
+        "prompt_ids": prompt_ids,
+        "row": row,
+    }
+    try:
+        return orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        column = next((name for name, value in row.items() if not _is_json(value)), None)
+        if column is None:
+            raise InputError(f"a row cannot be sent to the reward pool as JSON: {error}") from error
+        raise InputError(
+            f"column {column!r} holds a {type(row[column]).__name__}, which cannot be sent to the reward pool as "
+            "JSON: turn it into text, numbers, lists or dicts in the dataset's map_fn, or drop it"
+        ) from error
+
+
+def _refuse(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        if not call.batch.done.done():
+            call.batch.done.set_exception(RewardError("the reward pool was closed before the answer was scored"))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return False
+    return True
+
+
+def _failure(status: RewardStatus, message: str, seconds: float) -> RewardResult:
+    return RewardResult(status=status, value=0.0, message=message, seconds=seconds)
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")

@@ -1,0 +1,21 @@
+"""Owns the names of the reward functions that come with areal."""
+
+from __future__ import annotations
+
+from areal.api.functions import FunctionRef, function_ref, resolve_function
+from areal.api.workflow import RewardFn
+
+REWARD_FUNCTIONS: dict[str, FunctionRef] = {
+    "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
+    "format": FunctionRef(name="format_reward", module="areal.reward.text"),
+    "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
+    "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
+    "math": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
+}
+
+
+def resolve_reward_fn(reward_fn: RewardFn | str) -> FunctionRef:
+    """The reference of a reward given as function, registered name, module:function or file.py:function."""
+    if isinstance(reward_fn, str):
+        return resolve_function(reward_fn, REWARD_FUNCTIONS, key="reward_fn")
+    return function_ref(reward_fn)

@@ -1,0 +1,21 @@
+"""Owns the record of one scored answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RewardStatus = Literal["ok", "error", "timeout", "not_finite", "died"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """How one call of a reward function ended. `value` is 0.0 unless the status is ok."""
+
+    status: RewardStatus
+    """error = raised or returned no number; timeout = killed at its limit; died = its process ended twice."""
+    value: float
+    message: str
+    """Why it is not ok; empty when it is."""
+    seconds: float
+    """Time the function ran."""

@@ -1,0 +1,167 @@
+"""Owns a reward worker: a process that reads calls from the pool, runs the user's function, and answers each.
+
+Waits for: the next message of its pool, whose closed socket ends it. Started as
+`python -m areal.reward.worker PARENT_PID` with one end of a socket pair as standard input. That socket is moved
+away from descriptor 0 and standard output is sent to standard error, so nothing a user prints can reach the channel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from areal.api.functions import FunctionRef, load_function
+from areal.reward.wire import HEADER_BYTES, body_length, frame
+from areal.system.process import watch_parent
+
+_TRACEBACKS_SHOWN = 3
+_POSITIONAL = 4
+"""A reward function's first four parameters: prompt, completion, prompt_ids, completion_ids."""
+
+
+class LoadedReward:
+    """A reward function and which columns of a row it takes."""
+
+    def __init__(self, ref: FunctionRef) -> None:
+        self._name = str(ref)
+        self._function = load_function(ref)
+        if inspect.iscoroutinefunction(self._function):
+            raise TypeError(f"{ref} is an async function: a reward is a plain function (def)")
+        parameters = list(inspect.signature(self._function).parameters.values())
+        kinds = inspect.Parameter
+        self._taken = {p.name for p in parameters[:_POSITIONAL] if p.kind is not kinds.VAR_KEYWORD}
+        named = [p for p in parameters[_POSITIONAL:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        self._accepted = {p.name for p in named}
+        self._required = [p.name for p in named if p.default is kinds.empty]
+        self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+
+    def keywords(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns passed by name: all but those that share a name with the first four parameters."""
+        missing = [name for name in self._required if name not in row]
+        if missing:
+            raise KeyError(f"{self._name} needs the column {missing[0]!r}, the row has {sorted(row)}")
+        if self._takes_all:
+            return {name: value for name, value in row.items() if name not in self._taken}
+        return {name: value for name, value in row.items() if name in self._accepted}
+
+    def call(self, prompt: str, completion: str, prompt_ids: list[int], ids: list[int], row: dict[str, Any]) -> Any:
+        return self._function(prompt, completion, prompt_ids, ids, **row)
+
+
+def judged(value: Any) -> tuple[str, float, str]:
+    """(status, value, message) of what a reward function returned."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        shown = "None" if value is None else f"a {type(value).__name__}"
+        return "error", 0.0, f"returned {shown} instead of a number"
+    number = float(value)
+    if not math.isfinite(number):
+        return "not_finite", 0.0, f"returned {number}"
+    return "ok", number, ""
+
+
+def described(error: BaseException) -> str:
+    """One line for an exception: its kind, its text and the user's line it came from."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    places = traceback.extract_tb(error.__traceback__)
+    place = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+class Worker:
+    """Reads messages and answers them, one result a call, in order."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._input = channel.makefile("rb")
+        self._functions: dict[str, LoadedReward] = {}
+        self._tracebacks_left = _TRACEBACKS_SHOWN
+
+    def run(self) -> None:
+        """Serve until the pool closes the channel."""
+        self._send({"ready": os.getpid()})
+        while (message := self._receive()) is not None:
+            self._serve(message)
+
+    def _receive(self) -> Any | None:
+        header = self._input.read(HEADER_BYTES)
+        if len(header) < HEADER_BYTES:
+            return None
+        body = self._input.read(body_length(header))
+        return orjson.loads(body)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._channel.sendall(frame(message))
+
+    def _serve(self, message: dict[str, Any]) -> None:
+        shared, calls = message["shared"], message["calls"]
+        problem, reward, row = "", None, {}
+        try:
+            reward = self._function(shared["function"])
+            row = reward.keywords(shared["row"])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's module does at import
+            problem = f"cannot be called: {self._explained(error)}"
+        for completion, completion_ids in calls:
+            if reward is None or problem:
+                self._send({"status": "error", "value": 0.0, "message": problem, "seconds": 0.0})
+                continue
+            prompt, prompt_ids = shared["prompt"], shared["prompt_ids"]
+            self._send(self._scored(lambda: reward.call(prompt, completion, prompt_ids, completion_ids, row)))  # noqa: B023 - called at once
+
+    def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
+        began_s = time.perf_counter()
+        try:
+            status, value, text = judged(call())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
+            status, value, text = "error", 0.0, f"raised {self._explained(error)}"
+        return {"status": status, "value": value, "message": text, "seconds": time.perf_counter() - began_s}
+
+    def _function(self, ref: dict[str, str]) -> LoadedReward:
+        key = f"{ref['file']}|{ref['module']}|{ref['name']}"
+        if key not in self._functions:
+            self._functions[key] = LoadedReward(FunctionRef(**ref))
+            self._send({"loaded": key})
+        return self._functions[key]
+
+    def _explained(self, error: BaseException) -> str:
+        if self._tracebacks_left > 0:
+            self._tracebacks_left -= 1
+            traceback.print_exception(error, file=sys.stderr)
+            sys.stderr.flush()
+        return described(error)
+
+
+def take_channel() -> socket.socket:
+    """Move the channel off descriptor 0; then standard input is empty and standard output is standard error."""
+    channel = socket.socket(fileno=os.dup(0))
+    channel.setblocking(True)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return channel
+
+
+def main(argv: list[str]) -> None:
+    parent = int(argv[0])
+    watch_parent()
+    if os.getppid() != parent:
+        return  # the pool's process died while this one started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = take_channel()
+    worker = Worker(channel)
+    sys.path[:] = orjson.loads(argv[1])
+    worker.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

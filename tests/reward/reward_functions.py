@@ -1,0 +1,86 @@
+"""Reward functions that behave well or badly, run in the workers of the pool's tests."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def length(prompt, completion, prompt_ids, completion_ids, **row):
+    return len(completion)
+
+
+def truth(prompt, completion, prompt_ids, completion_ids, **row):
+    return completion == "yes"
+
+
+def echo_row(prompt, completion, prompt_ids, completion_ids, weight, **row):
+    assert "prompt" not in row, row
+    return weight + sum(prompt_ids) + len(completion_ids)
+
+
+def raises(prompt, completion, prompt_ids, completion_ids, **row):
+    raise ValueError(f"cannot read {completion!r}")
+
+
+def hangs(prompt, completion, prompt_ids, completion_ids, **row):
+    while completion == "hang":
+        time.sleep(0.01)
+    return 1.0
+
+
+def returns_nan(prompt, completion, prompt_ids, completion_ids, **row):
+    return float("nan")
+
+
+def returns_none(prompt, completion, prompt_ids, completion_ids, **row):
+    return None
+
+
+def returns_text(prompt, completion, prompt_ids, completion_ids, **row):
+    return "1.0"
+
+
+def dies(prompt, completion, prompt_ids, completion_ids, **row):
+    if completion == "die":
+        os._exit(3)
+    return 1.0
+
+
+def dies_once(prompt, completion, prompt_ids, completion_ids, marker, **row):
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os._exit(3)
+    return 1.0
+
+
+def prints(prompt, completion, prompt_ids, completion_ids, **row):
+    print("hello from a user", flush=True)  # noqa: T201 - what is tested
+    os.write(1, b"bytes on descriptor 1")
+    os.system("echo from a child")
+    sys.stdout.write("no newline")
+    sys.stdout.flush()
+    return 1.0
+
+
+def exits(prompt, completion, prompt_ids, completion_ids, **row):
+    sys.exit(1)
+
+
+def process_id(prompt, completion, prompt_ids, completion_ids, **row):
+    return os.getpid()
+
+
+def waits_for_file(prompt, completion, prompt_ids, completion_ids, folder, **row):
+    (Path(folder) / f"started-{completion}").touch()
+    while not (Path(folder) / "go").exists():
+        time.sleep(0.002)
+    return time.monotonic()
+
+
+async def is_async(prompt, completion, prompt_ids, completion_ids, **row):
+    return 1.0
+
+
+if __name__ == "__main__":
+    raise SystemExit("this file must not run as a script inside a worker")

@@ -1,0 +1,168 @@
+import asyncio
+import datetime
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.api.config import RewardConfig
+from areal.api.errors import InputError, RewardError
+from areal.api.functions import FunctionRef
+from areal.reward.pool import RewardPool
+
+FUNCTIONS = str(Path(__file__).parent / "reward_functions.py")
+
+
+def ref(name: str) -> FunctionRef:
+    return FunctionRef(name=name, file=FUNCTIONS)
+
+
+@pytest.fixture
+async def pool():
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=0.3))
+    yield pool
+    await pool.aclose()
+
+
+async def score(pool, name, completion="yes", **row):
+    return await pool.score(ref(name), "2+2=", completion, [1, 2], [3, 4, 5], row)
+
+
+async def test_numbers_of_every_kind_become_floats(pool):
+    assert (await score(pool, "length")).value == 3.0
+    assert (await score(pool, "truth")).value == 1.0
+    result = await score(pool, "echo_row", weight=0.5, prompt="a column of the same name")
+    assert (result.status, result.value, result.message) == ("ok", 6.5, "")
+    assert result.seconds >= 0
+
+
+async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
+    raised = await score(pool, "raises")
+    assert raised.status == "error"
+    assert "ValueError: cannot read 'yes'" in raised.message
+    assert "reward_functions.py" in raised.message
+    nan = await score(pool, "returns_nan")
+    assert (nan.status, nan.value) == ("not_finite", 0.0)
+    nothing = await score(pool, "returns_none")
+    assert (nothing.status, nothing.message) == ("error", "returned None instead of a number")
+    assert (await score(pool, "returns_text")).status == "error"
+    assert (await score(pool, "exits")).status == "error"
+    unknown = await score(pool, "lenght")
+    assert unknown.status == "error"
+    assert "did you mean length?" in unknown.message
+    missing = await score(pool, "echo_row", other=1)
+    assert "needs the column 'weight', the row has ['other']" in missing.message
+    assert "async function" in (await score(pool, "is_async")).message
+    assert (await score(pool, "length")).status == "ok"
+
+
+async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(pool):
+    before = await score(pool, "process_id")
+    for _ in range(3):  # learns that calls are quick, so that siblings travel together
+        await pool.score_many(ref("hangs"), "", [], [("quick", [])] * 4, {})
+    results = await pool.score_many(ref("hangs"), "", [], [(text, []) for text in ("a", "hang", "b", "c")], {})
+    assert [r.status for r in results] == ["ok", "timeout", "ok", "ok"]
+    assert "limit of 0.3 s" in results[1].message
+    assert (await score(pool, "process_id")).value != before.value
+    assert not psutil.pid_exists(int(before.value))
+
+
+async def test_a_call_that_kills_its_worker_is_tried_twice_and_its_siblings_are_scored(pool, tmp_path):
+    for _ in range(3):
+        await pool.score_many(ref("dies"), "", [], [("quick", [])] * 4, {})
+    results = await pool.score_many(ref("dies"), "", [], [(text, []) for text in ("a", "die", "b", "c")], {})
+    assert [r.status for r in results] == ["ok", "died", "ok", "ok"]
+    assert results[1].message == "its process ended with exit code 3, 2 times"
+    assert (await score(pool, "dies_once", marker=str(tmp_path / "marker"))).status == "ok"
+
+
+async def test_prints_do_not_reach_the_channel(pool, capfd):
+    for _ in range(3):
+        assert (await score(pool, "prints")).status == "ok"
+    assert "hello from a user" in capfd.readouterr().err
+
+
+async def test_calls_run_at_once_on_all_workers(tmp_path):
+    pool = RewardPool(RewardConfig(workers=2, timeout_s=20))
+    row = {"folder": str(tmp_path)}
+    calls = [asyncio.create_task(pool.score(ref("waits_for_file"), "", str(k), [], [], row)) for k in range(5)]
+    while len(list(tmp_path.glob("started-*"))) < 2:
+        await asyncio.sleep(0.01)
+    assert {p.name for p in tmp_path.glob("started-*")} == {"started-0", "started-1"}
+    assert pool.num_workers == 2
+    (tmp_path / "go").touch()
+    assert {result.status for result in await asyncio.gather(*calls)} == {"ok"}
+    await pool.aclose()
+
+
+async def test_calls_run_in_the_order_they_were_asked(tmp_path):
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    row = {"folder": str(tmp_path)}
+    (tmp_path / "go").touch()
+    results = await asyncio.gather(*(pool.score(ref("waits_for_file"), "", "", [], [], row) for _ in range(8)))
+    ends = [result.value for result in results]
+    assert ends == sorted(ends)
+    await pool.aclose()
+
+
+async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
+    pool = RewardPool(RewardConfig(workers=2, timeout_s=20))
+    row = {"folder": str(tmp_path)}
+    task = asyncio.create_task(pool.score_many(ref("waits_for_file"), "", [], [("0", []), ("1", [])], row))
+    while len(list(tmp_path.glob("started-*"))) < 2:
+        await asyncio.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert [r.status for r in await task] == ["ok", "ok"]
+    await pool.aclose()
+
+
+async def test_an_abandoned_call_is_not_run(tmp_path):
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    row = {"folder": str(tmp_path)}
+    first = asyncio.create_task(pool.score(ref("waits_for_file"), "", "first", [], [], row))
+    second = asyncio.create_task(pool.score(ref("waits_for_file"), "", "second", [], [], row))
+    third = asyncio.create_task(pool.score(ref("waits_for_file"), "", "third", [], [], row))
+    while not (tmp_path / "started-first").exists():
+        await asyncio.sleep(0.01)
+    second.cancel()
+    (tmp_path / "go").touch()
+    await asyncio.gather(first, third)
+    assert not (tmp_path / "started-second").exists()
+    await pool.aclose()
+
+
+async def test_large_rows_pass_and_unsendable_ones_are_named(pool):
+    result = await score(pool, "length", "x" * 3_000_000, text="y" * 3_000_000)
+    assert result.value == 3_000_000
+    with pytest.raises(InputError, match="column 'when' holds a timedelta"):
+        await score(pool, "length", when=datetime.timedelta(1))
+
+
+async def test_closing_ends_the_workers_and_fails_what_waits(tmp_path):
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    pid = int((await score(pool, "process_id")).value)
+    waiting = asyncio.create_task(score(pool, "waits_for_file", folder=str(tmp_path)))
+    while not list(tmp_path.glob("started-*")):
+        await asyncio.sleep(0.01)
+    await pool.aclose()
+    with pytest.raises(RewardError, match="closed"):
+        await waiting
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(RewardError, match="closed"):
+        await score(pool, "length")
+
+
+async def test_workers_ignore_ctrl_c_and_are_a_group_of_their_own(pool):
+    pid = int((await score(pool, "process_id")).value)
+    assert os.getpgid(pid) == pid
+    os.kill(pid, 2)
+    assert (await score(pool, "process_id")).value == pid
+
+
+async def test_an_idle_worker_that_dies_is_replaced(pool):
+    pid = int((await score(pool, "process_id")).value)
+    os.kill(pid, 9)
+    result = await score(pool, "process_id")
+    assert result.status == "ok"
+    assert int(result.value) != pid
