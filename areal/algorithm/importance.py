@@ -40,7 +40,7 @@ def behaviour_weights(
 ) -> BehaviourWeights:
     """w = pi_prox / pi_rollout of each token, without gradient; tokens with w > cap get weight 0.
 
-    The decoupled objective of AReaL (arXiv 2505.24298, eq. 5) weights the clipped objective around pi_prox by w.
+    The decoupled objective of AReaL (arXiv 2505.24298) weights the clipped objective around pi_prox by w.
     A token above the cap leaves the numerator of the loss; the denominator keeps it, so that the step size does not
     depend on how many tokens were left out. All [T]; mask bool. NaN inside the mask stays NaN (and is not kept).
     """

@@ -63,8 +63,8 @@ def clipped_objective(
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with asymmetric and dual clip, as a loss.
 
     rho = exp(log pi_theta - log pi_old);  l = max(-A rho, -A clip(rho, 1 - eps_clip, 1 + eps_clip_higher)).
-    eps_clip_higher None = eps_clip (DAPO raises it, arXiv 2503.14476 eq. 10); a negative epsilon removes that side.
-    c_clip > 1 adds the dual clip (Ye et al. 2020, eq. 5): l = min(l, c |A|), which only bites where A < 0.
+    eps_clip_higher None = eps_clip (DAPO raises it, arXiv 2503.14476); a negative epsilon removes that side.
+    c_clip > 1 adds the dual clip (Ye et al. 2020, arXiv 1912.09729): l = min(l, c |A|), which only bites where A < 0.
     NaN in a trained token gives a NaN loss. Errors: ValueError when c_clip <= 1.
     """
     if c_clip is not None and c_clip <= 1:
@@ -108,7 +108,7 @@ def decoupled_ppo_loss(
     c_clip: float | None = None,
     weight_cap: float | None = None,
 ) -> PolicyLoss:
-    """Decoupled PPO (Hilton et al. 2021; AReaL, arXiv 2505.24298 eq. 5): three policies.
+    """Decoupled PPO (Hilton et al. 2021; AReaL, arXiv 2505.24298): three policies.
 
     `old_logprobs` is the proximal policy (the trainer's at the start of the update): the trust region is around it.
     l = w * clipped_objective with w = pi_prox / pi_rollout without gradient; tokens with w > weight_cap give 0 and
