@@ -1,0 +1,121 @@
+"""Owns the rules by which an answer made in parts, on several replicas or under several versions, is one answer.
+
+Pure: no clock, no network. Token limits concern the whole answer: each part gets exactly what is left.
+"""
+
+from __future__ import annotations
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.data import GenerationRequest, GenerationResponse, StopReason
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.engine.replica import GenerationPart, PartChunk
+
+
+def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
+    """Most tokens the whole answer may have. RequestError when the prompt leaves no room."""
+    if num_prompt_tokens == 0:
+        raise RequestError("the prompt is empty: a request needs at least one token id")
+    budget = min(gconfig.max_new_tokens, gconfig.max_tokens - num_prompt_tokens)
+    if budget <= 0:
+        raise RequestError(
+            f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer under "
+            f"gconfig.max_tokens={gconfig.max_tokens}: raise it or shorten the prompt"
+        )
+    return budget
+
+
+class Answer:
+    """One answer while it is made: the tokens so far and what to ask for next."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._budget = token_budget(request.gconfig, len(request.input_ids))
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._replicas: list[str] = []
+        self._num_parts = 0
+        self._stop_reason: StopReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._stop_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    def next_part(self, replica_name: str) -> GenerationPart:
+        """What `replica_name` is asked for now."""
+        request, done = self._request, len(self._token_ids)
+        if not self._replicas or self._replicas[-1] != replica_name:
+            self._replicas.append(replica_name)
+        self._num_parts += 1
+        return GenerationPart(
+            part_id=f"{request.request_id}-{self._num_parts % 1000:03d}",
+            input_ids=request.input_ids + self._token_ids if done else request.input_ids,
+            num_prior_output_tokens=done,
+            max_new_tokens=self._budget - done,
+            min_new_tokens=min(max(request.gconfig.min_new_tokens - done, 0), self._budget - done),
+            gconfig=request.gconfig,
+            group_id=request.group_id,
+            seed=request.seed,
+        )
+
+    def add(self, chunk: PartChunk) -> None:
+        """Take in tokens of the current part. ServerUnavailable when the replica broke the protocol."""
+        count = len(chunk.token_ids)
+        if len(chunk.logprobs) != count or len(chunk.versions) != count:
+            raise ServerUnavailable(
+                f"{self._replicas[-1]} sent {count} tokens with {len(chunk.logprobs)} log-probabilities "
+                f"and {len(chunk.versions)} versions"
+            )
+        if len(self._token_ids) + count > self._budget:
+            raise ServerUnavailable(f"{self._replicas[-1]} sent more tokens than it was asked for")
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._versions += chunk.versions
+        if chunk.finish_reason in ("stop", "length"):
+            self._stop_reason = chunk.finish_reason
+
+    def interrupted(self) -> None:
+        """The part ended early, by an abort or a failure: settle whether the answer was complete all the same."""
+        if self._stop_reason is None and len(self._token_ids) >= self._budget:
+            self._stop_reason = "length"
+        if self._stop_reason is None and self._ends_with_stop_token():
+            self._stop_reason = "stop"
+
+    def _ends_with_stop_token(self) -> bool:
+        gconfig = self._request.gconfig
+        if not self._token_ids or gconfig.ignore_eos or len(self._token_ids) < gconfig.min_new_tokens:
+            return False
+        return self._token_ids[-1] in gconfig.stop_token_ids
+
+    def response(self, *, latency_s: float, ttft_s: float) -> GenerationResponse:
+        """The finished answer."""
+        return GenerationResponse(
+            request_id=self._request.request_id,
+            input_ids=self._request.input_ids,
+            output_ids=self._token_ids,
+            output_logprobs=self._logprobs,
+            output_versions=self._versions,
+            stop_reason=self._stop_reason or "interrupted",
+            replicas=self._replicas,
+            num_interruptions=self._num_parts - 1,
+            latency_s=latency_s,
+            ttft_s=ttft_s,
+        )
+
+
+def versions_of(spans: list[tuple[int, int, int]], num_tokens: int) -> list[int]:
+    """Spans (version, start, end) over a chunk's tokens -> one version per token. ValueError unless they cover it."""
+    if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] == num_tokens:
+        return [spans[0][0]] * num_tokens
+    versions: list[int] = []
+    for version, start, end in spans:
+        if start != len(versions) or end < start:
+            raise ValueError(f"version spans {spans} have a gap or overlap")
+        versions += [version] * (end - start)
+    if len(versions) != num_tokens:
+        raise ValueError(f"version spans {spans} cover {len(versions)} of {num_tokens} tokens")
+    return versions

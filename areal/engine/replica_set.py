@@ -1,0 +1,279 @@
+"""Owns which replicas there are, how they are, and which of them may serve: those well and at the target version.
+
+One watch task per name. It waits for its interval or a wake-up (a failed request, the end of a publication); it takes
+a replica out when it does not answer, takes it in when it does, and refits one that holds other weights than the
+target's. It never waits for another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from typing import Any, Literal
+
+from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.data import WeightUpdate
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.engine.replica import Replica, ReplicaFactory
+from areal.observe.log import get_logger
+from areal.system.discovery import NameRegistry
+
+log = get_logger(__name__)
+
+CHECK_TIMEOUT_INTERVALS = 10
+"""A health check may take so many of its intervals before the replica counts as hung."""
+ANY_VERSION = -1
+"""Target before the first replicas are in: none is served yet."""
+
+State = Literal["absent", "suspect", "stale", "updating", "serving"]
+"""absent: not there or not answering. suspect: a request failed, a check is due. stale: well, but holds other weights
+than the target. updating: takes in weights. serving: may get requests."""
+
+
+class Slot:
+    """One replica's place in the fleet, kept while servers under its name come and go."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"server-{index}"
+        self.registered_as = f"servers/{index}"
+        self.registration: str | None = None
+        """What the connection was made from; None when there is no connection."""
+        self.last_registration: str | None = None
+        self.address = ""
+        self.replica: Replica | None = None
+        self.incarnation = ""
+        """Changes whenever the connection to a server is made anew."""
+        self.state: State = "absent"
+        self.reason = "not registered"
+        self.version = ANY_VERSION
+        self.half_updated = False
+        """An update failed midway: the weights are a mixture, whatever version the server reports."""
+        self.num_running = 0
+        self.num_failures = 0
+        self.wake = asyncio.Event()
+        self.changes = 0
+        """Counts changes of state, so that the outcome of an older check is not taken for news."""
+
+    @property
+    def is_well(self) -> bool:
+        """It answers, whatever weights it holds."""
+        return self.state in ("stale", "updating", "serving")
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "id": self.incarnation,
+            "address": self.address,
+            "state": self.state,
+            "healthy": self.is_well,
+            "reason": self.reason,
+            "version": self.version,
+            "running": self.num_running,
+            "failures": self.num_failures,
+        }
+
+
+class ReplicaSet:
+    """The slots of a fleet and the version they should serve."""
+
+    def __init__(
+        self, registry: NameRegistry, num_servers: int, config: InferenceEngineConfig, factory: ReplicaFactory
+    ) -> None:
+        self._registry = registry
+        self._config = config
+        self._factory = factory
+        self.slots = [Slot(index) for index in range(num_servers)]
+        self.target_version = ANY_VERSION
+        self.target: WeightUpdate | None = None
+        """The publication that made the target version; None before the first."""
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def serving(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.state == "serving"]
+
+    def describe(self) -> str:
+        """Why each slot that does not serve does not."""
+        return "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.slots if s.state != "serving")
+
+    async def start(self) -> None:
+        """Watch the slots; return when each replica is well. ServerUnavailable after setup_timeout."""
+        for slot in self.slots:
+            self._tasks.append(asyncio.create_task(self._watch(slot), name=f"watch {slot.name}"))
+        deadline = time.monotonic() + self._config.setup_timeout
+        while not all(slot.is_well for slot in self.slots):
+            if time.monotonic() >= deadline:
+                raise ServerUnavailable(
+                    f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for the inference servers: "
+                    + self.describe()
+                )
+            await self.wait_for_change(deadline - time.monotonic())
+        if self.target_version == ANY_VERSION:
+            self.set_target(max(slot.version for slot in self.slots), None)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for slot in self.slots:
+            await self.take_out(slot, "the fleet is closed")
+
+    async def wait_for_change(self, limit_s: float) -> None:
+        """Until some slot changes its state, or `limit_s` is over."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(limit_s):
+                await changed.wait()
+        except TimeoutError:
+            pass
+
+    def announce(self) -> None:
+        """Let all who wait for a change look again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def set_target(self, version: int, update: WeightUpdate | None) -> None:
+        """From now on replicas serve at `version`, and `update` is how others get there."""
+        self.target_version = version
+        self.target = update
+        for slot in self.slots:
+            if slot.state in ("stale", "serving"):
+                self._settle(slot, slot.version)
+                slot.wake.set()
+
+    def move(self, slot: Slot, state: State, reason: str = "") -> None:
+        """Change a slot's state and tell whoever waits for a change."""
+        if (slot.state, slot.reason) != (state, reason):
+            was_well = slot.is_well
+            slot.state = state
+            level = logging.DEBUG if was_well and slot.is_well else logging.INFO
+            log.log(level, "%s is %s%s", slot.name, state, f": {reason}" if reason else "")
+        slot.state = state
+        slot.reason = reason
+        slot.changes += 1
+        self.announce()
+
+    def suspect(self, slot: Slot, replica: Replica, reason: str) -> None:
+        """A request to `replica` failed: nothing more is sent there until it has passed a check."""
+        if slot.replica is replica and slot.state in ("stale", "serving"):
+            slot.num_failures += 1
+            self.move(slot, "suspect", reason)
+            slot.wake.set()
+
+    async def take_out(self, slot: Slot, reason: str) -> None:
+        """Drop the connections to a replica: its running requests fail here and go on elsewhere."""
+        replica, slot.replica = slot.replica, None
+        slot.registration = None  # a server that still lives under this name is met anew at the next look
+        self.move(slot, "absent", reason)
+        if replica is not None:
+            await replica.close()
+
+    async def update(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
+        """Bring one replica to the update's weights. On failure it is stale or out, and the error is raised."""
+        replica = slot.replica
+        if replica is None:
+            raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}")
+        before = slot.version
+        self.move(slot, "updating", f"takes in version {update.version}")
+        try:
+            async with asyncio.timeout(self._config.weight_update_timeout_s):
+                await replica.update_weights(update, rank=rank)
+        except RequestError as error:
+            if update.kind == "disk":  # a folder is checked before the first copy
+                if slot.replica is replica:
+                    self._settle(slot, before, refusal=str(error))
+                raise
+            await self._lost_midway(slot, replica, str(error))
+            raise
+        except (ServerUnavailable, TimeoutError) as error:
+            reason = str(error) or f"no weights after {self._config.weight_update_timeout_s:g} s"
+            await self._lost_midway(slot, replica, reason)
+            raise ServerUnavailable(f"{slot.name}: {reason}") from error
+        if slot.replica is not replica:
+            raise ServerUnavailable(f"{slot.name} was replaced while it took in version {update.version}")
+        slot.half_updated = False
+        self._settle(slot, update.version)
+
+    async def _lost_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
+        """Its requests must not go on with a mixture of weights, so they are dropped with the connections."""
+        slot.half_updated = True
+        if slot.replica is replica:
+            await self.take_out(slot, f"weight update failed: {reason}")
+
+    def _settle(self, slot: Slot, version: int, refusal: str = "") -> None:
+        slot.version = version
+        if slot.half_updated:
+            self.move(slot, "stale", refusal or "an update failed midway, its weights are a mixture")
+        elif version == self.target_version:
+            self.move(slot, "serving")
+        else:
+            self.move(slot, "stale", refusal or f"holds version {version} while {self.target_version} is current")
+
+    async def _watch(self, slot: Slot) -> None:
+        while True:
+            slot.wake.clear()
+            try:
+                await self._look(slot)
+            except Exception:  # one failed look must not end the watch
+                log.exception("looking after %s failed", slot.name)
+            try:
+                async with asyncio.timeout(self._config.health_check_interval_s):
+                    await slot.wake.wait()
+            except TimeoutError:
+                pass
+
+    async def _look(self, slot: Slot) -> None:
+        if slot.state == "updating":
+            return  # the update has a time limit of its own
+        await self._meet(slot)
+        replica, changes = slot.replica, slot.changes
+        if replica is None:
+            return
+        fresh = slot.state in ("absent", "suspect")
+        limit = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
+        try:
+            async with asyncio.timeout(limit):
+                await replica.health()
+                version = (await replica.info()).version
+                if fresh and slot.changes == changes:
+                    await replica.resume()  # whoever paused it may be gone
+        except (ArealError, TimeoutError) as error:
+            if slot.replica is replica and slot.state != "updating":
+                await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")
+            return
+        if slot.changes != changes:
+            return
+        if fresh or version != slot.version:
+            self._settle(slot, version)
+        if slot.state == "stale":
+            await self._refit(slot)
+
+    async def _meet(self, slot: Slot) -> None:
+        """Follow the registry: a new registration is a new server process."""
+        registration = await asyncio.to_thread(self._registry.get, slot.registered_as)
+        if registration is None or registration == slot.registration:
+            return
+        if slot.replica is not None:
+            await self.take_out(slot, "replaced by a new registration")
+        slot.address = str(json.loads(registration)["address"])
+        slot.replica = self._factory(slot.name, slot.address)
+        slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
+        slot.registration = registration
+        if registration != slot.last_registration:
+            slot.half_updated = False  # a new process loads its weights whole
+        slot.last_registration = registration
+
+    async def _refit(self, slot: Slot) -> None:
+        """Bring a stale replica to the target, where that does not take the trainer."""
+        if self.target is None or self.target.kind != "disk":
+            return  # the next publication includes it: only a folder can be read twice
+        try:
+            await self.update(slot, self.target, rank=0)
+        except ArealError as error:
+            log.warning("%s could not be brought to version %d: %s", slot.name, self.target_version, error)
+        else:
+            slot.wake.set()  # the target may have moved on meanwhile: look again at once

@@ -1,0 +1,132 @@
+"""Owns publication over a shared folder: RUN/weights/v000042, whole or absent, the newest few kept.
+
+Waits for: the fleet to load the folder (each replica under rollout.weight_update_timeout_s).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal.api.data import WeightUpdate
+from areal.api.engine import TrainEngine
+from areal.api.errors import WeightSyncError
+from areal.engine.weight_sync.control import PublishControl, raise_together
+from areal.system.durable import publish_folder
+from areal.system.run_paths import RunPaths
+
+SHARD_BYTES = 4 * 2**30
+"""Largest file of a published version: what rank 0 holds in memory at a time."""
+_VERSION_FOLDER = re.compile(r"v(\d{6,})")
+_WRITING = ".writing"
+_COPIED = ("config.json", "generation_config.json")
+
+
+class DiskChannel:
+    """Implements `areal.api.engine.WeightChannel`. `keep` versions stay: the current one, which a replica that comes
+    back loads, and the one before, which a slow replica may still be reading."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        control: PublishControl,
+        paths: RunPaths,
+        *,
+        is_rank0: bool,
+        keep: int = 2,
+        model_folder: Path | None = None,
+    ) -> None:
+        """`model_folder`: where config.json is copied from, so that a version is a checkpoint others can load."""
+        self._engine = engine
+        self._control = control
+        self._folder = paths.weights
+        self._is_rank0 = is_rank0
+        self._keep = max(keep, 2)
+        self._model_folder = model_folder
+
+    def publish(self, version: int) -> None:
+        """Write the weights and make the fleet load them; every rank calls it. WeightSyncError on all when it fails."""
+        error: BaseException | None = None
+        weights = self._engine.named_weights()
+        if self._is_rank0:
+            try:
+                final = self._write(version, weights)
+                self._control.publish(WeightUpdate(version=version, kind="disk", path=str(final)))
+                self._prune(version)
+            except OSError as failure:
+                error = WeightSyncError(f"version {version} could not be written to {self._folder}: {failure}")
+            except Exception as failure:  # noqa: BLE001 - raised below, on all ranks together
+                error = failure
+        for _ in weights:  # gathering is a collective: every rank goes through to the end, also after an error
+            pass
+        raise_together(self._engine, error, version)
+
+    def close(self) -> None:
+        """Nothing is held between publications."""
+
+    def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
+        writing = self._folder / f"{_WRITING}-v{version:06d}"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        places = _write_shards(writing, weights)
+        if len(set(places.values())) > 1:
+            index = {"metadata": {}, "weight_map": places}
+            (writing / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name in _COPIED:
+            if self._model_folder is not None and (self._model_folder / name).is_file():
+                shutil.copyfile(self._model_folder / name, writing / name)
+        final = self._folder / f"v{version:06d}"
+        publish_folder(writing, final)
+        return final
+
+    def _prune(self, current: int) -> None:
+        """Versions above the current one are left from before a recovery; they are not history."""
+        versions: dict[int, Path] = {}
+        for path in self._folder.iterdir():
+            match = _VERSION_FOLDER.fullmatch(path.name)
+            if match:
+                versions[int(match.group(1))] = path
+            elif path.name.startswith(_WRITING):
+                shutil.rmtree(path, ignore_errors=True)
+        kept = sorted(version for version in versions if version <= current)[-self._keep :]
+        for version, path in versions.items():
+            if version not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
+    """Write the weights in files of at most SHARD_BYTES; returns the file of each weight."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    num_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards):05d}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    seen: set[int] = set()
+    for name, weight in weights:
+        value = weight.detach().cpu().contiguous()
+        if num_bytes + value.nbytes > SHARD_BYTES and pending:
+            flush()
+            seen.clear()
+            num_bytes = 0
+        if value.data_ptr() in seen:
+            value = value.clone()  # safetensors refuses two names for one memory
+        seen.add(value.data_ptr())
+        pending[name] = value
+        num_bytes += value.nbytes
+    flush()
+    places: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / f"shard-{index:05d}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    return places
