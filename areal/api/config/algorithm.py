@@ -25,6 +25,10 @@ class NormConfig:
     group_size: int = number(1, low=1)
     """Kept for files written for AReaL; groups are told apart by id, and this must be 1 or gconfig.n_samples."""
 
+    def problems(self) -> Problems:
+        if self.mean_leave1out and self.mean_level is None:
+            yield "mean_leave1out", "has no mean to leave an element out of: set mean_level or remove it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOActorConfig(TrainEngineConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import choice, number
+from areal.api.config.fields import Problems, choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class DatasetConfig:
     """Rows per step over all ranks."""
     max_length: int | None = number(None, low=1)
     """Rows whose prompt (rl) or whole text (sft) has more tokens are left out; null = none."""
+
+    def problems(self) -> Problems:
+        if not self.path:
+            yield "path", "is empty: name a .jsonl file, a folder or a hub data set"
 
 
 @dataclass(frozen=True, kw_only=True)

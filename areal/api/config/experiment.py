@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
-from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig
+from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.fields import Problems, number
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
@@ -20,6 +21,7 @@ from areal.api.config.observe import (
 )
 from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
 from areal.api.config.train import TrainEngineConfig
+from areal.api.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,53 @@ class BaseExperimentConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """How processes are started and watched."""
 
+    @property
+    def allocation(self) -> AllocationMode:
+        """The parsed allocation_mode."""
+        return AllocationMode.parse(self.allocation_mode)
+
+    def problems(self) -> Problems:
+        for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                yield path, f"{name!r} cannot name a folder: use a name without /, for example run-1"
+        yield from self._allocation_problems()
+        if self.valid_dataset is None:
+            if self.evaluator.stop_at:
+                yield (
+                    "evaluator.stop_at",
+                    f"is {self.evaluator.stop_at}, but nothing is evaluated: give valid_dataset.path",
+                )
+            elif self.evaluator.is_set or self.evaluator.eval_before_train:
+                yield "evaluator", "asks for evaluations, but there is nothing to evaluate on: give valid_dataset.path"
+
+    @property
+    def _wants_servers(self) -> bool | None:
+        """Whether this kind of training generates; None = unknown, for classes that do not say."""
+        return None
+
+    def _allocation_problems(self) -> Problems:
+        path, text = "allocation_mode", self.allocation_mode
+        try:
+            check_supported(self.allocation)
+        except AllocationError as error:
+            yield path, error.summary
+            return
+        except ConfigError as error:
+            yield path, str(error)
+            return
+        has_servers = self.allocation.inference is not None
+        if self._wants_servers is True and not has_servers:
+            yield path, f"{text} has no servers, but this training generates: use for example native:d1+{text}"
+        if self._wants_servers is False and has_servers:
+            yield path, f"{text} starts servers, but this training generates nothing: use {self.allocation.train[0]}"
+        ranks, rows = self.allocation.train[0].parallel.dp, self.train_dataset.batch_size
+        if rows < ranks:
+            yield (
+                "train_dataset.batch_size",
+                f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}: "
+                "every rank needs a row; raise it",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(BaseExperimentConfig):
@@ -68,6 +117,18 @@ class SFTConfig(BaseExperimentConfig):
 
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """The trained model."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        yield from _misplaced_data("sft", self.train_dataset, self.valid_dataset)
+        if self.model.optimizer is None:
+            yield "model.optimizer", "is null: the model would never learn; give at least {lr: 1e-5}"
+        if self.evaluator.stop_at or self.evaluator.modes != ["sampled"]:
+            yield "evaluator", "has modes or stop_at, but SFT generates nothing, it evaluates the loss: remove them"
+
+    @property
+    def _wants_servers(self) -> bool | None:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,40 +165,68 @@ class PPOConfig(BaseExperimentConfig):
         return chosen or self.train_dataset.batch_size * (self.rollout.max_head_offpolicyness + 1)
 
     def problems(self) -> Problems:
-        size = self.rollout.consumer_batch_size
-        if size is not None and size != self.train_dataset.batch_size:
-            yield (
-                "rollout.consumer_batch_size",
-                f"{size} differs from train_dataset.batch_size="
-                f"{self.train_dataset.batch_size}: remove it or make them equal",
-            )
-        if not math.isclose(self.actor.temperature, self.gconfig.temperature):
-            yield (
-                "actor.temperature",
-                f"{self.actor.temperature} differs from gconfig.temperature="
-                f"{self.gconfig.temperature}: the trainer must divide logits as the servers do",
-            )
-        for path, norm in (("reward_norm", self.actor.reward_norm), ("adv_norm", self.actor.adv_norm)):
-            if norm is not None and norm.group_size not in (1, self.gconfig.n_samples):
-                yield (
-                    f"actor.{path}.group_size",
-                    f"{norm.group_size} differs from gconfig.n_samples="
-                    f"{self.gconfig.n_samples}: remove it or make them equal",
-                )
-        if self.actor.group_size not in (1, self.gconfig.n_samples):
-            yield (
-                "actor.group_size",
-                f"{self.actor.group_size} differs from gconfig.n_samples="
-                f"{self.gconfig.n_samples}: remove it or make them equal",
-            )
+        yield from super().problems()
+        yield from _misplaced_data("rl", self.train_dataset, self.valid_dataset)
+        yield from self._must_be_equal()
+        yield from self._sampling_problems()
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
         if self.critic is not None and self.critic.optimizer is None:
             yield "critic.optimizer", "is null: the critic would never learn; give at least {lr: 1e-5}"
         if self.ref is not None and self.ref.optimizer is not None:
-            yield "ref.optimizer", "is set, but a reference is never trained: remove it"
+            yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
+
+    @property
+    def _wants_servers(self) -> bool | None:
+        return True
+
+    def _must_be_equal(self) -> Problems:
+        """Options that AReaL files repeat and that the trainer and the servers must agree on."""
+        rows, samples = self.train_dataset.batch_size, self.gconfig.n_samples
+        size = self.rollout.consumer_batch_size
+        if size not in (None, rows):
+            yield _unequal("rollout.consumer_batch_size", size, "train_dataset.batch_size", rows)
+        temperatures = [("actor", self.actor.temperature)]
+        if self.ref is not None:
+            temperatures.append(("ref", self.ref.temperature))
+        for model, temperature in temperatures:
+            if not math.isclose(temperature, self.gconfig.temperature):
+                yield _unequal(f"{model}.temperature", temperature, "gconfig.temperature", self.gconfig.temperature)
+        groups = [("actor.group_size", self.actor.group_size)]
+        for path, norm in (("reward_norm", self.actor.reward_norm), ("adv_norm", self.actor.adv_norm)):
+            if norm is not None:
+                groups.append((f"actor.{path}.group_size", norm.group_size))
+        for path, group_size in groups:
+            if group_size not in (1, samples):
+                yield _unequal(path, group_size, "gconfig.n_samples", samples)
+
+    def _sampling_problems(self) -> Problems:
+        samples, norm = self.gconfig.n_samples, self.actor.reward_norm
+        if samples > 1 and self.gconfig.greedy:
+            yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
+        if samples == 1 and norm is not None and "group" in (norm.mean_level, norm.std_level):
+            yield (
+                "actor.reward_norm",
+                "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
+            )
+        if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
+            yield (
+                "eval_gconfig.n_samples",
+                f"{self.eval_gconfig.n_samples} is not 1: evaluation draws one answer a prompt",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(PPOConfig):
     """PPOConfig under the name users of GRPO look for."""
+
+
+def _unequal(path: str, value: object, other: str, expected: object) -> tuple[str, str]:
+    return path, f"{value} differs from {other}={expected}: remove it or make them equal"
+
+
+def _misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None) -> Problems:
+    """Rows of the other kind of training lack the columns this one reads."""
+    for path, dataset in (("train_dataset", train), ("valid_dataset", valid)):
+        if dataset is not None and dataset.type != kind:
+            yield f"{path}.type", f"{dataset.type} rows cannot be used here: set it to {kind}"

@@ -38,6 +38,14 @@ class GenerationHyperparameters:
     ignore_eos: bool = False
     """Go on past stop tokens until max_new_tokens."""
 
+    def problems(self) -> Problems:
+        if self.min_new_tokens > self.max_new_tokens:
+            yield "min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: lower it"
+        if any(token < 0 for token in self.stop_token_ids):
+            yield "stop_token_ids", f"{self.stop_token_ids} holds a negative id: token ids start at 0"
+        if self.stop is not None and "" in self.stop:
+            yield "stop", "holds an empty string, which would end every answer at once: remove it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NativeServerConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import choice, number
+from areal.api.config.fields import Problems, choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class ClusterSpecConfig:
     """Machines; the local launcher uses one."""
     n_gpus_per_node: int = number(8, low=0)
     """GPUs of a machine; on a machine without GPUs processes run on the CPU and this is not used."""
+
+    def problems(self) -> Problems:
+        if not self.fileroot or self.fileroot.startswith("~"):
+            yield "fileroot", f"{self.fileroot!r} is not expanded: write the folder out, or ${{oc.env:HOME}}/areal"
 
 
 @dataclass(frozen=True, kw_only=True)

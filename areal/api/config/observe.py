@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problems, choice, number
@@ -17,6 +18,11 @@ class Cadence:
     """Every so many train steps; null = not by steps."""
     freq_secs: int | None = number(None, low=1)
     """Every so many seconds; null = not by time."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it ever happens by cadence."""
+        return any(freq is not None for freq in (self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +45,16 @@ class EvaluatorConfig(Cadence):
     """Training ends early once the mean reward of every mode named here reaches its number, e.g. {greedy: 0.95}."""
 
     def problems(self) -> Problems:
-        for mode in [*self.modes, *self.stop_at]:
+        for mode in self.modes:
             if mode not in ("sampled", "greedy"):
                 yield "modes", f"{mode!r} is not an evaluation mode: use sampled or greedy"
-        for mode in self.stop_at:
+        if not self.modes or len(set(self.modes)) < len(self.modes):
+            yield "modes", f"{self.modes} must hold sampled, greedy or both, each once"
+        for mode, goal in self.stop_at.items():
             if mode not in self.modes:
                 yield "stop_at", f"{mode!r} is not among modes={self.modes}: add it there"
+            if not math.isfinite(goal):
+                yield "stop_at", f"{goal} for {mode!r} is never reached: use a finite number"
 
 
 @dataclass(frozen=True, kw_only=True)

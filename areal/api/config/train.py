@@ -31,9 +31,9 @@ class OptimizerConfig:
     """Peak learning rate."""
     weight_decay: float = number(0.01, low=0)
     """Decoupled weight decay."""
-    beta1: float = number(0.9, low=0, high=1)
+    beta1: float = number(0.9, low=0, below=1)
     """Decay of the first moment (adam)."""
-    beta2: float = number(0.999, low=0, high=1)
+    beta2: float = number(0.999, low=0, below=1)
     """Decay of the second moment (adam)."""
     eps: float = number(1e-8, above=0)
     """Added to adam's denominator."""
@@ -98,4 +98,4 @@ class TrainEngineConfig:
 
     def problems(self) -> Problems:
         if not self.path:
-            yield "path", "is empty: name a checkpoint folder or a hub model"
+            yield "path", "is required: name a checkpoint folder or a hub model"

@@ -1,0 +1,221 @@
+"""Owns what an `allocation_mode` means: which backends run, on how many devices, in which parallel sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.api.allocation_grammar import INFERENCE_BACKENDS, TRAIN_BACKENDS, AllocationError, Part, Syntax, read_syntax
+from areal.api.errors import ConfigError
+
+__all__ = ["AllocationError", "AllocationMode", "ModelAllocation", "ParallelDims", "check_supported"]
+
+Kind = Literal["colocate", "decoupled_train", "train_only", "server_only", "decoupled_eval"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Parallel sizes of one model. Expert layers lay ep x etp x expert-data over the same devices."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Tensor size inside expert layers."""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of expert layers."""
+        return self.world_size // (self.pp * self.etp * self.ep)
+
+    def __str__(self) -> str:
+        if self.etp == 1:
+            sizes = _written(t=self.tp, p=self.pp, c=self.cp, e=self.ep)
+            return f"d{self.dp}{sizes}"
+        attention = _written(t=self.tp, p=self.pp, c=self.cp)
+        return f"(attn:d{self.dp}{attention}|ffn:d{self.edp}{_written(t=self.etp, p=self.pp, e=self.ep)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAllocation:
+    """The devices of one model: `native:d2` is two servers, `fsdp:d4` one trainer of four ranks."""
+
+    backend: str
+    parallel: ParallelDims
+    name: str = ""
+    shares_with: int | None = None
+    """Place in `AllocationMode.allocations` of the part whose devices this one uses; None = it has its own."""
+
+    @property
+    def is_inference(self) -> bool:
+        return self.backend in INFERENCE_BACKENDS
+
+    @property
+    def num_replicas(self) -> int:
+        """Servers of an inference part; 1 for a trainer."""
+        return self.parallel.dp if self.is_inference else 1
+
+    @property
+    def instance_size(self) -> int:
+        """Devices of one server or of the whole trainer."""
+        return self.parallel.world_size // self.num_replicas
+
+    def __str__(self) -> str:
+        name = f"[{self.name}]" if self.name else ""
+        return f"{self.backend}{name}:{self.parallel}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationMode:
+    """All models of a run. `str(mode)` parses back to an equal mode."""
+
+    allocations: tuple[ModelAllocation, ...]
+    evaluation: str = ""
+    """`cpu` or `eval` when servers are evaluated by a process of ours, else empty."""
+
+    @staticmethod
+    def parse(text: str) -> AllocationMode:
+        """Read an `allocation_mode`. Raises AllocationError with column and hint."""
+        syntax = read_syntax(text)
+        _check_names(text, syntax)
+        allocations: list[ModelAllocation] = []
+        for component in syntax.components:
+            anchor = len(allocations)
+            for place, part in enumerate(component):
+                found = _allocation(text, part, shares_with=anchor if place else None)
+                size, expected = found.parallel.world_size, allocations[anchor].parallel.world_size if place else 0
+                if place and size != expected:
+                    problem = f"{found} takes {size} devices but shares {expected}"
+                    raise AllocationError(text, part.column, problem, "parts joined by | need equal device counts")
+                allocations.append(found)
+        return AllocationMode(allocations=tuple(allocations), evaluation=syntax.evaluation)
+
+    def __getitem__(self, name: str) -> ModelAllocation:
+        for allocation in self.allocations:
+            if allocation.name == name and name:
+                return allocation
+        raise KeyError(f"no part of {self} is named {name!r}")
+
+    def __str__(self) -> str:
+        text = ""
+        for place, allocation in enumerate(self.allocations):
+            joint = "" if place == 0 else "+" if allocation.shares_with is None else "|"
+            text += f"{joint}{allocation}"
+        return f"{text}+{self.evaluation}" if self.evaluation else text
+
+    @property
+    def inference(self) -> ModelAllocation | None:
+        """The first inference part."""
+        return next((one for one in self.allocations if one.is_inference), None)
+
+    @property
+    def train(self) -> list[ModelAllocation]:
+        """The trainers, in order."""
+        return [one for one in self.allocations if not one.is_inference]
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all; shared ones count once."""
+        return sum(one.parallel.world_size for one in self.allocations if one.shares_with is None)
+
+    @property
+    def kind(self) -> Kind:
+        """What the parts amount to."""
+        if self.evaluation:
+            return "decoupled_eval"
+        if self.inference is None:
+            return "train_only"
+        if not self.train:
+            return "server_only"
+        anchors = [one for one in self.allocations if one.shares_with is None]
+        return "colocate" if len(anchors) == 1 else "decoupled_train"
+
+
+def check_supported(mode: AllocationMode) -> None:
+    """Raise ConfigError unless this version can launch `mode`: native:dN+fsdp:dM (RL) or fsdp:dM (SFT)."""
+    backends = [one.backend for one in mode.allocations]
+    for one in mode.allocations:
+        if one.backend not in ("native", "fsdp"):
+            instead = "native" if one.is_inference else "fsdp"
+            raise ConfigError(f"{one.backend} is not supported by this version: use {instead}:d{one.parallel.dp}")
+        if one.parallel != ParallelDims(dp=one.parallel.dp):
+            raise ConfigError(f"{one} has sizes this version cannot run: only data parallelism (d) is supported")
+    if mode.evaluation or any(one.shares_with is not None for one in mode.allocations):
+        backends.clear()
+    if backends not in (["native", "fsdp"], ["fsdp"]):
+        raise ConfigError(f"{mode} cannot be launched by this version: use native:dN+fsdp:dM, or fsdp:dM for SFT")
+
+
+def _written(**sizes: int) -> str:
+    return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1)
+
+
+def _check_names(text: str, syntax: Syntax) -> None:
+    parts = [part for component in syntax.components for part in component]
+    seen: set[str] = set()
+    for part in parts:
+        if part.name in seen:
+            raise AllocationError(text, part.column, f"the name {part.name!r} is given twice", "give each its own name")
+        seen |= {part.name} - {""}
+    for component in syntax.components:
+        for part in component[1:]:
+            if not part.name:
+                raise AllocationError(
+                    text, part.column, "a part that shares devices has no name", "write fsdp[actor]:d4"
+                )
+    if len(syntax.components) > 2:
+        for part in parts:
+            if not part.name:
+                hint = "with three or more parts each needs one, for example fsdp[actor]:d4"
+                raise AllocationError(text, part.column, "a name is missing", hint)
+    bare = [part for part in parts if not part.backend]
+    for part in bare if len(bare) > 1 else ():
+        if not part.name:
+            hint = "write [actor]:d4 or fsdp[actor]:d4"
+            raise AllocationError(text, part.column, "two trainers without backend need names", hint)
+
+
+def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocation:
+    """Give a part its meaning and check its sizes."""
+    sizes, experts = part.sizes, part.expert_sizes
+    dims = ParallelDims(
+        dp=sizes.get("d", 1),
+        tp=sizes.get("t", 1),
+        pp=sizes.get("p", 1),
+        cp=sizes.get("c", 1),
+        ep=(sizes if experts is None else experts).get("e", 1),
+        etp=1 if experts is None else experts.get("t", 1),
+    )
+    automatic = "megatron" if experts is not None or dims.pp > 1 or dims.ep > 1 else "fsdp"
+    backend = part.backend or automatic
+    assert backend in INFERENCE_BACKENDS + TRAIN_BACKENDS  # the grammar lets nothing else through
+    if experts is not None:
+        _check_experts(text, part, dims, experts)
+    if backend == "fsdp" and (dims.pp > 1 or dims.ep > 1 or dims.etp > 1):
+        hint = f"write megatron:{dims} or leave out p and e"
+        raise AllocationError(text, part.column, "fsdp has no pipeline and no expert parallelism", hint)
+    if dims.world_size % (dims.pp * dims.etp * dims.ep):
+        problem = f"{dims.world_size} devices cannot be split into p{dims.pp} x expert t{dims.etp} x e{dims.ep}"
+        raise AllocationError(text, part.column, problem, "choose e so that it divides d x c x t")
+    return ModelAllocation(backend=backend, name=part.name, parallel=dims, shares_with=shares_with)
+
+
+def _check_experts(text: str, part: Part, dims: ParallelDims, experts: dict[str, int]) -> None:
+    """Both halves of an attn/ffn part must cover the same devices; d and p left out in ffn are those of attn."""
+    pipeline = experts.get("p", dims.pp)
+    if pipeline != dims.pp:
+        problem = f"attn has p{dims.pp} but ffn has p{pipeline}"
+        raise AllocationError(text, part.column, problem, "give both the same p")
+    data = experts.get("d", dims.dp)
+    covered = data * dims.ep * dims.etp * pipeline
+    if covered != dims.world_size:
+        product = f"d{data} x e{dims.ep} x t{dims.etp} x p{pipeline}"
+        problem = f"attn covers {dims.world_size} devices but ffn {product} covers {covered}"
+        hint = "make both products equal (d left out in ffn is that of attn)"
+        raise AllocationError(text, part.column, problem, hint)
