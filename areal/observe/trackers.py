@@ -1,0 +1,184 @@
+"""Owns where metrics go: metrics.jsonl always, dashboards when configured. The one importer of tensorboardX, wandb
+and swanlab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
+from areal.api.errors import ConfigError
+from areal.system.durable import write_atomic
+from areal.system.run_paths import RunPaths
+
+_SECRETS = ("wandb_api_key", "api_key")
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one train step after another."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object a line: step, time (Unix seconds) and the values; a value that is not finite becomes null."""
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        """Open for append. Lines from `first_step` on, left by an attempt that died, are cut: they come again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _cut(path, first_step)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **shown}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")  # one write a line: readers see whole lines
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _cut(path: Path, first_step: int) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_before(line, first_step)]
+    if kept != lines:
+        write_atomic(path, b"".join(kept))
+
+
+def _is_before(line: bytes, first_step: int) -> bool:
+    """Whether a line is whole and belongs to a step before `first_step`. A start from step 1 keeps nothing."""
+    try:
+        return line.endswith(b"\n") and first_step > 1 and json.loads(line)["step"] < first_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class TensorBoardTracker:
+    """Event files for TensorBoard, by tensorboardX."""
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise _missing("stats_logger.tensorboard.path", "tensorboardX", "tensorboard") from None
+        purge_step = first_step if first_step > 1 else None
+        self._writer = SummaryWriter(logdir=str(folder), purge_step=purge_step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in _finite(values).items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandBTracker:
+    """A Weights & Biases run. The x axis is our own `train_step`, so that steps after a recovery are not refused."""
+
+    def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing("stats_logger.wandb.mode", "wandb", "wandb") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        connection: dict[str, Any] = {"console": "off", "silent": True}
+        if settings.wandb_base_url:
+            connection["base_url"] = settings.wandb_base_url
+        if settings.wandb_api_key:
+            connection["api_key"] = settings.wandb_api_key
+        names = [config.experiment_name, config.trial_name]
+        suffix = [settings.id_suffix] if settings.id_suffix else []
+        try:
+            self._run = wandb.init(
+                mode=settings.mode,  # pyright: ignore[reportArgumentType] - the choices are checked with the config
+                dir=str(folder),
+                id="_".join([*names, *suffix]),
+                resume="allow",
+                entity=settings.entity,
+                project=settings.project or config.experiment_name,
+                name=settings.name or config.trial_name,
+                job_type=settings.job_type,
+                group=settings.group or "_".join(names),
+                notes=settings.notes,
+                tags=settings.tags,
+                config=_public(dataclasses.asdict(config)),
+                settings=wandb.Settings(**connection),
+            )
+        except wandb.Error as error:
+            raise ConfigError(f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}") from error
+        self._run.define_metric("train_step", hidden=True)
+        self._run.define_metric("*", step_metric="train_step")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(_finite(values) | {"train_step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanLabTracker:
+    """A SwanLab experiment."""
+
+    def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path) -> None:
+        try:
+            import swanlab
+        except ImportError:
+            raise _missing("stats_logger.swanlab.mode", "swanlab", "swanlab") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = {"cloud": "online", "local": "local", "offline": "offline"}[settings.mode]
+        if settings.api_key:
+            swanlab.login(api_key=settings.api_key)
+        quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})  # pyright: ignore[reportArgumentType] - pydantic takes the mapping
+        self._run = swanlab.init(
+            mode=mode,  # pyright: ignore[reportArgumentType] - one of the three above
+            log_dir=str(folder),
+            project=settings.project or config.experiment_name,
+            name=settings.name or f"{config.trial_name}_train",
+            config=_public(dataclasses.asdict(config)),
+            settings=quiet,
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(_finite(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
+    """All configured trackers, opened; for rank 0 only. `first_step` is the first step that will be logged."""
+    trackers: list[Tracker] = [JsonlTracker(paths.metrics, first_step=first_step)]
+    chosen = config.stats_logger
+    if chosen.tensorboard.path is not None:
+        trackers.append(TensorBoardTracker(Path(chosen.tensorboard.path), first_step=first_step))
+    if chosen.wandb.mode != "disabled":
+        trackers.append(WandBTracker(chosen.wandb, config, paths.root))
+    if chosen.swanlab.mode != "disabled":
+        trackers.append(SwanLabTracker(chosen.swanlab, config, paths.root / "swanlog"))
+    return trackers
+
+
+def _missing(key: str, package: str, extra: str) -> ConfigError:
+    return ConfigError(f"{key} needs the package {package}: pip install 'areal[{extra}]'")
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    """Dashboards draw numbers only; metrics.jsonl tells about the others."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _public(value: Any) -> Any:
+    """A configuration without keys and tokens."""
+    if isinstance(value, dict):
+        return {name: _public(item) for name, item in value.items() if name not in _SECRETS}
+    return [_public(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,117 @@
+import builtins
+import json
+import math
+import time
+
+import pytest
+
+from areal.api.config import SFTConfig, StatsLoggerConfig, SwanlabConfig, TensorBoardConfig, WandBConfig
+from areal.api.errors import ConfigError
+from areal.observe.trackers import JsonlTracker, build_trackers
+from areal.system.run_paths import RunPaths
+
+
+def config_with(**stats):
+    return SFTConfig(experiment_name="exp", trial_name="trial", stats_logger=StatsLoggerConfig(**stats))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def log_three(trackers):
+    for step in (1, 2, 3):
+        for tracker in trackers:
+            tracker.log(step, {"loss": 1.0 / step, "bad": math.nan, "huge": math.inf})
+    for tracker in trackers:
+        tracker.close()
+
+
+def test_jsonl_lines(tmp_path):
+    log_three(build_trackers(config_with(), RunPaths(tmp_path)))
+    lines = rows(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["loss"] == 0.5
+    assert lines[0]["bad"] is None
+    assert lines[0]["huge"] is None
+    assert lines[0]["time"] > 1.7e9
+
+
+def test_recovery_cuts_the_steps_that_come_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step in range(6):
+        tracker.log(step, {"x": step})
+    tracker.close()
+    with open(path, "a") as file:
+        file.write('{"step": 6, "x"')
+    tracker = JsonlTracker(path, first_step=4)
+    tracker.log(4, {"x": 40.0})
+    tracker.close()
+    assert [(row["step"], row["x"]) for row in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40.0)]
+
+
+def test_torn_tail_before_the_first_step_is_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2')
+    JsonlTracker(path, first_step=3).close()
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_start_from_the_beginning_keeps_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    JsonlTracker(path, first_step=1).close()
+    assert path.read_text() == ""
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = config_with(tensorboard=TensorBoardConfig(path=str(tmp_path / "tb")))
+    log_three(build_trackers(config, RunPaths(tmp_path)))
+    (events,) = (tmp_path / "tb").iterdir()
+    content = events.read_bytes()
+    assert content.count(b"loss") == 3
+    assert b"huge" not in content
+
+
+def test_wandb_offline(tmp_path):
+    pytest.importorskip("wandb")
+    config = config_with(wandb=WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"]))
+    log_three(build_trackers(config, RunPaths(tmp_path)))
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-exp_trial_train.wandb")
+    deadline = time.monotonic() + 20
+    while b"train_step" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # wandb's own process writes on for a moment after finish()
+    assert b"loss" in content
+    assert b"train_step" in content
+    assert b"k" * 40 not in content
+
+
+def test_swanlab_offline(tmp_path):
+    pytest.importorskip("swanlab")
+    config = config_with(swanlab=SwanlabConfig(mode="offline"))
+    log_three(build_trackers(config, RunPaths(tmp_path)))
+    files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
+    assert any(b"loss" in path.read_bytes() for path in files)
+
+
+@pytest.mark.parametrize(
+    ("stats", "package", "extra"),
+    [
+        ({"wandb": WandBConfig(mode="offline")}, "wandb", "wandb"),
+        ({"swanlab": SwanlabConfig(mode="local")}, "swanlab", "swanlab"),
+        ({"tensorboard": TensorBoardConfig(path="tb")}, "tensorboardX", "tensorboard"),
+    ],
+)
+def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, stats, package, extra):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=rf"{package}: pip install 'areal\[{extra}\]'"):
+        build_trackers(config_with(**stats), RunPaths(tmp_path))
