@@ -16,10 +16,7 @@ def minibatches(batch: TrainBatch, num_minibatches: int) -> list[TrainBatch]:
     """
     if num_minibatches == 1:
         return [batch]
-    lengths = batch.sequence_lengths
-    parts = balanced_parts(lengths, num_minibatches) if lengths else []
-    parts = [sorted(part) for part in parts] + [[] for _ in range(num_minibatches - len(parts))]
-    return [take(batch, part) for part in parts]
+    return [take(batch, part) for part in balanced_parts(batch.sequence_lengths, num_minibatches)]
 
 
 def train_on_minibatches(
