@@ -209,6 +209,10 @@ class PPOConfig(BaseExperimentConfig):
                 "actor.reward_norm",
                 "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
             )
+        for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
+            room = self.native.context_length
+            if gconfig is not None and room is not None and min(gconfig.max_new_tokens, gconfig.max_tokens - 1) >= room:
+                yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, room)
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",
@@ -230,3 +234,7 @@ def _misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None
     for path, dataset in (("train_dataset", train), ("valid_dataset", valid)):
         if dataset is not None and dataset.type != kind:
             yield f"{path}.type", f"{dataset.type} rows cannot be used here: set it to {kind}"
+
+
+def _no_room(max_new_tokens: int, context_length: int) -> str:
+    return f"{max_new_tokens} leaves no room for a prompt in native.context_length={context_length}: lower it"

@@ -66,6 +66,10 @@ class RecoverConfig(Cadence):
     retries: int = number(3, low=0)
     """Restarts of the whole run after a failure (auto and fault)."""
 
+    def problems(self) -> Problems:
+        if self.mode in ("auto", "fault") and not self.is_set:
+            yield "mode", f"{self.mode} needs recovery checkpoints, but none is ever written: set freq_steps"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WandBConfig:
