@@ -71,6 +71,10 @@ class InferenceFleet(InferenceEngine, Protocol):
         """Bring every live replica to `update.version`; returns when each serves it. WeightSyncError otherwise."""
         ...
 
+    def live_replicas(self) -> list[str]:
+        """Ids of the replicas that a collective update can reach now, for `WeightUpdate.replicas`."""
+        ...
+
     def status(self) -> dict[str, Any]:
         """JSON-ready: per replica its name, address, health, version, running requests."""
         ...

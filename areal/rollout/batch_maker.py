@@ -1,0 +1,141 @@
+"""Owns making and serving train batches: composes batch k when a trainer wants it, and serves recorded ones again.
+
+A request waits for enough accepted episodes (unblocked by `poke`, called on every acceptance and version) or for its
+time to be up. Nothing is scanned while nobody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal.rollout.batching import build_shares, episode_stats, token_stats
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_state import FAILED, REJECTED, WAITING, AcceptedEpisode, BatchRecord
+from areal.rollout.staleness import is_in_order, mask_before
+from areal.rollout.wire import encode_share
+
+CACHED_STEPS = 2
+"""Encoded batches kept in memory; older ones are made again from the ledger."""
+
+
+class BatchMaker:
+    """The batches of a run, by train step."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        on_stale: str,
+        generated_tokens: Callable[[], int],
+        on_fatal: Callable[[Exception], None],
+    ) -> None:
+        self._ledger = ledger
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._on_stale = on_stale
+        self._generated_tokens = generated_tokens
+        self._on_fatal = on_fatal
+        self._shares: dict[tuple[int, int], list[bytes]] = {}  # by (step, dp_size)
+        self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._asked_s: dict[int, float] = {}
+        self._last_batch_s: float | None = None
+        self._last_batch_tokens = 0
+        self._last_counts: dict[str, int] = {}
+        self.last: BatchRecord | None = None
+
+    @property
+    def wanted_step(self) -> int | None:
+        """The train step whose batch a trainer waits for."""
+        return min(self._wanted, default=None)
+
+    async def get(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
+        """One rank's share of batch `step`, durable before it is served; None when it is not there in time."""
+        if step not in self._ledger.state.batches:
+            await self._wait_for(step, timeout_s)
+            if step not in self._ledger.state.batches:
+                return None
+        await self._ledger.durable()
+        return self._encoded(step, dp_size)[dp_rank]
+
+    async def _wait_for(self, step: int, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._asked_s.setdefault(step, loop.time())
+        composed = self._wanted.get(step)
+        if composed is None:
+            composed = self._wanted[step] = loop.create_future()
+            self.poke()
+        await asyncio.wait([composed], timeout=timeout_s)
+
+    def poke(self) -> None:
+        """Compose the wanted batch if that is possible now: at the version it will be consumed at, so not before the
+        trainer has finished the step before it."""
+        if not self._wanted:
+            return
+        step = self._ledger.state.next_step
+        if step in self._wanted and step == self._ledger.state.trained_steps:
+            try:
+                self._compose(step)
+            except Exception as error:  # noqa: BLE001 - a batch that cannot be composed ends the run, with its cause
+                self._on_fatal(error)
+
+    def release(self) -> None:
+        """Let go of everybody who waits: no batch will come."""
+        for waiting in self._wanted.values():
+            if not waiting.done():
+                waiting.set_result(None)
+        self._wanted.clear()
+
+    def _compose(self, step: int) -> None:
+        state = self._ledger.state
+        if state.counts[WAITING] < self._batch_size:
+            return
+        ids = state.oldest_waiting(self._batch_size, in_order=is_in_order(self._on_stale))
+        if len(ids) < self._batch_size:
+            return
+        version = state.version
+        floor = mask_before(self._on_stale, consuming_version=version, max_staleness=self._max_staleness)
+        episodes = [state.waiting[episode_id] for episode_id in ids]
+        payloads = [self._ledger.payload(episode.episode_id, episode.payload) for episode in episodes]
+        stats = token_stats(payloads, version=version, mask_before=floor, max_staleness=self._max_staleness)
+        stats |= self._episode_stats(step, episodes)
+        record = self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
+        self.last = record
+        composed = self._wanted.pop(step)
+        if not composed.done():
+            composed.set_result(None)
+
+    def _episode_stats(self, step: int, episodes: list[AcceptedEpisode]) -> dict[str, float]:
+        state, now_s = self._ledger.state, asyncio.get_running_loop().time()
+        tokens = self._generated_tokens()
+        stats = episode_stats(episodes)
+        stats["wait_s"] = now_s - self._asked_s.pop(step, now_s)
+        stats["queue_length"] = float(len(state.waiting) - len(episodes))
+        stats["running"] = float(len(state.running))
+        if self._last_batch_s is not None and now_s > self._last_batch_s:
+            stats["generated_tokens_per_s"] = (tokens - self._last_batch_tokens) / (now_s - self._last_batch_s)
+        self._last_batch_s, self._last_batch_tokens = now_s, tokens
+        counts = {
+            "rejected": state.counts[REJECTED],
+            "failed": state.counts[FAILED],
+            "dropped": state.reasons["rejected: stale"],
+        }
+        for name, count in counts.items():
+            stats[name] = float(count - self._last_counts.get(name, 0))
+        self._last_counts = counts
+        return stats
+
+    def _encoded(self, step: int, dp_size: int) -> list[bytes]:
+        shares = self._shares.get((step, dp_size))
+        if shares is None:
+            record = self._ledger.state.batches[step]
+            pairs = zip(record.episode_ids, record.payloads, strict=True)
+            payloads = [self._ledger.payload(episode_id, where) for episode_id, where in pairs]
+            shares = [encode_share(share) for share in build_shares(record, payloads, dp_size)]
+            self._shares[step, dp_size] = shares
+            while len(self._shares) > CACHED_STEPS:
+                self._shares.pop(next(iter(self._shares)))
+            self._ledger.forget(record.episode_ids)
+        return shares

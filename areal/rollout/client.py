@@ -1,0 +1,148 @@
+"""Owns a trainer's side of the controller's HTTP interface: blocking calls that survive the controller's restart.
+
+A call waits for the controller (long polls: it is asked again until it has an answer). While the controller cannot be
+reached the call is repeated, at an address looked up anew each time, until `reconnect_s` have passed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import orjson
+
+from areal.api.config import InferenceEngineConfig
+from areal.api.data import BatchShare, WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.rollout.wire import decode_share, encode_update
+from areal.system.discovery import NameRegistry
+
+ANSWER_S = 60.0
+"""A live controller answers any call within this time, if only with "not yet"; well above the app's long poll."""
+RETRY_S = 0.2
+CONTROLLER = "controller"
+
+
+class RolloutClient:
+    """One trainer rank's connection. Not for use by several threads at once: each call opens its own connection."""
+
+    def __init__(
+        self,
+        address: str | Callable[[], str],
+        *,
+        token: str | None = None,
+        reconnect_s: float = 120.0,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._reconnect_s = reconnect_s
+        self._answer_s = answer_s
+        self._dp_rank, self._dp_size = 0, 1
+
+    @classmethod
+    def from_registry(cls, registry: NameRegistry, config: InferenceEngineConfig) -> Self:
+        """A client that finds the controller by name, also after the controller moved."""
+
+        def look_up() -> str:
+            return orjson.loads(registry.wait(CONTROLLER, config.setup_timeout))["address"]
+
+        return cls(look_up, reconnect_s=config.setup_timeout)
+
+    def attach(
+        self, *, rank: int, world_size: int, dp_size: int, step: int, version: int, dp_rank: int | None = None
+    ) -> None:
+        """Say where this rank starts. `dp_rank` None: the same as `rank`."""
+        self._dp_rank, self._dp_size = rank if dp_rank is None else dp_rank, dp_size
+        body = {"rank": rank, "world_size": world_size, "dp_size": dp_size, "step": step, "version": version}
+        self._call("/attach", body, "to attach")
+
+    def next_batch(self, step: int) -> BatchShare:
+        """This rank's share of train batch `step`. Blocks until it is there; RequestError when it never will be."""
+        body = {"step": step, "dp_rank": self._dp_rank, "dp_size": self._dp_size}
+        return decode_share(self._call("/batch", body, f"for batch {step}"))
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Return when every serving replica holds `update.version`. WeightSyncError when that failed."""
+        try:
+            self._call("/publish", orjson.loads(encode_update(update)), f"to publish version {update.version}")
+        except ControllerError as error:
+            raise WeightSyncError(str(error)) from error
+
+    def live_replicas(self) -> list[str]:
+        """Ids of the replicas that a collective update can reach now."""
+        return orjson.loads(self._call("/replicas", None, "for its live replicas"))["live"]
+
+    def consumed(self, step: int, version: int) -> None:
+        """Batch `step` was trained on and `version` published."""
+        self._call("/consumed", {"step": step, "version": version}, f"to report step {step} as consumed")
+
+    def evaluate(self, step: int, mode: str) -> dict[str, float]:
+        """Mean reward and more over the held-out rows under the current weights. Blocks until all are scored."""
+        return orjson.loads(self._call("/evaluate", {"step": step, "mode": mode}, f"for the {mode} evaluation"))
+
+    def committed(self, step: int, path: Path | str) -> None:
+        """A recovery checkpoint after `step` train steps is complete."""
+        self._call("/committed", {"step": step, "path": str(path)}, f"to report the checkpoint of step {step}")
+
+    def status(self) -> dict[str, Any]:
+        """What GET /status answers."""
+        return orjson.loads(self._call("/status", None, "for its status"))
+
+    def finish(self) -> None:
+        """Training is over: the controller ends."""
+        self._call("/finish", {}, "to finish")
+
+    def _call(self, path: str, body: dict[str, Any] | None, purpose: str) -> bytes:
+        deadline_s = time.monotonic() + self._reconnect_s
+        while True:
+            try:
+                status, answer = self._exchange(path, body)
+            except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() >= deadline_s:
+                    raise ServerUnavailable(
+                        f"the rollout controller could not be reached for {self._reconnect_s:g} s {purpose} "
+                        f"({type(error).__name__}: {error}); see its log"
+                    ) from error
+                time.sleep(RETRY_S)
+                continue
+            if status == 200:
+                return answer
+            if status != 204:
+                raise _error_of(path, status, answer)
+            deadline_s = time.monotonic() + self._reconnect_s
+
+    def _exchange(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        address = self._address if isinstance(self._address, str) else self._address()
+        parts = urlsplit(address)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            if body is None:
+                connection.request("GET", path, headers=headers)
+            else:
+                connection.request("POST", path, body=orjson.dumps(body), headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+class ControllerError(ServerUnavailable):
+    """The controller answered that it could not do what was asked."""
+
+
+def _error_of(path: str, status: int, answer: bytes) -> Exception:
+    try:
+        message = str(orjson.loads(answer)["error"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        message = answer[:200].decode(errors="replace")
+    if status in (400, 401, 404, 405, 410, 413):
+        return RequestError(message)
+    return ControllerError(f"the rollout controller could not serve {path}: {message}")

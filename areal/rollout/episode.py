@@ -1,0 +1,62 @@
+"""Owns what one running episode sees and leaves behind: its view of the engine, and the verdict on its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.engine import InferenceEngine
+from areal.api.workflow import AcceptFn
+from areal.rollout.payload import EncodedEpisode, TrajectoryError, check_trajectory, encode_episode
+
+
+class EpisodeEngine:
+    """The InferenceEngine handed to one episode; remembers where its requests ran."""
+
+    __slots__ = ("_count_tokens", "_engine", "num_interruptions", "replicas")
+
+    def __init__(self, engine: InferenceEngine, count_tokens: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._count_tokens = count_tokens
+        self.num_interruptions = 0
+        self.replicas: list[str] = []
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        response = await self._engine.agenerate(request)
+        self._count_tokens(len(response.output_ids))
+        self.num_interruptions += response.num_interruptions
+        for name in response.replicas:
+            if name not in self.replicas:
+                self.replicas.append(name)
+        return response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The episode is fine but not wanted."""
+
+    reason: str
+
+
+def judge(
+    episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, check_format: bool
+) -> EncodedEpisode | Rejected:
+    """What becomes of an episode's result. TrajectoryError when it cannot be used."""
+    if group is None:
+        return Rejected(reason="workflow")
+    encoded = encode_episode(episode_id, group)
+    if check_format:
+        for trajectory in group.trajectories:
+            check_trajectory(trajectory)
+    for name, value in group.stats.items():
+        if not math.isfinite(value):
+            raise TrajectoryError(f"the episode's statistic {name!r} is {value}, which is not a finite number")
+    if accept is not None and not accept(group):
+        return Rejected(reason="filter")
+    return encoded

@@ -1,0 +1,213 @@
+"""Owns running episodes: one task each, started while the gate is open.
+
+There is no loop: `admit` runs whenever room may have appeared (an episode ended, a version was published, a trainer
+attached) and starts as many as fit. A failed episode is replaced by the next prompt; when nothing but failures or
+rejections come back, the producer stops with an error instead of running through the data for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ArealError
+from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.observe.log import get_logger
+from areal.rollout.episode import EpisodeEngine, Rejected, judge
+from areal.rollout.gate import GateLimits, room, why_closed
+from areal.rollout.ledger import Ledger
+from areal.rollout.payload import EncodedEpisode
+from areal.rollout.prompts import PromptStream
+from areal.rollout.staleness import is_dropped
+
+_log = get_logger(__name__)
+
+MIN_FAILURES_IN_A_ROW = 50
+"""So many failures in a row, or three batches of them if that is more, end the run."""
+REJECTED_BATCHES_IN_A_ROW = 100
+"""So many batches of rejections in a row, or an epoch of them if that is more, end the run."""
+
+
+class ProducerStopped(ArealError, RuntimeError):
+    """Episodes go wrong one after the other: there will be no further batch."""
+
+
+class Executor:
+    """Runs the training episodes of a controller."""
+
+    def __init__(
+        self,
+        *,
+        limits: GateLimits,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        rows: PromptStream[dict[str, Any]],
+        ledger: Ledger,
+        accept: AcceptFn | None,
+        on_stale: str,
+        check_format: bool,
+        trace: bool,
+        on_accepted: Callable[[], None],
+        on_fatal: Callable[[Exception], None],
+    ) -> None:
+        self.limits = limits
+        self.generated_tokens = 0
+        self.is_open = False
+        """False until a trainer is attached and the fleet holds its version, and again when the run ends."""
+        self._engine = engine
+        self._workflow = workflow
+        self._rows = rows
+        self._ledger = ledger
+        self._accept = accept
+        self._on_stale = on_stale
+        self._check_format = check_format
+        self._trace = trace
+        self._on_accepted = on_accepted
+        self._on_fatal = on_fatal
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._failed_in_a_row = 0
+        self._rejected_in_a_row = 0
+        self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
+        self._max_rejected = max(rows.rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * limits.batch_size)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    def why_closed(self) -> str:
+        """One sentence on why no episode may start; empty while one may."""
+        state = self._ledger.state
+        return why_closed(
+            self.limits, running=len(state.running), accepted=self._gate_accepted(), version=state.version
+        )
+
+    def _gate_accepted(self) -> int:
+        state = self._ledger.state
+        return state.num_accepted + state.skipped_steps * self.limits.batch_size
+
+    def admit(self) -> None:
+        """Start as many episodes as the gate lets in."""
+        if not self.is_open:
+            return
+        state = self._ledger.state
+        free = room(self.limits, running=len(state.running), accepted=self._gate_accepted(), version=state.version)
+        for _ in range(free):
+            self._start(self._ledger.admit(version=state.version))
+
+    def readmit(self) -> None:
+        """Start the episodes again that a dead controller left running: same ids, next attempt."""
+        state = self._ledger.state
+        for episode_id in list(state.running):
+            if episode_id not in self._tasks:
+                self._ledger.admit_again(episode_id, version=state.version)
+                self._start(episode_id)
+
+    def drop_stale(self) -> None:
+        """Reject waiting episodes that are too old for any batch to come (rollout.on_stale=drop)."""
+        if self._on_stale != "drop":
+            return
+        for episode in list(self._ledger.state.waiting.values()):
+            if self._is_dropped(episode.min_version):
+                self._ledger.reject(episode.episode_id, "stale")
+
+    def _is_dropped(self, min_version: int) -> bool:
+        return is_dropped(
+            self._on_stale,
+            min_version=min_version,
+            consuming_version=self._ledger.state.version,
+            max_staleness=self.limits.max_staleness,
+        )
+
+    def _start(self, episode_id: int) -> None:
+        self._tasks[episode_id] = asyncio.create_task(self._run(episode_id), name=f"episode-{episode_id}")
+
+    async def _run(self, episode_id: int) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        engine = EpisodeEngine(self._engine, self.count_tokens)
+        try:
+            try:
+                row = self._rows.row(episode_id)
+                group = await self._workflow.arun_episode(engine, row)
+                verdict = judge(episode_id, group, accept=self._accept, check_format=self._check_format)
+            except asyncio.CancelledError:
+                if self._tasks[episode_id].cancelling():
+                    raise  # we are stopping; the ledger keeps the episode as running
+                self._failed(episode_id, RuntimeError("the workflow cancelled itself"))
+            except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
+                self._failed(episode_id, error)
+            else:
+                stats = {} if group is None else {name: float(value) for name, value in group.stats.items()}
+                self._ended(episode_id, verdict, stats, engine, loop.time() - began_s)
+            del self._tasks[episode_id]
+            self.admit()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - our own books went wrong: the run must hear of it, and ends
+            self._on_fatal(error)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Add to the tokens generated so far."""
+        self.generated_tokens += num_tokens
+
+    def _ended(
+        self,
+        episode_id: int,
+        verdict: EncodedEpisode | Rejected,
+        stats: dict[str, float],
+        engine: EpisodeEngine,
+        seconds: float,
+    ) -> None:
+        self._failed_in_a_row = 0
+        if isinstance(verdict, Rejected):
+            self._reject(episode_id, verdict.reason)
+            self._rejected_in_a_row += 1
+            if self._rejected_in_a_row >= self._max_rejected:
+                self._stop(f"the last {self._rejected_in_a_row} episodes were all rejected by the {verdict.reason}")
+            return
+        self._rejected_in_a_row = 0
+        if self._is_dropped(verdict.min_version):
+            self._reject(episode_id, "stale")
+            return
+        self._ledger.accept(
+            episode_id,
+            verdict,
+            stats=stats,
+            seconds=seconds,
+            replicas=engine.replicas,
+            num_interruptions=engine.num_interruptions,
+        )
+        if self._trace:
+            _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
+        self._on_accepted()
+
+    def _reject(self, episode_id: int, reason: str) -> None:
+        self._ledger.reject(episode_id, reason)
+        if self._trace:
+            _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
+
+    def _failed(self, episode_id: int, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        is_ours = isinstance(error, ArealError | ValueError)  # their message says enough
+        _log.warning(
+            "episode %d failed: %s", episode_id, reason, exc_info=None if is_ours or self._failed_in_a_row else error
+        )
+        self._ledger.fail(episode_id, reason)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._max_failed:
+            self._stop(f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}")
+
+    def _stop(self, why: str) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._on_fatal(ProducerStopped(why))
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for its end. The ledger keeps these episodes as running."""
+        self.is_open = False
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

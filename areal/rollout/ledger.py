@@ -1,0 +1,203 @@
+"""Owns the ledger of a run: every event goes through the state machine and then to the log, in this one place.
+
+python -m areal.rollout.ledger audit RUN    proves the conservation equation from the files; exit status 1 if not
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from areal.api.errors import LedgerError
+from areal.rollout.ledger_files import cut_torn_tail, read_contents, read_payload
+from areal.rollout.ledger_log import EventLog, GroupCommitLog, GroupWriter
+from areal.rollout.ledger_state import BatchRecord, Event, LedgerState
+from areal.rollout.payload import EncodedEpisode, check_payload
+from areal.rollout.prompts import PromptStream
+
+MAX_REASON = 400
+"""Longest reason kept, in characters."""
+
+
+class Ledger:
+    """The accounts of a run. All changes of an episode's state go through these methods."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        *,
+        state: LedgerState | None = None,
+        read_payload: Callable[[tuple[int, int, int]], bytes],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._log = log
+        self._read_payload = read_payload
+        self._clock = clock
+        self._fresh: dict[int, bytes] = {}  # payloads of episodes that wait for a batch, as far as memory holds them
+        self.state = state or LedgerState()
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Go on with the ledger in `folder`, or begin one: read all events, cut a torn tail, write to new files."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            contents = read_contents(folder)
+            if contents.torn is not None:
+                cut_torn_tail(contents.torn)
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger in {folder}: {error.strerror or error}") from error
+        number = contents.next_number
+        log = GroupCommitLog(GroupWriter(folder, number), first_segment=number)
+        return cls(
+            log, state=LedgerState.replay(contents.events), read_payload=lambda where: read_payload(folder, where)
+        )
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
+        """Begin writing, on the running loop; `on_failure` hears of a write error at once."""
+        self._log.start(on_failure)
+
+    async def durable(self) -> None:
+        """Return when all events so far are on disk. LedgerError when they cannot be written."""
+        await self._log.durable()
+
+    async def close(self) -> None:
+        await self._log.close()
+
+    def _record(self, event: Event) -> None:
+        self.state.apply(event)
+        self._log.append(event)
+
+    def started(self, rows: PromptStream[dict[str, Any]], *, total_steps: int) -> None:
+        """A controller begins or goes on. LedgerError when its prompts would not be those of the ledger."""
+        self._record(
+            {
+                "event": "started",
+                "at": self._clock(),
+                "seed": rows.seed,
+                "batch_size": rows.batch_size,
+                "num_rows": rows.num_rows,
+                "rows_per_epoch": rows.rows_per_epoch,
+                "shuffle": rows.shuffle,
+                "total_steps": total_steps,
+            }
+        )
+
+    def attached(self, *, step: int, version: int) -> None:
+        """A trainer begins or goes on at `step`, holding policy `version`."""
+        self._record({"event": "attached", "step": step, "version": version, "at": self._clock()})
+
+    def published(self, *, version: int, kind: str, path: str) -> None:
+        """Every serving replica holds policy `version`."""
+        self._record({"event": "published", "version": version, "kind": kind, "path": path, "at": self._clock()})
+
+    def admit(self, *, version: int) -> int:
+        """The next episode starts; returns its id, which is its place in the prompt stream."""
+        episode_id = len(self.state.states)
+        self._record(
+            {"event": "admitted", "id": episode_id, "attempt": 0, "version": version, "at": round(self._clock(), 3)}
+        )
+        return episode_id
+
+    def admit_again(self, episode_id: int, *, version: int) -> int:
+        """An episode that a dead controller left running starts anew; returns the number of the attempt."""
+        attempt = self.state.running[episode_id].attempt + 1
+        self._record(
+            {"event": "admitted", "id": episode_id, "attempt": attempt, "version": version, "at": self._clock()}
+        )
+        return attempt
+
+    def accept(
+        self,
+        episode_id: int,
+        episode: EncodedEpisode,
+        *,
+        stats: dict[str, float],
+        seconds: float,
+        replicas: Sequence[str],
+        num_interruptions: int,
+    ) -> None:
+        """A finished, scored episode may be trained on. Its payload is durable no later than this event."""
+        where = self._log.append_payload(episode.payload)
+        self._fresh[episode_id] = episode.payload
+        self._record(
+            {
+                "event": "accepted",
+                "id": episode_id,
+                "payload": where,
+                "trajectories": episode.num_trajectories,
+                "tokens": episode.num_tokens,
+                "generated": episode.num_generated,
+                "min_version": episode.min_version,
+                "max_version": episode.max_version,
+                "reward": episode.reward,
+                "stats": stats,
+                "seconds": round(seconds, 4),
+                "replicas": replicas,
+                "interruptions": num_interruptions,
+                "at": round(self._clock(), 3),
+            }
+        )
+
+    def reject(self, episode_id: int, reason: str) -> None:
+        """An episode is not trained on: the workflow or the filter said so, or it is too old."""
+        self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason), "at": round(self._clock(), 3)})
+        self._fresh.pop(episode_id, None)
+
+    def fail(self, episode_id: int, reason: str) -> None:
+        """An episode broke."""
+        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason), "at": round(self._clock(), 3)})
+
+    def batched(
+        self, *, step: int, version: int, mask_before: int, episode_ids: Sequence[int], stats: dict[str, float]
+    ) -> BatchRecord:
+        """Fix the composition of a train batch."""
+        self._record(
+            {
+                "event": "batched",
+                "step": step,
+                "version": version,
+                "mask_before": mask_before,
+                "ids": list(episode_ids),
+                "stats": stats,
+                "at": self._clock(),
+            }
+        )
+        return self.state.batches[step]
+
+    def consumed(self, *, step: int, version: int) -> None:
+        """The trainer has trained on batch `step` and published `version`. A repeated call changes nothing."""
+        if self.state.trained_steps == step + 1 and step in self.state.consumed_steps:
+            return
+        kind = "trained_again" if step in self.state.consumed_steps else "consumed"
+        self._record({"event": kind, "step": step, "version": version, "at": self._clock()})
+
+    def committed(self, *, step: int, path: str) -> None:
+        """A recovery checkpoint after `step` train steps is complete."""
+        self._record({"event": "committed", "step": step, "path": path, "at": self._clock()})
+
+    def payload(self, episode_id: int, where: tuple[int, int, int]) -> bytes:
+        """The trajectories of an accepted episode. LedgerError when they are damaged."""
+        fresh = self._fresh.get(episode_id)
+        if fresh is not None:
+            return fresh
+        data = self._read_payload(where)
+        check_payload(episode_id, data)
+        return data
+
+    def forget(self, episode_ids: Sequence[int]) -> None:
+        """Drop payloads from memory; they are read from disk if asked for again."""
+        for episode_id in episode_ids:
+            self._fresh.pop(episode_id, None)
+
+
+def _clean(reason: str) -> str:
+    return " ".join(reason.encode("utf-8", "replace").decode().split())[:MAX_REASON]
+
+
+if __name__ == "__main__":
+    from areal.rollout.ledger_audit import main
+
+    sys.exit(main(sys.argv[1:]))

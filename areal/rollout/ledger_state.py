@@ -1,0 +1,314 @@
+"""Owns the life of episodes as a pure state machine: what a sequence of ledger events means, and what it forbids.
+
+The same `apply` serves the running controller, its rebuilding after a death, and the audit: the state of a live
+controller is by construction what its files say. No clock, no files, no tasks.
+
+    admitted -> running -> accepted (waiting) -> batched(step) -> consumed(step)
+                   |           `-> rejected("stale")
+                   |-> rejected(reason)            a workflow returns scored trajectories: finished and scored
+                   `-> failed(reason)              are one line with the verdict
+
+At every instant admitted = running + waiting + rejected + failed + batched + consumed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from areal.api.errors import LedgerError
+
+Event = dict[str, Any]
+"""One line of the ledger, JSON-ready; key "event" names its kind."""
+
+RUNNING, WAITING, REJECTED, FAILED, BATCHED, CONSUMED = range(6)
+STATE_NAMES = ("running", "waiting", "rejected", "failed", "batched", "consumed")
+
+IDENTITY = ("seed", "batch_size", "num_rows", "rows_per_epoch", "shuffle")
+"""What decides which row admission k gets: a ledger may only go on with the same values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEpisode:
+    """An episode in flight."""
+
+    attempt: int
+    version: int
+    """Policy version when this attempt started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedEpisode:
+    """A finished, scored and accepted episode and where its trajectories lie."""
+
+    episode_id: int
+    payload: tuple[int, int, int]
+    """Segment number, offset and size in bytes."""
+    min_version: int
+    """Oldest policy version that made one of its tokens."""
+    num_tokens: int
+    num_generated: int
+    reward: float
+    """Mean over its trajectories."""
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """The composition of one train batch: everything needed to make its bytes again."""
+
+    step: int
+    version: int
+    """Policy version at which it is consumed."""
+    mask_before: int
+    """Tokens made by versions below this are taken out of the loss; 0 = none."""
+    episode_ids: tuple[int, ...]
+    payloads: tuple[tuple[int, int, int], ...]
+    stats: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerState:
+    """What is known after a number of events. Episode ids are admission numbers, counted from 0."""
+
+    states: bytearray = field(default_factory=bytearray)
+    """State of every episode ever admitted, by id."""
+    counts: list[int] = field(default_factory=lambda: [0] * len(STATE_NAMES))
+    """Episodes per state."""
+    running: dict[int, RunningEpisode] = field(default_factory=dict[int, RunningEpisode])
+    waiting: dict[int, AcceptedEpisode] = field(default_factory=dict[int, AcceptedEpisode])
+    batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
+    consumed_steps: set[int] = field(default_factory=set[int])
+    committed_step: int = 0
+    """Train steps covered by the newest recovery checkpoint."""
+    version: int = 0
+    """Policy version of the trainer: the newest one published, or the one it attached with since."""
+    last_publication: Event | None = None
+    trained_steps: int | None = None
+    """Train steps the trainer has done, as it said when it attached and after each step; None = no trainer yet."""
+    skipped_steps: int = 0
+    """Train steps done before this ledger began (its folder was lost or is new)."""
+    identity: Event | None = None
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    """How often each "rejected: reason" and "failed: reason" occurred."""
+    first_open: int = 0
+    """No episode below this id is running or waiting."""
+
+    def counts_by_name(self) -> dict[str, int]:
+        """Episodes per state, by the state's name."""
+        return dict(zip(STATE_NAMES, self.counts, strict=True))
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self.states)
+
+    @property
+    def num_accepted(self) -> int:
+        """All ever accepted, less those dropped as stale."""
+        return self.counts[WAITING] + self.counts[BATCHED] + self.counts[CONSUMED]
+
+    @property
+    def next_step(self) -> int:
+        """The first train step without a recorded batch."""
+        return self.skipped_steps + len(self.batches)
+
+    @classmethod
+    def replay(cls, events: Iterable[Event]) -> Self:
+        """The state after `events`. LedgerError at the first one that the rules forbid."""
+        state = cls()
+        for event in events:
+            state.apply(event)
+        return state
+
+    def apply(self, event: Event) -> None:
+        """Take one event. One that breaks a rule raises LedgerError and changes nothing."""
+        handler = _HANDLERS.get(event["event"])
+        if handler is None:
+            raise LedgerError(f"unknown ledger event {event['event']!r}: written by a newer areal?")
+        handler(self, event)
+
+    def check_integrity(self) -> None:
+        """Recount everything; LedgerError when a counter disagrees. For tests and the audit."""
+        counted = [self.states.count(state) for state in range(len(STATE_NAMES))]
+        if counted != self.counts:
+            raise LedgerError(f"episode counters {self.counts} differ from a recount {counted}")
+        if len(self.running) != counted[RUNNING] or len(self.waiting) != counted[WAITING]:
+            raise LedgerError("the tables of running and waiting episodes differ from the episode states")
+        batched = sum(len(batch.episode_ids) for batch in self.batches.values())
+        if batched != counted[BATCHED] + counted[CONSUMED]:
+            raise LedgerError(f"{batched} episodes in batches, {counted[BATCHED] + counted[CONSUMED]} by state")
+
+    def oldest_waiting(self, limit: int, *, in_order: bool) -> list[int]:
+        """Ids of at most `limit` waiting episodes, oldest admitted first; `in_order` stops at the first running one."""
+        end = len(self.states)
+        self._advance_first_open()
+        if in_order and (first_running := self.states.find(RUNNING, self.first_open)) >= 0:
+            end = first_running
+        found: list[int] = []
+        position = self.states.find(WAITING, self.first_open, end)
+        while position >= 0 and len(found) < limit:
+            found.append(position)
+            position = self.states.find(WAITING, position + 1, end)
+        return found
+
+    def _advance_first_open(self) -> None:
+        position, end, states = self.first_open, len(self.states), self.states
+        while position < end and states[position] > WAITING:
+            position += 1
+        self.first_open = position
+
+    def _move(self, episode_id: int, source: int, target: int) -> None:
+        self.states[episode_id] = target
+        self.counts[source] -= 1
+        self.counts[target] += 1
+
+    def _require(self, episode_id: int, wanted: int, verb: str) -> None:
+        if not 0 <= episode_id < len(self.states):
+            raise LedgerError(f"episode {episode_id} {verb}, but it was never admitted")
+        if self.states[episode_id] != wanted:
+            found = STATE_NAMES[self.states[episode_id]]
+            raise LedgerError(f"episode {episode_id} {verb}, but it is {found}, not {STATE_NAMES[wanted]}")
+
+    def _started(self, event: Event) -> None:
+        identity = {name: event[name] for name in IDENTITY}
+        if self.identity is not None and identity != self.identity:
+            changed = ", ".join(
+                f"{name}: {self.identity[name]} -> {identity[name]}"
+                for name in IDENTITY
+                if identity[name] != self.identity[name]
+            )
+            raise LedgerError(
+                f"this run's ledger was begun with other data settings ({changed}): "
+                "restore them, or choose a new trial_name"
+            )
+        self.identity = identity
+
+    def _attached(self, event: Event) -> None:
+        step: int = event["step"]
+        if step > self.next_step:
+            if self.batches:
+                raise LedgerError(
+                    f"the trainer goes on at step {step}, but the ledger holds no batch after step {self.next_step - 1}"
+                )
+            self.skipped_steps = step
+        self.trained_steps = step
+        self.version = event["version"]
+
+    def _published(self, event: Event) -> None:
+        self.version = event["version"]
+        self.last_publication = event
+
+    def _admitted(self, event: Event) -> None:
+        episode_id: int = event["id"]
+        attempt: int = event["attempt"]
+        if attempt == 0:
+            if episode_id != len(self.states):
+                raise LedgerError(f"episode {episode_id} admitted, but the next id is {len(self.states)}")
+            self.states.append(RUNNING)
+            self.counts[RUNNING] += 1
+        else:
+            self._require(episode_id, RUNNING, f"started again (attempt {attempt})")
+            if attempt != self.running[episode_id].attempt + 1:
+                previous = self.running[episode_id].attempt
+                raise LedgerError(f"episode {episode_id}: attempt {attempt} follows attempt {previous}")
+        self.running[episode_id] = RunningEpisode(attempt=attempt, version=event["version"])
+
+    def _accepted(self, event: Event) -> None:
+        episode_id: int = event["id"]
+        self._require(episode_id, RUNNING, "accepted")
+        self._move(episode_id, RUNNING, WAITING)
+        del self.running[episode_id]
+        segment, offset, size = event["payload"]
+        self.waiting[episode_id] = AcceptedEpisode(
+            episode_id=episode_id,
+            payload=(segment, offset, size),
+            min_version=event["min_version"],
+            num_tokens=event["tokens"],
+            num_generated=event["generated"],
+            reward=event["reward"],
+            stats=event["stats"],
+        )
+
+    def _rejected(self, event: Event) -> None:
+        episode_id: int = event["id"]
+        reason: str = event["reason"]
+        if reason == "stale" and episode_id in self.waiting:
+            self._move(episode_id, WAITING, REJECTED)
+            del self.waiting[episode_id]
+        else:
+            self._require(episode_id, RUNNING, f"rejected ({reason})")
+            self._move(episode_id, RUNNING, REJECTED)
+            del self.running[episode_id]
+        self.reasons[f"rejected: {reason}"] += 1
+
+    def _failed(self, event: Event) -> None:
+        episode_id: int = event["id"]
+        reason: str = event["reason"]
+        self._require(episode_id, RUNNING, "failed")
+        self._move(episode_id, RUNNING, FAILED)
+        del self.running[episode_id]
+        self.reasons[f"failed: {reason.partition(':')[0]}"] += 1
+
+    def _batched(self, event: Event) -> None:
+        step: int = event["step"]
+        ids: list[int] = event["ids"]
+        if step != self.next_step:
+            raise LedgerError(f"batch of step {step} composed, but step {self.next_step} is next")
+        if len(set(ids)) != len(ids):
+            twice = sorted(episode_id for episode_id, times in Counter(ids).items() if times > 1)
+            raise LedgerError(f"batch of step {step} holds episodes {twice} more than once")
+        for episode_id in ids:
+            self._require(episode_id, WAITING, f"batched (step {step})")
+        self.batches[step] = BatchRecord(
+            step=step,
+            version=event["version"],
+            mask_before=event["mask_before"],
+            episode_ids=tuple(ids),
+            payloads=tuple(self.waiting[episode_id].payload for episode_id in ids),
+            stats=event["stats"],
+        )
+        for episode_id in ids:
+            self._move(episode_id, WAITING, BATCHED)
+            del self.waiting[episode_id]
+
+    def _consumed(self, event: Event) -> None:
+        step: int = event["step"]
+        if step not in self.batches:
+            raise LedgerError(f"step {step} consumed, but no batch was recorded for it")
+        if step in self.consumed_steps:
+            raise LedgerError(f"step {step} consumed twice without a trainer going back to it")
+        for episode_id in self.batches[step].episode_ids:
+            self._move(episode_id, BATCHED, CONSUMED)
+        self.consumed_steps.add(step)
+        self.trained_steps = step + 1
+
+    def _trained_again(self, event: Event) -> None:
+        step: int = event["step"]
+        if step not in self.consumed_steps:
+            raise LedgerError(f"step {step} trained again, but it was never consumed")
+        self.trained_steps = step + 1
+
+    def _committed(self, event: Event) -> None:
+        self.committed_step = event["step"]
+
+
+def _ignore(_state: LedgerState, _event: Event) -> None:
+    """Group marks tell a reader where durable data ends and change nothing."""
+
+
+_HANDLERS: dict[str, Callable[[LedgerState, Event], None]] = {
+    "started": LedgerState._started,  # pyright: ignore[reportPrivateUsage] - the table of this class's own handlers
+    "attached": LedgerState._attached,  # pyright: ignore[reportPrivateUsage]
+    "published": LedgerState._published,  # pyright: ignore[reportPrivateUsage]
+    "admitted": LedgerState._admitted,  # pyright: ignore[reportPrivateUsage]
+    "accepted": LedgerState._accepted,  # pyright: ignore[reportPrivateUsage]
+    "rejected": LedgerState._rejected,  # pyright: ignore[reportPrivateUsage]
+    "failed": LedgerState._failed,  # pyright: ignore[reportPrivateUsage]
+    "batched": LedgerState._batched,  # pyright: ignore[reportPrivateUsage]
+    "consumed": LedgerState._consumed,  # pyright: ignore[reportPrivateUsage]
+    "committed": LedgerState._committed,  # pyright: ignore[reportPrivateUsage]
+    "trained_again": LedgerState._trained_again,  # pyright: ignore[reportPrivateUsage]
+    "group": _ignore,
+}
