@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field
+from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, type_text
 from areal.api.errors import ConfigError
 
 
@@ -39,11 +39,8 @@ def _lines(cls: type[Any], prefix: str) -> Iterator[str]:
 
 
 def _option(path: str, spec: FieldSpec) -> list[str]:
-    limits = spec.limits.range_text
-    if spec.limits.choices is not None:
-        kind = " | ".join(spec.limits.choices) + (" | null" if spec.nullable else "")
-    else:
-        kind = spec.type_text + (f" {limits}" if limits else "")
+    kind = " | ".join(spec.limits.choices or ()) or f"{type_text(spec.hint)} {spec.limits.range_text}".strip()
+    kind += ", or null" if spec.nullable else ""
     return [f"  {path}: {kind}; {_default_text(spec)}", f"      {spec.sentence}"]
 
 

@@ -44,7 +44,7 @@ class LauncherConfig:
     trainer_cpus_per_gpu: int = number(4, low=1)
     """CPU threads of a trainer rank at most; on a CPU machine the cores are shared out between the processes."""
     inference_server_env_vars: str = ""
-    """More environment for servers: K=V pairs joined by commas; a comma in a value is written \\,"""
+    """More environment for servers: K=V pairs joined by commas (a comma inside a value is written \\,)."""
     trainer_env_vars: str = ""
     """More environment for trainer ranks, same syntax."""
     ready_timeout_s: float = number(300.0, above=0)

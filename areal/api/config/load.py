@@ -43,7 +43,10 @@ def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = Fals
     """
     line = _CommandLine.parse(argv)
     if line.help_section is not None:
-        sys.stdout.write(help_text(GRPOConfig, line.help_section))
+        is_sft = line.help_section.split(".")[0] == "model"
+        sys.stdout.write(help_text(SFTConfig if is_sft else GRPOConfig, line.help_section))
+        if not line.help_section:
+            sys.stdout.write("[model] the trained model of SFT, in place of gconfig and all below it: --help model\n")
         raise SystemExit(0)
     given = _given(line, GRPOConfig)
     cls: type[BaseExperimentConfig] = GRPOConfig
