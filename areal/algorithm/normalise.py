@@ -76,9 +76,8 @@ def _divisors(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce, *, unbi
     deviation = x - (sums / counts.clamp(min=1))[scope]
     squares = _sums(deviation.square(), scope, num_scopes, reduce)
     std = (squares / (counts - 1 if unbiased else counts).clamp(min=1)).sqrt()
-    # a NaN std must show itself, so the test is for "known to be useless"
-    useless = (counts < 2) | (std == 0)
-    return torch.where(useless, 1.0, std + eps)[scope]
+    # one element has std 0 too; a NaN std is not equal to 0 and shows itself
+    return torch.where(std == 0, 1.0, std + eps)[scope]
 
 
 def _sums_and_counts(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
