@@ -28,7 +28,6 @@ def run_ppo(config: PPOConfig) -> None:
     from areal.data.dataset import load_rows
     from areal.data.tokenizer import load_tokenizer
     from areal.trainer.ppo import PPOTrainer
-    from areal.workflow.accept import resolve_accept_fn
     from areal.workflow.registry import build_workflow
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
@@ -37,13 +36,13 @@ def run_ppo(config: PPOConfig) -> None:
     if config.valid_dataset is not None:
         valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
     workflow = build_workflow(config, tokenizer)
-    accept = resolve_accept_fn(config.rollout.should_accept_fn)
     with PPOTrainer(config, train_dataset=train_rows, valid_dataset=valid_rows) as trainer:
-        trainer.train(workflow, should_accept_fn=accept)
+        trainer.train(workflow)
 
 
 def run_sft(config: SFTConfig) -> None:
-    from areal.data.dataset import encode_sft_row, load_rows
+    from areal.data.dataset import load_rows
+    from areal.data.sft import encode_sft_row
     from areal.data.tokenizer import load_tokenizer
     from areal.trainer.sft import SFTTrainer
 

@@ -134,8 +134,8 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:
     """What a trainer rank does from its start to its end."""
     prepare_process(context, config.seed)
-    paths, registry = RunPaths.of(config), registry_of(config)
-    clock = PhaseClock(open_tracer(config, context, paths))
+    registry = registry_of(config)
+    clock = PhaseClock(open_tracer(config, context))
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
         mesh = TrainerMesh.open(context, registry)
@@ -143,10 +143,11 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
         roles = build_roles(config, mesh, length)
         for engine in [*roles.trained.values(), *roles.frozen]:
             stack.callback(engine.close)
-        loop = _connect(config, context, length, roles, paths, registry, clock, stack, has_valid=has_valid)
+        client = RolloutClient.from_registry(registry, config.rollout)
+        loop = _connect(config, context, length, roles, client, registry, clock, stack, has_valid=has_valid)
         loop.run()
-        if mesh.rank == 0:
-            stack.callback(RolloutClient.from_registry(registry, config.rollout).finish)
+        if context.index == 0:
+            client.finish()
 
 
 def _connect(
@@ -154,7 +155,7 @@ def _connect(
     context: ProcessContext,
     length: TrainingLength,
     roles: PPORoles,
-    paths: RunPaths,
+    client: RolloutClient,
     registry: NameRegistry,
     clock: PhaseClock,
     stack: contextlib.ExitStack,
@@ -162,14 +163,13 @@ def _connect(
     has_valid: bool,
 ) -> PPOLoop:
     """Recover or start anew, meet the controller, publish what it does not yet hold."""
-    is_rank0 = context.index == 0
+    is_rank0, paths = context.index == 0, RunPaths.of(config)
     lead = roles.trained["actor"]
     recover = RecoverStore(paths.recover, config.recover, num_ranks=context.world_size, is_rank0=is_rank0)
     source = recover.start_from(after_failure=context.recover)
     point = recover.load(source, roles.trained) if source else None
     start_step = point.step if point else 0
 
-    client = RolloutClient.from_registry(registry, config.rollout)
     weights = build_weight_channel(config, lead, client, paths, is_rank0=is_rank0)
     stack.callback(weights.close)
     evaluator = Evaluator(config.evaluator, client)

@@ -29,8 +29,8 @@ def announce_ready(registry: NameRegistry, context: ProcessContext) -> None:
     registry.add(f"ready/{context.name}", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
 
 
-def open_tracer(config: BaseExperimentConfig, context: ProcessContext, paths: RunPaths) -> ChromeTracer | None:
+def open_tracer(config: BaseExperimentConfig, context: ProcessContext) -> ChromeTracer | None:
     """The span writer of this process, or None when tracing is off."""
     if config.perf_tracer is None or not config.perf_tracer.enabled:
         return None
-    return ChromeTracer(paths.trace / f"{context.name}.jsonl", context.name)
+    return ChromeTracer(RunPaths.of(config).trace / f"{context.name}.jsonl", context.name)

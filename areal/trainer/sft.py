@@ -14,8 +14,8 @@ from areal.api.config import SFTConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import LaunchError
 from areal.api.metrics import Metric, Metrics
-from areal.data.dataset import EncodedRow
 from areal.data.pack import rows_to_train_batch
+from areal.data.sft import EncodedRow
 from areal.data.split import balanced_parts
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
@@ -79,7 +79,7 @@ class SFTTrainer:
         config, context = self._config, self._context
         prepare_process(context, config.seed)
         paths, registry = RunPaths.of(config), registry_of(config)
-        clock = PhaseClock(open_tracer(config, context, paths))
+        clock = PhaseClock(open_tracer(config, context))
         with contextlib.ExitStack() as stack:
             stack.enter_context(clock.active())
             mesh = TrainerMesh.open(context, registry)

@@ -1,0 +1,62 @@
+"""Owns the composition of the controller's process: dataset, workflow, fleet, ledger, and the app that serves them.
+
+Runs until the trainers finish; what each loop inside waits for is told in `areal.rollout.controller`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from areal.api.config import PPOConfig
+from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.engine.fleet import Fleet
+from areal.rollout.controller import Controller
+from areal.rollout.ledger import Ledger
+from areal.rollout.prompts import PromptStream
+from areal.rollout.serve import run_serving
+from areal.system.discovery import registry_of
+from areal.system.network import bind_socket
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.workflow.accept import resolve_accept_fn
+
+Row = dict[str, Any]
+
+
+def serve_rollouts(
+    config: PPOConfig,
+    context: ProcessContext,
+    *,
+    workflow: RolloutWorkflow,
+    eval_workflow: RolloutWorkflow | None,
+    accept: AcceptFn | None,
+    train_rows: Sequence[Row],
+    valid_rows: Sequence[Row] | None,
+    total_steps: int,
+) -> None:
+    """Serve episodes, batches and evaluations to the trainers of this run until they finish."""
+    registry = registry_of(config)
+
+    def make_controller() -> Controller:
+        return Controller(
+            config,
+            fleet=Fleet(registry, context.num_servers, config.rollout),
+            workflow=workflow,
+            rows=PromptStream.of(train_rows, config),
+            ledger=Ledger.open(RunPaths.of(config).ledger),
+            total_steps=total_steps,
+            eval_rows=valid_rows,
+            eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_rows else None,
+            accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
+        )
+
+    run_serving(make_controller, bind_socket(), registry)
+
+
+def evaluation_workflows(config: PPOConfig, workflow: RolloutWorkflow) -> dict[str, RolloutWorkflow]:
+    """The workflow of every evaluation mode: the given one under the sampling settings of that mode."""
+    sampling = dataclasses.replace(config.eval_gconfig or config.gconfig, n_samples=1)
+    settings = {"sampled": sampling, "greedy": dataclasses.replace(sampling, greedy=True)}
+    return {mode: workflow.for_evaluation(settings[mode]) for mode in config.evaluator.modes}
