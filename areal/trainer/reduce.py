@@ -11,7 +11,10 @@ from areal.api.metrics import Metric, Metrics
 
 
 def reduce_metrics(metrics: Metrics, engine: TrainEngine) -> Metrics:
-    """Merge the metrics of all ranks; a collective. Every rank must bring the same names (RuntimeError otherwise)."""
+    """Merge the metrics of all ranks; a collective. Those of which no rank saw anything are left out.
+
+    Every rank must bring the same names, RuntimeError otherwise.
+    """
     names = sorted(metrics)
     fingerprint = float(zlib.crc32("\n".join(names).encode()))
     extremes = [fingerprint, -fingerprint]
@@ -32,5 +35,6 @@ def reduce_metrics(metrics: Metrics, engine: TrainEngine) -> Metrics:
         total, count = summed[2 * index], summed[2 * index + 1]
         if kind in ("max", "min"):
             total = next(extreme) * (1.0 if kind == "max" else -1.0)
-        merged[name] = Metric(total, count, kind)
+        if count:
+            merged[name] = Metric(total, count, kind)
     return merged

@@ -56,3 +56,8 @@ def test_a_rank_that_saw_nothing_does_not_move_an_extreme():
 def test_ranks_with_different_metrics_fail_instead_of_mixing_them():
     with pytest.raises(RuntimeError, match="different metrics"):
         reduce_metrics({"a": Metric(1.0)}, OtherRank(brought_by({"b": Metric(1.0)})))
+
+
+def test_what_no_rank_saw_is_left_out():
+    nothing = {"m": Metric(0.0, 0), "hi": Metric(float("-inf"), 0, "max")}
+    assert reduce_metrics(nothing, OtherRank(brought_by(nothing))) == {}
