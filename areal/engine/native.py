@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -34,25 +35,35 @@ class NativeReplica:
         self._headers = {**_HEADERS, "Authorization": f"Bearer {token}"} if token else _HEADERS
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
+        self._scopes: set[asyncio.Timeout] = set()
+        """One for each running /generate: `close` lets them expire."""
         self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, which frees its place in the server."""
         stream = part.max_new_tokens >= STREAM_FROM_TOKENS
         body = orjson.dumps(_generate_body(part, stream=stream))
+        scope = asyncio.timeout(None)
         try:
-            async with self._open().post(self._base + "/generate", data=body, headers=self._headers) as response:
-                if response.status != 200:
-                    raise _refusal(self.name, "/generate", response.status, await response.read())
-                if stream:
-                    await self._read_events(response.content, on_chunk)
-                else:
-                    chunk = self._parse(await response.read())
-                    if chunk.finish_reason is None:
-                        raise ServerUnavailable(f"{self.name} answered /generate without a finish reason")
-                    on_chunk(chunk)
+            async with scope:
+                self._scopes.add(scope)
+                await self._post_generate(body, stream, on_chunk)
         except (aiohttp.ClientError, OSError) as error:
             raise self._unavailable("/generate", error) from error
+        finally:
+            self._scopes.discard(scope)
+
+    async def _post_generate(self, body: bytes, stream: bool, on_chunk: Callable[[PartChunk], None]) -> None:
+        async with self._open().post(self._base + "/generate", data=body, headers=self._headers) as response:
+            if response.status != 200:
+                raise _refusal(self.name, "/generate", response.status, await response.read())
+            if stream:
+                await self._read_events(response.content, on_chunk)
+                return
+            chunk = self._parse(await response.read())
+            if chunk.finish_reason is None:
+                raise ServerUnavailable(f"{self.name} answered /generate without a finish reason")
+            on_chunk(chunk)
 
     async def _read_events(self, content: aiohttp.StreamReader, on_chunk: Callable[[PartChunk], None]) -> None:
         rest = b""
@@ -141,6 +152,8 @@ class NativeReplica:
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._closed = True
+        for scope in self._scopes:  # closing the session does not wake those who wait for the next event of a stream
+            scope.reschedule(0.0)
         session, self._session = self._session, None
         if session is not None:
             await session.close()

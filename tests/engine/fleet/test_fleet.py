@@ -1,0 +1,356 @@
+"""Answers are whole and exact whatever happens to replicas, and only replicas at the current version serve."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_server import FleetKit, until
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.engine.fleet import Fleet
+
+PROMPT = [1, 2, 3]
+
+
+def a_request(name: str = "r0", *, group_id: str = "", num_tokens: int = 100, **gconfig: object) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        input_ids=PROMPT,
+        gconfig=GenerationHyperparameters(max_new_tokens=num_tokens, **gconfig),  # type: ignore[arg-type]
+        group_id=group_id,
+    )
+
+
+def disk(version: int) -> WeightUpdate:
+    return WeightUpdate(version=version, kind="disk", path=f"/weights/v{version}")
+
+
+def assert_whole(response: GenerationResponse, num_tokens: int = 100) -> None:
+    """Every token is the one its position demands, and no token is missing or doubled."""
+    assert response.output_ids == [1003 + i for i in range(num_tokens)]
+    expected = [-(3 + i + v / 100) for i, v in enumerate(response.output_versions)]
+    assert response.output_logprobs == pytest.approx(expected)
+    assert len(response.output_versions) == num_tokens
+
+
+async def serving(fleet: Fleet, *names: str) -> None:
+    await until(lambda: {r["name"] for r in fleet.status()["replicas"] if r["state"] == "serving"} == set(names))
+
+
+@pytest.mark.parametrize("num_tokens", [5, 100])  # in one piece, and streamed
+async def test_an_answer_comes_whole(kit: FleetKit, num_tokens: int) -> None:
+    server = await kit.server(0, version=3)
+    fleet = await kit.fleet(1)
+    assert fleet.version == 3
+    response = await fleet.agenerate(a_request(num_tokens=num_tokens))
+    assert_whole(response, num_tokens)
+    assert response.stop_reason == "length"
+    assert response.output_versions == [3] * num_tokens
+    assert response.replicas == ["server-0"]
+    assert response.num_interruptions == 0
+    assert 0 < response.ttft_s <= response.latency_s
+    assert server.requests[0]["stream"] == (num_tokens == 100)
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+@pytest.mark.parametrize("num_tokens", [50, 100])
+async def test_new_weights_in_mid_answer(kit: FleetKit, mode: str, num_tokens: int) -> None:
+    server = await kit.server(0, hold_at=40)
+    fleet = await kit.fleet(1, weight_update=mode)
+    running = asyncio.create_task(
+        fleet.agenerate(a_request(num_tokens=num_tokens, min_new_tokens=45, max_tokens=num_tokens + 3))
+    )
+    await until(lambda: server.num_held == 1)
+    await fleet.update_weights(disk(1))
+    server.release()
+    response = await running
+    assert_whole(response, num_tokens)
+    assert response.output_versions == [0] * 40 + [1] * (num_tokens - 40)
+    assert fleet.version == 1
+    if mode == "keep":
+        assert len(server.requests) == 1
+    else:
+        sampling = server.requests[1]["sampling_params"]
+        assert sampling["max_new_tokens"] == num_tokens - 40
+        assert sampling["min_new_tokens"] == 5
+        assert sampling["num_prior_output_tokens"] == 40
+        assert server.requests[1]["input_ids"] == PROMPT + response.output_ids[:40]
+        assert response.num_interruptions == 1
+    assert server.paths()[-3:] == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+
+
+async def test_a_dead_replica_costs_no_token_that_was_sent(kit: FleetKit) -> None:
+    first = await kit.server(0, hold_at=30)
+    second = await kit.server(1, hold_at=0)
+    fleet = await kit.fleet(2, schedule_policy="round_robin")
+    running = [asyncio.create_task(fleet.agenerate(a_request(f"r{i}"))) for i in range(4)]
+    await until(lambda: first.num_held == second.num_held == 2)
+    second.release()
+    await first.die()
+    responses = await asyncio.gather(*running)
+    for response in responses:
+        assert_whole(response)
+    moved = [r for r in responses if r.replicas == ["server-0", "server-1"]]
+    assert len(moved) == 2
+    resent = [r for r in second.requests if len(r["input_ids"]) > 3]
+    assert [len(r["input_ids"]) for r in resent] == [33, 33]
+    await serving(fleet, "server-1")
+
+
+async def test_a_restarted_replica_serves_once_it_holds_the_current_version(kit: FleetKit) -> None:
+    first = await kit.server(0)
+    await kit.server(1)
+    fleet = await kit.fleet(2)
+    await first.die()
+    await serving(fleet, "server-1")
+    await fleet.update_weights(disk(1))
+    again = await kit.server(0)
+    await serving(fleet, "server-0", "server-1")
+    assert again.version == 1
+    assert next(b for p, b in again.calls if p.startswith("update"))["model_path"] == "/weights/v1"
+
+
+async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication(kit: FleetKit) -> None:
+    first = await kit.server(0)
+    fleet = await kit.fleet(1)
+    await fleet.update_weights(collective(1, fleet.live_replicas(), "g1"))
+    assert first.version == 1
+    await first.die()
+    await kit.server(0)
+    await until(lambda: fleet.status()["replicas"][0]["state"] == "stale")
+    waiting = asyncio.create_task(fleet.agenerate(a_request()))
+    await until(lambda: fleet.status()["waiting_requests"] == 1)
+    assert "holds version 0 while 1 is current" in fleet.status()["waiting_for"]
+    await fleet.update_weights(collective(2, fleet.live_replicas(), "g2"))
+    assert (await waiting).output_versions == [2] * 100
+
+
+def collective(version: int, replicas: list[str], group_name: str) -> WeightUpdate:
+    return WeightUpdate(
+        version=version,
+        kind="collective",
+        master_address="127.0.0.1",
+        master_port=1,
+        backend="gloo",
+        buckets=[[], []],
+        group_name=group_name,
+        replicas=replicas,
+    )
+
+
+async def test_a_group_is_joined_once_and_ranks_follow_the_order(kit: FleetKit) -> None:
+    servers = [await kit.server(i) for i in range(2)]
+    fleet = await kit.fleet(2)
+    replicas = fleet.live_replicas()[::-1]
+    await fleet.update_weights(collective(1, replicas, "g1"))
+    await fleet.update_weights(collective(2, replicas, "g1"))
+    await fleet.update_weights(collective(3, replicas, "g2"))
+    for server, rank in zip(servers, [2, 1], strict=True):
+        joins = [b for p, b in server.calls if p == "init_weights_update_group"]
+        assert [(j["group_name"], j["rank_offset"], j["world_size"]) for j in joins] == [
+            ("g1", rank, 3),
+            ("g2", rank, 3),
+        ]
+        assert [b["group_name"] for p, b in server.calls if p == "destroy_weights_update_group"] == ["g1"]
+        buckets = [b for p, b in server.calls if p == "update_weights_from_distributed"]
+        assert [b["weight_version"] for b in buckets] == [None, "1", None, "2", None, "3"]
+        assert [b["flush_cache"] for b in buckets] == [False, True] * 3
+    assert fleet.version == 3
+
+
+async def test_a_group_with_a_replica_that_is_gone_is_refused(kit: FleetKit) -> None:
+    first = await kit.server(0)
+    await kit.server(1)
+    fleet = await kit.fleet(2)
+    replicas = fleet.live_replicas()
+    await first.die()
+    await serving(fleet, "server-1")
+    with pytest.raises(WeightSyncError, match="server-0"):
+        await fleet.update_weights(collective(1, replicas, "g"))
+    assert fleet.version == 0
+    assert_whole(await fleet.agenerate(a_request()))
+
+
+async def test_a_mixture_of_weights_never_serves(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1)
+    server.fail_update = 500
+    with pytest.raises(WeightSyncError, match="cannot load these weights"):
+        await fleet.update_weights(collective(1, fleet.live_replicas(), "g"))
+    await until(lambda: "mixture" in fleet.status()["waiting_for"])
+    server.fail_update = None
+    await fleet.update_weights(collective(1, fleet.live_replicas(), "h"))
+    assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
+
+
+@pytest.mark.parametrize("failure", [500, "hang", "die"])
+async def test_one_replica_that_fails_an_update_does_not_hold_back_the_others(
+    kit: FleetKit, failure: int | str
+) -> None:
+    first = await kit.server(0)
+    await kit.server(1)
+    fleet = await kit.fleet(2, weight_update_timeout_s=0.2)
+    first.fail_update = failure
+    await fleet.update_weights(disk(1))
+    assert fleet.version == 1
+    response = await fleet.agenerate(a_request())
+    assert response.replicas == ["server-1"]
+    if failure != "die":
+        first.fail_update = None
+        await serving(fleet, "server-0", "server-1")
+        assert first.version == 1
+
+
+async def test_a_refused_checkpoint_leaves_the_old_version_serving(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1)
+    server.fail_update = 400
+    with pytest.raises(WeightSyncError, match="cannot load these weights"):
+        await fleet.update_weights(disk(1))
+    assert fleet.version == 0
+    assert (await fleet.agenerate(a_request())).output_versions == [0] * 100
+
+
+async def test_a_publication_waits_for_a_replica_that_comes_back(kit: FleetKit) -> None:
+    first = await kit.server(0)
+    fleet = await kit.fleet(1, weight_update_timeout_s=5.0)
+    first.fail_update = "die"
+    publication = asyncio.create_task(fleet.update_weights(disk(1)))
+    await until(lambda: first.address and fleet.status()["replicas"][0]["state"] == "absent")
+    again = await kit.server(0)
+    await publication
+    assert again.version == 1
+
+
+async def test_a_repeated_publication_is_done_once(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1)
+    await fleet.update_weights(disk(1))
+    await fleet.update_weights(disk(1))
+    assert server.paths().count("update_weights_from_disk") == 1
+    await fleet.update_weights(disk(0))  # after a recovery the version goes back
+    assert fleet.version == server.version == 0
+
+
+async def test_a_hung_replica_is_left_and_taken_back(kit: FleetKit) -> None:
+    first = await kit.server(0, hold_at=10)
+    await kit.server(1)
+    fleet = await kit.fleet(2, schedule_policy="round_robin", health_check_interval_s=0.01)
+    running = [asyncio.create_task(fleet.agenerate(a_request(f"r{i}"))) for i in range(2)]
+    await until(lambda: first.num_held == 1)
+    first.hang()
+    for response in await asyncio.gather(*running):
+        assert_whole(response)
+    await serving(fleet, "server-1")
+    first.wake()
+    await serving(fleet, "server-0", "server-1")
+
+
+async def test_a_slow_request_goes_on_elsewhere(kit: FleetKit) -> None:
+    slow = await kit.server(0, hold_at=70)
+    await kit.server(1)
+    fleet = await kit.fleet(2, request_timeout=0.2, schedule_policy="round_robin")
+    responses = await asyncio.gather(*(fleet.agenerate(a_request(f"r{i}")) for i in range(2)))
+    for response in responses:
+        assert_whole(response)
+    assert ["server-0", "server-1"] in [r.replicas for r in responses]
+    await until(lambda: slow.num_cancelled == 1)  # its place there is free again
+
+
+async def test_refused_requests_are_not_retried(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1)
+    server.fail_generate = 400
+    with pytest.raises(RequestError, match="cannot generate this"):
+        await fleet.agenerate(a_request())
+    assert len(server.requests) == 1
+    with pytest.raises(RequestError, match="leaves no room"):
+        await fleet.agenerate(a_request(max_tokens=3))
+    with pytest.raises(RequestError, match="empty"):
+        await fleet.agenerate(GenerationRequest(request_id="r", input_ids=[], gconfig=GenerationHyperparameters()))
+
+
+async def test_failures_of_the_server_are_retried_so_often(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1, request_retries=2)
+    server.fail_generate = 500
+    with pytest.raises(ServerUnavailable, match=r"failed 3 times.*cannot generate this"):
+        await fleet.agenerate(a_request())
+    assert len(server.requests) == 3
+
+
+async def test_aborts_nobody_asked_for_end(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    server.empty_aborts = True
+    fleet = await kit.fleet(1, request_retries=2)
+    with pytest.raises(ServerUnavailable, match="aborted the request without a token"):
+        await fleet.agenerate(a_request())
+
+
+async def test_without_a_replica_a_request_says_what_it_waited_for(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1, request_timeout=0.15)
+    await server.die()
+    await serving(fleet)
+    with pytest.raises(ServerUnavailable, match=r"no replica that serves for 0\.15 s.*server-0 is absent"):
+        await fleet.agenerate(a_request())
+
+
+async def test_a_start_without_servers_names_them(kit: FleetKit) -> None:
+    await kit.server(0)
+    with pytest.raises(ServerUnavailable, match=r"waited 0.1 s .*server-1 is absent: not registered"):
+        await kit.fleet(2, setup_timeout=0.1)
+
+
+async def test_a_cancelled_request_frees_its_place(kit: FleetKit) -> None:
+    server = await kit.server(0, hold_at=5)
+    fleet = await kit.fleet(1)
+    running = asyncio.create_task(fleet.agenerate(a_request()))
+    await until(lambda: server.num_held == 1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: server.num_cancelled == 1)
+    assert fleet.status()["replicas"][0]["running"] == 0
+
+
+async def test_groups_stay_together_and_load_is_shared(kit: FleetKit) -> None:
+    servers = [await kit.server(i, hold_at=0) for i in range(2)]
+    fleet = await kit.fleet(2)
+    running = [
+        asyncio.create_task(fleet.agenerate(a_request(f"r{g}{i}", group_id=f"g{g}")))
+        for g in range(4)
+        for i in range(3)
+    ]
+    await until(lambda: sum(len(s.requests) for s in servers) == 12)
+    groups = [{r["group_id"] for r in s.requests} for s in servers]
+    assert groups[0].isdisjoint(groups[1])
+    assert [len(s.requests) for s in servers] == [6, 6]
+    for server in servers:
+        server.release()
+    await asyncio.gather(*running)
+
+
+async def test_requests_wait_while_weights_are_published(kit: FleetKit) -> None:
+    server = await kit.server(0)
+    fleet = await kit.fleet(1, pause_grace_period=0.1)
+    publication = asyncio.create_task(fleet.update_weights(disk(1)))
+    await until(lambda: "pause_generation" in server.paths())
+    running = asyncio.create_task(fleet.agenerate(a_request()))
+    await until(lambda: fleet.status()["waiting_requests"] == 1)
+    assert fleet.status()["waiting_for"] == "the publication of version 1"
+    await publication
+    assert (await running).output_versions == [1] * 100
+    assert fleet.status()["generated_tokens"] == 100
+
+
+async def test_close_ends_running_requests(kit: FleetKit) -> None:
+    server = await kit.server(0, hold_at=5)
+    fleet = await kit.fleet(1, request_timeout=0.1)
+    running = asyncio.create_task(fleet.agenerate(a_request()))
+    await until(lambda: server.num_held == 1)
+    await fleet.close()
+    with pytest.raises(ServerUnavailable):
+        await running
