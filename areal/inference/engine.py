@@ -1,0 +1,265 @@
+"""Owns generation: one thread that turns the scheduler's plans into tokens and takes commands between two steps.
+
+The thread waits for commands when nothing can be computed (idle, paused, or weights half replaced); any call of
+`submit`, `abort` or `call` unblocks it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol, TypeVar
+
+from areal.api.errors import RequestError
+from areal.inference.model_runner import ModelRunner
+from areal.inference.sampler import sample
+from areal.inference.scheduler import Scheduler
+from areal.inference.sequence import FinishReason, Sequence, Status
+from areal.observe.log import get_logger
+
+_LOG = get_logger(__name__)
+_T = TypeVar("_T")
+PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "in_place"}
+
+
+class Delivery(Protocol):
+    """Called in the engine's thread: sequences that ended, and streaming ones that have news."""
+
+    def __call__(self, finished: list[Sequence], progressed: list[Sequence]) -> None: ...
+
+
+class Detokenizer(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start. Written by the engine's thread only."""
+
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    steps: int = 0
+    finished: int = 0
+    aborted: int = 0
+    busy_s: float = 0.0
+
+
+class Engine:
+    """The native engine. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        version: str,
+        deliver: Delivery,
+        on_failure: Callable[[BaseException], None],
+        detokenizer: Detokenizer | None = None,
+        stream_interval_s: float = 0.05,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.version = version
+        self.counters = EngineCounters()
+        self.is_paused = False
+        self.is_torn = False
+        """Weights are half replaced: nothing may be computed until an update completes."""
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._detokenizer = detokenizer
+        self._stream_interval_s = stream_interval_s
+        self._next_flush_s = 0.0
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- called from other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the running step; requests in flight are aborted."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self._commands.put(lambda: self.scheduler.add(sequence))
+
+    def abort(self, sequence: Sequence, message: str) -> None:
+        """End a request, wherever it is, with what it has."""
+        self._commands.put(lambda: self._abort([sequence], message))
+
+    def call(self, command: Callable[[], _T]) -> Future[_T]:
+        """Run `command` in the engine's thread between two steps; errors come back through the future."""
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                result = command()
+            except Exception as error:  # noqa: BLE001 - one control request fails, the engine goes on
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._commands.put(run)
+        return future
+
+    # ---- commands, run in the engine's thread through `call`
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop computing. abort: what has begun returns what it has; retract: it is kept without its cache."""
+        self.is_paused = True
+        if mode == "abort":
+            begun = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
+            self._abort([*self.scheduler.running, *begun], "the server was paused")
+        elif mode == "retract":
+            self.scheduler.retract_all()
+        self._flush()
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def abort_all(self, message: str = "abort_all was requested") -> None:
+        self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
+
+    def flush_cache(self) -> None:
+        """Forget all keys and values; running requests compute theirs anew."""
+        self.scheduler.retract_all()
+
+    def replace_weights(self, write: Callable[[], None], version: str | None, *, abort_running: bool) -> None:
+        """Let `write` change the model in place. `version` None: more is to come, and nothing runs until then.
+
+        No key or value computed under the old weights is used again.
+        """
+        if abort_running:
+            self.abort_all("the weights are replaced")
+        self.scheduler.retract_all()
+        was_torn, self.is_torn = self.is_torn, True
+        try:
+            write()
+        except RequestError:
+            self.is_torn = was_torn  # refused before the first copy: the weights are what they were
+            raise
+        if version is not None:
+            self.version = version
+            self.is_torn = False
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                if not self._is_blocked and not self._stopping:
+                    self.step()
+        except BaseException as error:  # noqa: BLE001 - the process must end with the cause, never hang
+            _LOG.critical("the engine's thread failed", exc_info=error)
+            self._on_failure(error)
+
+    @property
+    def _is_blocked(self) -> bool:
+        return self.is_paused or self.is_torn or not (self.scheduler.running or self.scheduler.waiting)
+
+    def _take_commands(self) -> None:
+        """Run what has been asked for; wait for it when there is nothing else to do."""
+        if self._is_blocked:
+            self._flush()
+            self._commands.get()()
+        try:
+            while True:
+                self._commands.get_nowait()()
+        except Empty:
+            return
+
+    def step(self) -> None:
+        """Compute once for all running sequences: plan, forward, sample, take in, deliver."""
+        began_s = time.perf_counter()
+        plan = self.scheduler.plan_step()
+        if plan is None:
+            raise RuntimeError("requests wait, but nothing can be computed: the cache account is broken")
+        logits, sequences = self.runner.forward(plan)
+        finished: list[Sequence] = []
+        if sequences:
+            tokens, logprobs = sample(logits, sequences)
+            finished = self._take_in(sequences, tokens, logprobs)
+        counters = self.counters
+        counters.steps += 1
+        counters.computed_tokens += sum(chunk.count for chunk in plan.chunks)
+        now_s = time.perf_counter()
+        counters.busy_s += now_s - began_s
+        if now_s >= self._next_flush_s:
+            self._flush(finished)
+        elif finished:
+            self._deliver(finished, [])
+
+    def _take_in(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Sequence]:
+        """Append the new tokens and end the sequences that are complete, which are returned."""
+        version = self.version
+        ended: list[tuple[Sequence, FinishReason]] = []
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.append(token, logprob, version)
+            reason = self._end_of(sequence, token)
+            if reason is not None:
+                ended.append((sequence, reason))
+        self.counters.generated_tokens += len(tokens)
+        if ended:
+            self.scheduler.finish_many(ended)
+            self.counters.finished += len(ended)
+        return [sequence for sequence, _ in ended]
+
+    def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.params
+        num_output = len(sequence.logprobs)
+        if num_output >= params.min_new_tokens:
+            if token in params.stop_token_ids:
+                return FinishReason(kind="stop", matched=token)
+            if params.stop and (matched := self._matched_stop(sequence)) is not None:
+                return FinishReason(kind="stop", matched=matched)
+        if num_output >= params.max_new_tokens:
+            return FinishReason(kind="length")
+        return None
+
+    def _matched_stop(self, sequence: Sequence) -> str | None:
+        """The stop string that the newest token completed."""
+        assert self._detokenizer is not None, "requests with stop strings are refused without a tokenizer"
+        longest = max(map(len, sequence.params.stop))
+        # A token may be one byte of a character of four.
+        first = max(sequence.num_prompt - sequence.num_prior_output, len(sequence.token_ids) - 4 * longest - 4)
+        window = sequence.token_ids[first:]
+        text, before = self._detokenizer.decode(window), self._detokenizer.decode(window[:-1])
+        for stop in sequence.params.stop:
+            if text.count(stop) > before.count(stop):
+                return stop
+        return None
+
+    def _abort(self, sequences: list[Sequence], message: str) -> None:
+        reason = FinishReason(kind="abort", message=message)
+        ended = [sequence for sequence in sequences if sequence.status is not Status.FINISHED]
+        for sequence in ended:
+            self.scheduler.finish(sequence, reason)
+        self.counters.aborted += len(ended)
+        if ended:
+            self._deliver(ended, [])
+
+    def _flush(self, finished: list[Sequence] | None = None) -> None:
+        """Deliver what ended and let streaming sequences show what they have."""
+        self._next_flush_s = time.perf_counter() + self._stream_interval_s
+        waiting = self.scheduler.waiting
+        progressed = [sequence for sequence in self.scheduler.running if sequence.is_streaming]
+        progressed += [sequence for sequence in waiting if sequence.is_streaming and sequence.num_output]
+        if finished or progressed:
+            self._deliver(finished or [], progressed)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self.abort_all("the server is shutting down")

@@ -1,0 +1,235 @@
+"""Owns the model, the memory of the KV cache, and the tensors of one step."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from areal.api.errors import ConfigError
+from areal.inference.attention import (
+    ATTENTION_NAME,
+    AttentionPlan,
+    AttentionProbe,
+    DecodeGroup,
+    LaterChunk,
+    LayerShape,
+    PromptGroup,
+    register_attention,
+)
+from areal.inference.scheduler import Chunk, StepPlan
+from areal.inference.sequence import Sequence
+
+BLOCK_SIZE = 16
+_CPU_GROUP_BYTES = 1 << 20
+"""Gathered keys and values of one decode group: about what a core's own cache keeps until they are read."""
+_CUDA_GROUP_BYTES = 1 << 28
+
+
+def load_model(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The causal language model in `path`, ready to generate through our attention."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model_path={path}: no config.json there; give the folder of a Hugging Face checkpoint")
+    register_attention()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model_path={path}: transformers cannot load it ({error})") from error
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType] - its stub lacks the device form
+    return model.eval().requires_grad_(False)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Token ids below this are known to the model."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
+class ModelRunner:
+    """Computes the logits of a planned step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.device = model.device
+        self.dtype = model.dtype
+        self.layer_shapes = self._probe()
+        self.vocab_size = vocabulary_size(model)
+        self._caches: list[Tensor] = []
+        self._row_bytes = max(
+            BLOCK_SIZE * shape.num_kv_heads * (shape.key_size + shape.value_size) * self.dtype.itemsize
+            for shape in self.layer_shapes
+        )
+        self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
+        self._workspace = None
+        if self.device.type == "cpu":
+            self._workspace = torch.empty(self._group_bytes // self.dtype.itemsize, dtype=self.dtype)
+
+    def _probe(self) -> list[LayerShape]:
+        """Shapes of all attention layers, found by running one token through the model."""
+        probe = AttentionProbe()
+        one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self.model(input_ids=one, position_ids=one, use_cache=False, attention_plan=probe)
+        expected = self.model.config.get_text_config().num_hidden_layers
+        if sorted(probe.shapes) != list(range(expected)):
+            raise ConfigError(
+                f"the native engine cannot serve {type(self.model).__name__}: {len(probe.shapes)} of its {expected} "
+                "layers use transformers' attention interface; use sglang or vllm for it"
+            )
+        return [probe.shapes[layer] for layer in range(expected)]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Cache memory of one token over all layers."""
+        sizes = (shape.num_kv_heads * (shape.key_size + shape.value_size) for shape in self.layer_shapes)
+        return sum(sizes) * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make the memory of the cache. On CPU it is real only where it was once used."""
+        self._caches = [_zeros(num_blocks, shape, self.dtype, self.device) for shape in self.layer_shapes]
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
+        """Compute a step. Returns logits [rows, vocabulary] and, for each row, the sequence it is the next token of."""
+        self._copy_blocks(plan.copies_before)
+        single = [chunk for chunk in plan.chunks if chunk.count == 1]
+        longer = [chunk for chunk in plan.chunks if chunk.count > 1]
+        if len(single) * self._row_bytes > self._group_bytes:
+            single.sort(key=lambda chunk: chunk.start)
+        longer.sort(key=lambda chunk: (chunk.start > 0, chunk.count))
+        chunks = single + longer
+        input_ids, positions = self._inputs(single, longer)
+        attention_plan = AttentionPlan(
+            caches=self._caches,
+            slots=self._slots(single, longer),
+            decode=self._decode_groups(single),
+            prompts=[],
+            later=[],
+            workspace=self._workspace,
+        )
+        self._add_longer(attention_plan, longer, len(single))
+        rows, expand, sequences = _sampled_rows(chunks)
+        logits = self.model(
+            input_ids=input_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=0 if len(rows) == input_ids.shape[1] else torch.tensor(rows, device=self.device),
+            attention_plan=attention_plan,
+        ).logits[0]
+        if expand is not None:
+            logits = logits[torch.tensor(expand, device=self.device)]
+        self._copy_blocks(plan.copies_after)
+        return logits, sequences
+
+    def _inputs(self, single: list[Chunk], longer: list[Chunk]) -> tuple[Tensor, Tensor]:
+        ids = [chunk.sequence.token_ids[chunk.start] for chunk in single]
+        places = [chunk.start for chunk in single]
+        for chunk in longer:
+            end = chunk.start + chunk.count
+            ids += chunk.sequence.token_ids[chunk.start : end]
+            places += range(chunk.start, end)
+        both = torch.tensor((ids, places), device=self.device)
+        return both[:1], both[1:]
+
+    def _slots(self, single: list[Chunk], longer: list[Chunk]) -> Tensor:
+        """Where the new keys and values go."""
+        slots = [
+            chunk.sequence.blocks[chunk.start // BLOCK_SIZE] * BLOCK_SIZE + chunk.start % BLOCK_SIZE for chunk in single
+        ]
+        parts = [np.array(slots, dtype=np.int64)]
+        for chunk in longer:
+            places = np.arange(chunk.start, chunk.start + chunk.count)
+            blocks = np.array(chunk.sequence.blocks, dtype=np.int64)
+            parts.append(blocks[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    def _decode_groups(self, single: list[Chunk]) -> list[DecodeGroup]:
+        """Neighbouring rows, as many as the group's memory takes; rows come sorted by length when one is not enough."""
+        groups: list[DecodeGroup] = []
+        start = 0
+        while start < len(single):
+            end, width = start, 0
+            while end < len(single):
+                needed = max(width, single[end].start // BLOCK_SIZE + 1)
+                if end > start and (end + 1 - start) * needed * self._row_bytes > self._group_bytes:
+                    break
+                end, width = end + 1, needed
+            groups.append(self._decode_group(single, start, end, width))
+            start = end
+        return groups
+
+    def _decode_group(self, single: list[Chunk], start: int, end: int, width: int) -> DecodeGroup:
+        members = single[start:end]
+        blocks: list[int] = []
+        for chunk in members:
+            held = chunk.sequence.blocks
+            used = chunk.start // BLOCK_SIZE + 1
+            blocks += held[:used] if len(held) > used else held
+            blocks += [held[0]] * (width - used)
+        lengths = [chunk.start + 1 for chunk in members]
+        return DecodeGroup(
+            start=start,
+            end=end,
+            blocks=torch.tensor(blocks, device=self.device),
+            width=width,
+            lengths=torch.tensor(lengths, device=self.device),
+            max_length=max(lengths),
+            is_even=min(lengths) == max(lengths),
+        )
+
+    def _add_longer(self, plan: AttentionPlan, longer: list[Chunk], row: int) -> None:
+        for (is_later, count), members in groupby(longer, key=lambda chunk: (chunk.start > 0, chunk.count)):
+            chunks = list(members)
+            if not is_later:
+                plan.prompts.append(PromptGroup(start=row, num_sequences=len(chunks), count=count))
+                row += len(chunks) * count
+                continue
+            for chunk in chunks:
+                width = -(-(chunk.start + count) // BLOCK_SIZE)
+                blocks = torch.tensor(chunk.sequence.blocks[:width], device=self.device)
+                plan.later.append(LaterChunk(start=row, count=count, num_before=chunk.start, blocks=blocks))
+                row += count
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        pairs = torch.tensor(copies, device=self.device)
+        for cache in self._caches:
+            cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))
+
+
+def _sampled_rows(chunks: list[Chunk]) -> tuple[list[int], list[int] | None, list[Sequence]]:
+    """Rows of the flat batch whose logits are needed, how they are repeated for siblings, and whose they are."""
+    rows: list[int] = []
+    expand: list[int] = []
+    sequences: list[Sequence] = []
+    has_siblings = False
+    row = 0
+    for chunk in chunks:
+        row += chunk.count
+        if not chunk.is_last:
+            continue
+        expand.append(len(rows))
+        rows.append(row - 1)
+        sequences.append(chunk.sequence)
+        if chunk.siblings:
+            has_siblings = True
+            expand += [len(rows) - 1] * len(chunk.siblings)
+            sequences += chunk.siblings
+    return rows, expand if has_siblings else None, sequences
+
+
+def _zeros(num_blocks: int, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    sizes = (num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.key_size + shape.value_size)
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    # numpy asks the system for zeroed pages, which cost nothing before they are touched; torch would write them.
+    flat = np.zeros(int(np.prod(sizes)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(flat).view(dtype).view(sizes)

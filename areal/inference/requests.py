@@ -1,0 +1,194 @@
+"""Owns what a request may say: the fields of the HTTP bodies, their types and ranges. RequestError for all else."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.errors import RequestError
+from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
+
+_GENERATE_FIELDS = frozenset({"rid", "input_ids", "sampling_params", "return_logprob", "stream", "group_id"})
+_MAX_SEED = 2**63 - 1
+_MAX_STOP_STRINGS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What the served model can take."""
+
+    vocab_size: int
+    context_length: int
+    """Most tokens of prompt and answer together."""
+    default_stop_ids: frozenset[int]
+    """End tokens of the model."""
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """A valid /generate body."""
+
+    sequence: Sequence
+    with_logprobs: bool
+    is_streaming: bool
+
+
+def check_fields(body: Any, known: frozenset[str] | set[str], where: str = "the request") -> Mapping[str, Any]:
+    """The body as a mapping that has no other fields than the known ones."""
+    if not isinstance(body, dict):
+        raise RequestError(f"{where} must be a JSON object")
+    unknown = sorted(set(body) - known)
+    if unknown:
+        raise RequestError(f"{where} has unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return body
+
+
+def text_field(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """A string field; without a default it must be there."""
+    value = body.get(name, default)
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a string, got {_shown(value)}")
+    return value
+
+
+def bool_field(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {_shown(value)}")
+    return value
+
+
+def int_field(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None) -> int:
+    """A whole number within [low, high]; without a default it must be there."""
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} must be a whole number, {limits}, got {_shown(value)}")
+    return value
+
+
+def _float_field(
+    body: Mapping[str, Any], name: str, default: float, is_valid: Callable[[float], bool], rule: str
+) -> float:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not is_valid(value):
+        raise RequestError(f"{name} must be a number {rule}, got {_shown(value)}")
+    return float(value)
+
+
+def parse_generate(body: Any, limits: RequestLimits, request_id: str, draw_seed: Callable[[], int]) -> GenerateCall:
+    """Turn a /generate body into a sequence. `request_id` and `draw_seed` serve requests that name none."""
+    body = check_fields(body, _GENERATE_FIELDS)
+    input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
+    if not input_ids:
+        raise RequestError("input_ids must hold at least one token")
+    params = parse_sampling_params(body.get("sampling_params") or {}, limits, draw_seed)
+    num_prompt, context = len(input_ids), limits.context_length
+    num_prior = int_field(body.get("sampling_params") or {}, "num_prior_output_tokens", 0, 0, num_prompt)
+    if num_prompt >= context:
+        raise RequestError(f"the prompt has {num_prompt} tokens and leaves no room for an answer in {context}")
+    if num_prompt + params.max_new_tokens > context:
+        raise RequestError(
+            f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length of "
+            f"{context}: ask for at most {context - num_prompt} new tokens"
+        )
+    is_streaming = bool_field(body, "stream", False)
+    return GenerateCall(
+        sequence=Sequence(
+            request_id=text_field(body, "rid", request_id) or request_id,
+            token_ids=input_ids,
+            num_prompt=num_prompt,
+            params=params,
+            num_prior_output=num_prior,
+            group_id=text_field(body, "group_id", ""),
+            is_streaming=is_streaming,
+        ),
+        with_logprobs=bool_field(body, "return_logprob", False),
+        is_streaming=is_streaming,
+    )
+
+
+def token_ids_field(body: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
+    """A list of token ids, each within the vocabulary."""
+    ids = body.get(name)
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise RequestError(f"{name} must be a list of whole numbers")
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(f"{name} holds {wrong}, outside of the vocabulary (0 to {vocab_size - 1})")
+    return ids
+
+
+_SAMPLING_FIELDS = frozenset(
+    {
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "stop_token_ids",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "sampling_seed",
+        "num_prior_output_tokens",
+    }
+)
+
+
+def parse_sampling_params(body: Any, limits: RequestLimits, draw_seed: Callable[[], int]) -> SamplingParams:
+    """Validated sampling settings; what is not said has SGLang's default."""
+    body = check_fields(body, _SAMPLING_FIELDS, "sampling_params")
+    max_new_tokens = int_field(body, "max_new_tokens", 128, 1)
+    min_new_tokens = int_field(body, "min_new_tokens", 0, 0)
+    if min_new_tokens > max_new_tokens:
+        raise RequestError(f"min_new_tokens ({min_new_tokens}) exceeds max_new_tokens ({max_new_tokens})")
+    top_k = int_field(body, "top_k", ALL_TOKENS, ALL_TOKENS)
+    if top_k == 0:
+        raise RequestError("top_k must be -1 (all tokens) or at least 1, got 0")
+    seed = body.get("sampling_seed")
+    if seed is not None:
+        seed = int_field(body, "sampling_seed", None, 0, _MAX_SEED)
+    stop_ids = token_ids_field(body, "stop_token_ids", limits.vocab_size) if body.get("stop_token_ids") else []
+    ignore_eos = bool_field(body, "ignore_eos", False)
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=_float_field(body, "temperature", 1.0, lambda x: x >= 0, "of at least 0"),
+        top_p=_float_field(body, "top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and up to 1"),
+        top_k=ALL_TOKENS if top_k >= limits.vocab_size else top_k,
+        frequency_penalty=_float_field(body, "frequency_penalty", 0.0, lambda x: -2 <= x <= 2, "from -2 to 2"),
+        repetition_penalty=_float_field(body, "repetition_penalty", 1.0, lambda x: x > 0, "above 0"),
+        stop=_stop_strings(body.get("stop"), limits),
+        stop_token_ids=frozenset() if ignore_eos else limits.default_stop_ids.union(stop_ids),
+        seed=draw_seed() if seed is None else seed,
+    )
+
+
+def _stop_strings(value: Any, limits: RequestLimits) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or any(not isinstance(one, str) or not one for one in strings):
+        raise RequestError(f"stop must be a list of non-empty strings, got {_shown(value)}")
+    if len(strings) > _MAX_STOP_STRINGS:
+        raise RequestError(f"stop holds {len(strings)} strings; at most {_MAX_STOP_STRINGS} are allowed")
+    if strings and not limits.has_tokenizer:
+        raise RequestError("stop strings need a tokenizer, and the model's folder has none: use stop_token_ids")
+    return tuple(strings)
+
+
+def seed_source(base: int) -> Callable[[], int]:
+    """Draws seeds for requests without one, reproducible in order of arrival."""
+    random_numbers = random.Random(base)
+    return lambda: random_numbers.getrandbits(63)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,104 @@
+"""Owns the choice of the next tokens: one batch, each row with its own settings and its own random numbers.
+
+A row's random number is a hash of its seed and the token's position, so it does not depend on what else is in the
+batch, and a request that goes on elsewhere after an interruption draws the numbers it would have drawn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.inference.sequence import ALL_TOKENS, Sequence
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    """The next token of each sequence and its log_softmax(logits / temperature), from logits [rows, vocabulary].
+
+    Log-probabilities are those of the plain softmax at the request's temperature (1 when it is 0), as the trainer
+    computes them: penalties, top-k and top-p change the choice, not the number.
+    """
+    logits = logits.float()
+    temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
+    scaled = logits
+    if any(temperature != 1.0 for temperature in temperatures):
+        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    logprobs = scaled.log_softmax(dim=-1)
+    special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
+    uniforms = torch.from_numpy(uniform_numbers(sequences)).to(logits.device)
+    if len(special) == len(sequences):
+        tokens = _choose_special(logits, sequences, uniforms)
+    else:
+        tokens = _draw(logprobs.exp(), uniforms)
+        if special:
+            rows = torch.tensor(special, device=logits.device)
+            tokens[rows] = _choose_special(logits[rows], [sequences[row] for row in special], uniforms[rows])
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), chosen.tolist()
+
+
+def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
+    """One float32 in [0, 1) per sequence, from its seed and the position of its next token."""
+    seeds = np.array([sequence.params.seed for sequence in sequences], dtype=np.uint64)
+    places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
+    bits = _scramble(_scramble(seeds) + places)
+    return ((bits >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
+
+
+def _scramble(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit numbers under which neighbours lose all likeness (the splitmix64 finaliser)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """An index per row with probability in proportion to its weight; one of weight 0 is never drawn."""
+    sums = weights.cumsum(dim=-1)
+    total = sums[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, target, right=True)[:, 0]
+
+
+def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor) -> Tensor:
+    """Tokens of rows that are greedy, restricted or penalised."""
+    adjusted = _adjusted(logits, sequences)
+    tokens = adjusted.argmax(dim=-1)
+    drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    if not drawn:
+        return tokens
+    rows = torch.tensor(drawn, device=logits.device)
+    params = [sequences[row].params for row in drawn]
+    temperatures = torch.tensor([one.temperature for one in params], device=logits.device)
+    top_k = torch.tensor([logits.shape[1] if one.top_k == ALL_TOKENS else one.top_k for one in params])
+    top_p = torch.tensor([one.top_p for one in params], device=logits.device)
+    ordered, places = (adjusted[rows] / temperatures[:, None]).sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ordered.shape[1], device=logits.device)
+    ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
+    weights = ordered.softmax(dim=-1)
+    # A token stays while the mass before it is below top_p; the first always does. 1 means all, rounding or not.
+    before = weights.cumsum(dim=-1) - weights
+    weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
+    tokens[rows] = places.gather(1, _draw(weights, uniforms[rows])[:, None])[:, 0]
+    return tokens
+
+
+def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """A copy of the logits with penalties applied and stop tokens masked where the answer is too short to end."""
+    logits = logits.clone()
+    for row, sequence in enumerate(sequences):
+        params = sequence.params
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
+            old = logits[row, seen]
+            logits[row, seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        answer = sequence.answer_ids if params.frequency_penalty != 0 else None
+        if answer:
+            generated = torch.tensor(answer, device=logits.device)
+            losses = torch.full((len(generated),), -params.frequency_penalty, device=logits.device)
+            logits[row].index_add_(0, generated, losses)
+        if sequence.num_output < params.min_new_tokens and params.stop_token_ids:
+            logits[row, sorted(params.stop_token_ids)] = -torch.inf
+    return logits

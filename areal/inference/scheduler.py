@@ -1,0 +1,256 @@
+"""Owns which tokens are computed in the next step: admission, chunked prefill, sharing, preemption. No tensors.
+
+Waits for nothing: `plan_step` answers at once, with None when there is nothing to compute. What unblocks a waiting
+sequence is room, which `finish` gives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from areal.inference.cache import BlockPool
+from areal.inference.sequence import FinishReason, Sequence, Status
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start .. start+count-1 of a sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    siblings: list[Sequence] | None = None
+    """Sequences with the very same prompt: they take their first token from this chunk's last logits."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.start + self.count == len(self.sequence.token_ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: copy blocks, compute chunks, then copy blocks again for the siblings of what was computed."""
+
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(source block, target block)."""
+    copies_after: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+class Scheduler:
+    """Two queues: waiting (first come, first served) and running (in order of admission)."""
+
+    def __init__(self, pool: BlockPool, *, max_running: int, max_prefill_tokens: int) -> None:
+        self._pool = pool
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self._groups: dict[str, list[Sequence]] = {}
+        """Running sequences by group, oldest first: the first one's blocks are shared with newcomers."""
+        self.num_preemptions = 0
+        self.num_shared_tokens = 0
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Room of the cache, in tokens, that sequences hold; shared blocks count once."""
+        return self._pool.num_used * self._pool.block_size
+
+    @property
+    def num_capacity_tokens(self) -> int:
+        return self._pool.num_blocks * self._pool.block_size
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. The caller has made sure that it fits into an empty cache."""
+        self.waiting.append(sequence)
+
+    def plan_step(self) -> StepPlan | None:
+        """What to compute next; counts the planned tokens as computed. None when nothing can be."""
+        plan = StepPlan()
+        budget = self._max_prefill_tokens
+        preemptions = self.num_preemptions
+        position = 0
+        while position < len(self.running):  # preemption shortens the queue from its end
+            sequence = self.running[position]
+            count = len(sequence.token_ids) - sequence.num_computed
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            if count and self._make_room(sequence, count):
+                self._plan_chunk(plan, sequence, count)
+            position += 1
+        if self.num_preemptions == preemptions:
+            self._admit(plan, budget)
+        return plan if plan.chunks else None
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, count: int) -> Chunk:
+        chunk = Chunk(sequence, sequence.num_computed, count)
+        plan.chunks.append(chunk)
+        sequence.num_written = sequence.num_computed
+        sequence.num_computed += count
+        return chunk
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Give a running sequence the blocks for `count` more tokens, at the cost of the youngest if need be."""
+        while True:
+            missing = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
+            if missing <= 0:
+                return True
+            blocks = self._pool.allocate(missing)
+            if blocks is not None:
+                sequence.blocks += blocks
+                return True
+            youngest = self.running[-1]
+            self.num_preemptions += 1
+            self._retract(youngest)
+            if youngest is sequence:
+                return False
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Start waiting sequences in order until places, tokens or blocks run out."""
+        leaders: dict[Sequence, Chunk] = {}
+        while self.waiting and len(self.running) < self._max_running and budget > 0:
+            sequence = self.waiting[0]
+            source = self._groups[sequence.group_id][0] if sequence.group_id in self._groups else None
+            leader = leaders.get(source) if source else None
+            if leader is not None and leader.is_last and leader.sequence.token_ids == sequence.token_ids:
+                if not self._fork(plan, leader, sequence):
+                    return
+                continue
+            chunk = self._start(plan, sequence, source, budget)
+            if chunk is None:
+                return
+            budget -= chunk.count
+            leaders[sequence] = chunk
+
+    def _fork(self, plan: StepPlan, leader: Chunk, sequence: Sequence) -> bool:
+        """Start a sequence with nothing to compute: its tokens are computed as `leader`'s in this very step."""
+        length = len(sequence.token_ids)
+        if not self._take_blocks(sequence, leader.sequence, length, length, plan.copies_after):
+            return False
+        self._mark_running(sequence, length)
+        if leader.siblings is None:
+            leader.siblings = []
+        leader.siblings.append(sequence)
+        return True
+
+    def _start(self, plan: StepPlan, sequence: Sequence, source: Sequence | None, budget: int) -> Chunk | None:
+        """Start a sequence with its first chunk after what it shares with `source`. None when blocks are lacking."""
+        length = len(sequence.token_ids)
+        shared = 0
+        if source is not None:
+            # The last token is always computed: its logits are needed.
+            shared = min(common_prefix(source.token_ids, sequence.token_ids), source.num_computed, length - 1)
+            # Whole blocks may be read in the step that writes them (each layer writes before it reads); the tail of
+            # a block is copied before the step, so it must have been written before.
+            shared = max(min(shared, source.num_written), shared - shared % self._pool.block_size)
+        count = min(length - shared, budget)
+        if not self._take_blocks(sequence, source, shared, shared + count, plan.copies_before):
+            return None
+        self._mark_running(sequence, shared)
+        return self._plan_chunk(plan, sequence, count)
+
+    def _take_blocks(
+        self,
+        sequence: Sequence,
+        source: Sequence | None,
+        shared: int,
+        total: int,
+        copies: list[tuple[int, int]],
+    ) -> bool:
+        """Blocks for `total` tokens, `shared` of which are in `source`'s: whole blocks are held, the tail is copied."""
+        num_whole = shared // self._pool.block_size
+        own = self._pool.allocate(self._pool.blocks_for(total) - num_whole)
+        if own is None:
+            return False
+        if source is not None and shared:
+            held = source.blocks[:num_whole]
+            self._pool.share(held)
+            sequence.blocks = held + own
+            if shared % self._pool.block_size:
+                copies.append((source.blocks[num_whole], own[0]))
+        else:
+            sequence.blocks = own
+        return True
+
+    def _mark_running(self, sequence: Sequence, num_computed: int) -> None:
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.status = Status.RUNNING
+        sequence.num_computed = num_computed
+        sequence.num_written = 0
+        self.num_shared_tokens += num_computed
+        if sequence.num_retractions == 0:
+            sequence.num_cached = min(num_computed, sequence.num_prompt)
+        if sequence.group_id:
+            self._groups.setdefault(sequence.group_id, []).append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it is and free what it held. One that has ended already stays as it is."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._free(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            return
+        sequence.status = Status.FINISHED
+        sequence.finish = reason
+
+    def finish_many(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
+        """`finish` for running sequences, in one pass over the queue."""
+        for sequence, reason in ended:
+            self._free(sequence)
+            sequence.status = Status.FINISHED
+            sequence.finish = reason
+        self.running = deque(sequence for sequence in self.running if sequence.status is Status.RUNNING)
+
+    def retract_all(self) -> None:
+        """Send every running sequence back to the head of the queue without its cache, order kept."""
+        while self.running:
+            self._retract(self.running[-1])
+
+    def _retract(self, youngest: Sequence) -> None:
+        self.running.pop()
+        self._free(youngest)
+        youngest.status = Status.WAITING
+        youngest.num_retractions += 1
+        self.waiting.appendleft(youngest)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        if sequence.group_id:
+            members = self._groups[sequence.group_id]
+            members.remove(sequence)
+            if not members:
+                del self._groups[sequence.group_id]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, statuses, groups and blocks agree."""
+        assert all(sequence.status is Status.RUNNING for sequence in self.running)
+        assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
+        grouped = [sequence for members in self._groups.values() for sequence in members]
+        assert set(grouped) == {sequence for sequence in self.running if sequence.group_id}
+        assert len(self.running) <= self._max_running
+        for sequence in self.running:
+            assert len(sequence.blocks) >= self._pool.blocks_for(sequence.num_computed)
+        self._pool.check_integrity(sequence.blocks for sequence in self.running)
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """How many leading tokens two lists have in common."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while low < high:  # invariant: the first `low` tokens agree, the first `high` do not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,168 @@
+"""Owns the process of the native inference server: options, start, readiness, end.
+
+    python -m areal.inference.server --model-path DIR [--port 0] [--device cpu] [--dtype float32]
+    python -m areal.inference.server --config RUN/config.yaml        (under a launcher)
+
+Waits for SIGTERM or Ctrl-C, then ends with 0; or for the failure of the engine's thread, then ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import uvloop
+from aiohttp import web
+
+from areal.api.config import NativeServerConfig, PPOConfig
+from areal.api.config.load import load_experiment
+from areal.api.errors import ConfigError
+from areal.inference.app import ServerApp
+from areal.inference.build import build_engine, load_detokenizer, request_limits, resolve_model_path
+from areal.inference.requests import seed_source
+from areal.observe.log import configure_logging, get_logger
+from areal.system.device import pick_device
+from areal.system.discovery import NameRegistry, registry_of
+from areal.system.network import bind_socket, http_address, is_loopback
+from areal.system.process import ProcessContext, run_main
+
+TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Everything a server process is told."""
+
+    native: NativeServerConfig
+    host: str
+    port: int
+    device: str
+    num_threads: int
+    token: str
+    process_name: str
+    index: int
+    registry: NameRegistry | None
+
+
+def parse_options(argv: Sequence[str]) -> ServerOptions:
+    """Options from flags, on top of the run's config and the launcher's context where there are some."""
+    parser = argparse.ArgumentParser(
+        prog="python -m areal.inference.server",
+        description=f"The native inference server. A token in {TOKEN_VARIABLE} is required of every request, and "
+        "must be set to listen beyond this machine.",
+    )
+    parser.add_argument("--config", help="the run's config.yaml; its section `native` gives the defaults below")
+    parser.add_argument("--model-path", help="folder or hub name of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
+    parser.add_argument("--num-threads", type=int, help="CPU threads to compute with (default: torch's)")
+    parser.add_argument("--context-length", type=int, help="most tokens of prompt and answer together")
+    parser.add_argument("--max-running-requests", type=int, help="most requests decoded together")
+    parser.add_argument("--max-total-tokens", type=int, help="room of the KV cache in tokens")
+    parser.add_argument("--chunked-prefill-size", type=int, help="most prompt tokens computed in one step")
+    parser.add_argument("--random-seed", type=int, help="seed of requests that bring none")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    args = parser.parse_args(argv)
+    context = ProcessContext.from_env()
+    native, registry = NativeServerConfig(), None
+    if args.config:
+        config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
+        if not isinstance(config, PPOConfig):
+            raise ConfigError(f"{args.config} has no section `native`: this kind of training starts no server")
+        native = replace(config.native, model_path=config.native.model_path or config.actor.path)
+        if context is not None:
+            registry = registry_of(config)
+    names = ("model_path", "device", "dtype", "context_length", "max_running_requests", "max_total_tokens")
+    names += ("chunked_prefill_size", "random_seed", "log_level")
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    native = replace(native, **given)
+    for name, sentence in native.problems():
+        raise ConfigError(f"--{name.replace('_', '-')}: {sentence}")
+    if not native.model_path:
+        raise ConfigError("no model is named: give --model-path")
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not is_loopback(args.host) and not token:
+        raise ConfigError(f"--host {args.host} can be reached from other machines: set {TOKEN_VARIABLE} to a secret")
+    return ServerOptions(
+        native=native,
+        host=args.host,
+        port=args.port,
+        device=context.device if context and not args.device else pick_device(native.device),
+        num_threads=args.num_threads or (context.num_threads if context else torch.get_num_threads()),
+        token=token,
+        process_name=context.name if context else "server",
+        index=context.index if context else 0,
+        registry=registry,
+    )
+
+
+async def serve(options: ServerOptions, on_ready: Callable[[str], None]) -> BaseException | None:
+    """Serve until told to stop. Returns what made the engine fail, None after an orderly end."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    failures: list[BaseException] = []
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        loop.call_soon_threadsafe(stopped.set)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    native = options.native
+    path = resolve_model_path(native.model_path)
+    app = ServerApp(
+        model_path=str(path), draw_seed=seed_source(native.random_seed + options.index), token=options.token
+    )
+    detokenizer = load_detokenizer(path)
+    engine = build_engine(native, path, options.device, deliver=app.deliver, on_failure=fail, detokenizer=detokenizer)
+    app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
+    bound = bind_socket(options.host, options.port)
+    # A gone client must cancel its handler: that is how its place in the batch gets free.
+    runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.SockSite(runner, bound, backlog=4096).start()
+    engine.start()
+    on_ready(http_address(bound))
+    await stopped.wait()
+    if not failures:
+        await loop.run_in_executor(None, engine.stop)
+    await runner.cleanup()
+    return failures[0] if failures else None
+
+
+def announce(options: ServerOptions, address: str) -> None:
+    """Tell the run, or whoever started the server by hand, where it listens."""
+    _LOG.info("serving %s on %s", options.native.model_path, address)
+    if options.registry is None:
+        sys.stdout.write(f"{address}\n")
+        sys.stdout.flush()
+        return
+    record = json.dumps({"address": address, "pid": os.getpid()})
+    options.registry.add(f"servers/{options.index}", record, replace=True)
+    options.registry.add(f"ready/{options.process_name}", json.dumps({"pid": os.getpid()}), replace=True)
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    configure_logging(options.native.log_level, options.process_name)
+    torch.set_num_threads(options.num_threads)
+    # Two threads share the interpreter: hand it over soon, so that neither waits for the other's whole turn.
+    sys.setswitchinterval(0.001)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        failure = runner.run(serve(options, lambda address: announce(options, address)))
+    if failure is not None:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)

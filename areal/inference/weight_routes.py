@@ -1,0 +1,124 @@
+"""Owns the HTTP routes that replace the weights: from a folder, or from the trainer's broadcast group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from areal.api.data import WeightSpec
+from areal.api.errors import RequestError
+from areal.inference.engine import Engine
+from areal.inference.requests import bool_field, check_fields, int_field, text_field
+from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
+from areal.inference.wire import ok, read_json
+
+_FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
+_INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
+_DISTRIBUTED = frozenset({"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format"})
+JOIN_TIMEOUT_S = 120.0
+
+
+class CommandRunner(Protocol):
+    """Runs a command in the engine's thread and answers its error."""
+
+    async def run(self, command: Callable[[], Any]) -> None: ...
+
+
+class WeightRoutes:
+    """Weight updates of one server. One at a time: later ones wait for the lock."""
+
+    def __init__(self, engine: Engine, runner: CommandRunner) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._model = engine.runner.model
+        self._receiver = WeightReceiver(self._model, engine.runner.device)
+        self._lock = asyncio.Lock()
+
+    def posts(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        return {
+            "/update_weights_from_disk": self._update_from_disk,
+            "/init_weights_update_group": self._init_group,
+            "/update_weights_from_distributed": self._update_from_distributed,
+            "/destroy_weights_update_group": self._destroy_group,
+        }
+
+    async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _FROM_DISK)
+        folder = Path(text_field(body, "model_path"))
+        version = text_field(body, "weight_version")
+        abort_running = bool_field(body, "abort_all_requests", False)
+        if not bool_field(body, "flush_cache", True):
+            raise RequestError("flush_cache must be true: no cached prefix survives an update here")
+
+        def update() -> None:
+            write = lambda: load_weights_from_folder(self._model, folder)  # noqa: E731
+            self._engine.replace_weights(write, version, abort_running=abort_running)
+
+        async with self._lock:
+            await self._runner.run(update)
+        return ok()
+
+    async def _init_group(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _INIT_GROUP)
+        arguments = (
+            text_field(body, "master_address"),
+            int_field(body, "master_port", None, 1, 65535),
+            int_field(body, "rank_offset", None, 1),
+            int_field(body, "world_size", None, 2),
+            text_field(body, "group_name"),
+            text_field(body, "backend", "nccl"),
+            JOIN_TIMEOUT_S,
+        )
+        async with self._lock:  # joining touches no weight: the engine goes on meanwhile
+            await asyncio.get_running_loop().run_in_executor(None, self._receiver.join, *arguments)
+        return ok()
+
+    async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), _DISTRIBUTED)
+        if body.get("load_format") != "flattened_bucket":
+            raise RequestError('load_format must be "flattened_bucket": one broadcast for all names of a request')
+        specs = _specs(body)
+        version = None if body.get("weight_version") is None else text_field(body, "weight_version")
+        bool_field(body, "flush_cache", True)  # the cache is flushed with every bucket, asked or not
+        self._check_group(text_field(body, "group_name"))
+
+        def write() -> None:
+            self._receiver.receive(specs)
+            if version is not None:
+                self._receiver.finish()
+
+        async with self._lock:
+            await self._runner.run(lambda: self._engine.replace_weights(write, version, abort_running=False))
+        return ok()
+
+    async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
+        body = check_fields(await read_json(request), {"group_name"})
+        self._check_group(text_field(body, "group_name"))
+        async with self._lock:
+            await self._runner.run(self._receiver.leave)
+        return ok()
+
+    def _check_group(self, name: str) -> None:
+        if not name or name != self._receiver.group_name:
+            here = self._receiver.group_name or "none"
+            raise RequestError(f"this server is not in the update group {name!r} (it is in {here})")
+
+
+def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:
+    names, dtypes, shapes = body.get("names"), body.get("dtypes"), body.get("shapes")
+    if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
+        raise RequestError("names, dtypes and shapes must be lists")
+    if not names or not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: they must be equally many")
+    if any(not isinstance(text, str) for text in [*names, *dtypes]):
+        raise RequestError("names and dtypes must hold strings")
+    if any(not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape) for shape in shapes):
+        raise RequestError("shapes must hold lists of whole numbers")
+    return [
+        WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]

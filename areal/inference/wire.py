@@ -1,0 +1,31 @@
+"""Owns the bodies of the server's HTTP answers and the reading of its requests' JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from areal.api.errors import RequestError
+
+
+async def read_json(request: web.Request) -> Any:
+    """The parsed body; no body is an empty object."""
+    data = await request.read()
+    try:
+        return orjson.loads(data) if data else {}
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+def ok() -> web.Response:
+    return json_response({"success": True})
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def error_response(status: int, message: str) -> web.Response:
+    return json_response({"error": {"message": message}}, status)
