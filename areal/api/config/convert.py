@@ -192,9 +192,9 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {bool: _to_bool, int: _to_int, float
 
 
 def _expect_list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         raise _WrongType(", for example [a, b]")
-    return cast("list[Any]", value)
+    return list(cast("list[Any]", value))
 
 
 def _blank(spec: FieldSpec) -> Any:
@@ -210,16 +210,18 @@ def _blank(spec: FieldSpec) -> Any:
 
 
 def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -> dict[str, Any]:
-    """The default tree of `cls`, including the defaults of sections that are null unless `given` opens them."""
+    """`given` laid over the defaults of `cls`; a null section gets its class's defaults once `given` opens it."""
     tree: dict[str, Any] = {}
     for name, spec in fields_of(cls).items():
         default = spec.default if instance is None else cast("Any", vars(instance)[name])
-        user = given.get(name)
-        if spec.is_section and (isinstance(user, dict) or default is not None):
-            tree[name] = with_defaults(spec.hint, _mapping(user), None if default == MISSING else default)
+        user = given.get(name, default)
+        if spec.is_section and (isinstance(user, dict) or dataclasses.is_dataclass(user)):
+            tree[name] = with_defaults(
+                spec.hint, _mapping(user), default if dataclasses.is_dataclass(default) else None
+            )
         else:
-            tree[name] = default
-    return tree
+            tree[name] = user
+    return tree | {name: value for name, value in given.items() if name not in tree}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

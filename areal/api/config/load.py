@@ -102,7 +102,13 @@ class _CommandLine:
 
 def _given(line: _CommandLine, cls: type[Any]) -> dict[str, Any]:
     """What the user wrote, files and overrides together; interpolations stay as they are."""
-    merged = OmegaConf.merge(*[_read_yaml(Path(name)) for name in line.files])
+    files = [_read_yaml(Path(name)) for name in line.files]
+    try:
+        merged = OmegaConf.merge(*files) if len(files) > 1 else files[0]
+    except TypeError:
+        raise ConfigError(
+            f"{line.source}: one file gives a list where another gives a mapping: make them agree"
+        ) from None
     tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
     problems = [problem for word in line.overrides if (problem := _override(tree, word, cls)) is not None]
     raise_problems(problems)
@@ -155,8 +161,7 @@ def _override_value(text: str, spec: Any) -> Any:
 
 
 def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_top_level: bool) -> T:
-    merged = OmegaConf.merge(OmegaConf.create(with_defaults(cls, given)), OmegaConf.create(given))
-    assert isinstance(merged, DictConfig)  # both sides are mappings
+    merged = OmegaConf.create(with_defaults(cls, given))
     broken = _drop_broken_interpolations(merged)
     tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
     reader = Reader(cls, tree, allow_unknown_top_level, suspects=set(broken))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
 from areal.api.config.fields import Problems
-from areal.api.config.schema import fields_of
+from areal.api.config.schema import MISSING, fields_of
 from areal.api.errors import ConfigError
 
 
@@ -21,7 +21,9 @@ def problems_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, spec in fields_of(cast("type[Any]", type(config))).items():
         value = cast("Any", vars(config)[name])
         advice = spec.limits.broken_by(value)
-        if advice:
+        if value == MISSING:
+            yield f"{prefix}{name}", "is required"
+        elif advice:
             yield f"{prefix}{name}", f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
         if dataclasses.is_dataclass(value):
             yield from problems_of(value, f"{prefix}{name}.")

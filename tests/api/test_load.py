@@ -1,0 +1,257 @@
+"""From a command line to a config and back."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from areal.api.config import (
+    GRPOConfig,
+    PPOActorConfig,
+    PPOConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    check_config,
+    load_config,
+    load_experiment,
+    save_config,
+)
+from areal.api.errors import ConfigError
+
+MINIMAL = """
+    experiment_name: sort
+    trial_name: t0
+    allocation_mode: native:d1+fsdp:d1
+    train_dataset: {path: rows.jsonl, batch_size: 8}
+    actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+MINIMAL_SFT = """
+    experiment_name: sort
+    trial_name: t0
+    allocation_mode: fsdp:d1
+    train_dataset: {path: rows.jsonl, batch_size: 8, type: sft}
+    model: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_yaml(text: str, name: str = "x.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(dedent(text), encoding="utf-8")
+        return str(path)
+
+    return write_yaml
+
+
+@pytest.fixture
+def grpo(write):
+    """Loads the minimal file with overrides."""
+    path = write(MINIMAL)
+    return lambda *overrides: load_config(["--config", path, *overrides], GRPOConfig)
+
+
+def test_a_minimal_file_takes_every_default(grpo) -> None:
+    config = grpo()
+    assert config.experiment_name == "sort"
+    assert config.actor.optimizer is not None
+    assert config.actor.optimizer.lr == 1e-4
+    assert config.actor.optimizer.beta2 == 0.999
+    assert config.critic is None
+    assert config.max_concurrent_rollouts == 8
+    assert config.allocation.world_size == 2
+
+
+def test_the_script_and_both_spellings_of_the_flag_are_understood(write) -> None:
+    path = write(MINIMAL)
+    expected = load_config(["--config", path, "seed=7"], GRPOConfig)
+    assert load_config(["train.py", "seed=7", f"--config={path}"], GRPOConfig) == expected
+    assert load_config(["--config", path, "+seed=7"], GRPOConfig) == expected
+
+
+def test_later_files_win(write) -> None:
+    base, more = write(MINIMAL), write("seed: 5\nactor: {path: /models/other}", "more.yaml")
+    config = load_config(["--config", base, "--config", more], GRPOConfig)
+    assert (config.seed, config.actor.path) == (5, "/models/other")
+    assert config.actor.optimizer is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("seed=3", "seed", 3),
+        ("total_train_steps=1e3", "total_train_steps", 1000),
+        ("actor.optimizer.eps=1e-6", "actor.optimizer.eps", 1e-6),
+        ("actor.optimizer.lr=1", "actor.optimizer.lr", 1.0),
+        ("gconfig.greedy=true", "gconfig.greedy", True),
+        ("trial_name=007", "trial_name", "007"),
+        ("trial_name=1e3", "trial_name", "1e3"),
+        ("trial_name=yes", "trial_name", "yes"),
+        ("trial_name='a b'", "trial_name", "a b"),
+        ("trial_name=${experiment_name}-x", "trial_name", "sort-x"),
+        ("tokenizer_path=", "tokenizer_path", ""),
+        ("actor.eps_clip_higher=null", "actor.eps_clip_higher", None),
+        ("evaluator.modes=[sampled,greedy]", "evaluator.modes", ["sampled", "greedy"]),
+        ("gconfig.stop=['a b', c]", "gconfig.stop", ["a b", "c"]),
+        ("gconfig.stop_token_ids=[1, 2]", "gconfig.stop_token_ids", [1, 2]),
+        ("workflow_args.max_turns=3", "workflow_args", {"max_turns": 3}),
+        ("workflow_args={max_turns: 3, deep: {a: [1]}}", "workflow_args", {"max_turns": 3, "deep": {"a": [1]}}),
+        ("reward_fn=my.py:score=x", "reward_fn", "my.py:score=x"),
+        ("perf_tracer.enabled=true", "perf_tracer.enabled", True),
+        ("actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap=[Block]",
+         "actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap", ["Block"]),
+        ("seed=${oc.env:AREAL_TEST_SEED}", "seed", 41),
+    ],
+)  # fmt: skip
+def test_overrides_reach_every_kind_of_field(grpo, monkeypatch, override: str, path: str, value: Any) -> None:
+    monkeypatch.setenv("AREAL_TEST_SEED", "41")
+    node: Any = asdict(grpo(override))
+    for name in path.split("."):
+        node = node[name]
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_an_override_opens_a_null_section(grpo, write) -> None:
+    config = grpo("critic.path=/models/c", "critic.optimizer.lr=1e-3", "valid_dataset.path=v.jsonl")
+    assert config.critic is not None
+    assert config.critic.eps_clip == 0.5
+    assert config.valid_dataset is not None
+    assert config.valid_dataset.path == "v.jsonl"
+    path = write(MINIMAL + "    critic: null\n", "null.yaml")
+    config = load_config(["--config", path, "critic.path=/m", "critic.optimizer={lr: 1e-3}"], GRPOConfig)
+    assert config.critic is not None
+
+
+def test_an_override_replaces_lists_and_mappings(write) -> None:
+    path = write(MINIMAL + "    valid_dataset: {path: v}\n    evaluator: {stop_at: {sampled: 0.5}}\n")
+    argv = ["--config", path, "evaluator.stop_at={greedy: 0.9}", "evaluator.modes=[greedy]"]
+    assert load_config(argv, GRPOConfig).evaluator.stop_at == {"greedy": 0.9}
+    assert load_config(["--config", path, "evaluator.stop_at={}"], GRPOConfig).evaluator.stop_at == {}
+
+
+def test_interpolation_sees_defaults_other_sections_and_whole_sections(grpo) -> None:
+    config = grpo(
+        "gconfig.max_new_tokens=77",
+        "gconfig.temperature=0.5",
+        "actor.temperature=${gconfig.temperature}",
+        "eval_gconfig=${gconfig}",
+        "actor.mb_spec.max_tokens_per_mb=${gconfig.max_tokens}",
+        "ref={path: '${actor.path}', temperature: '${gconfig.temperature}'}",
+        "tokenizer_path=${ref.path}",
+    )
+    assert config.eval_gconfig is not None
+    assert config.eval_gconfig == config.gconfig
+    assert config.actor.temperature == 0.5
+    assert config.actor.mb_spec.max_tokens_per_mb == 65536
+    assert config.ref is not None
+    assert config.tokenizer_path == config.ref.path == "/models/tiny"
+
+
+def test_load_experiment_picks_the_class(write) -> None:
+    rl, sft = write(MINIMAL), write(MINIMAL_SFT, "sft.yaml")
+    assert type(load_experiment(["--config", rl])) is GRPOConfig
+    config = load_experiment(["--config", sft, "model.dtype=float32"])
+    assert isinstance(config, SFTConfig)
+    assert config.model.dtype == "float32"
+
+
+def test_only_the_launcher_of_a_script_tolerates_the_scripts_own_keys(write) -> None:
+    path = write(MINIMAL + "    game: {rounds: 3}\n")
+    with pytest.raises(ConfigError, match="game: unknown key"):
+        load_experiment(["--config", path])
+    assert load_experiment(["--config", path], allow_unknown_top_level=True).experiment_name == "sort"
+    with pytest.raises(ConfigError, match=r"actor\.lrr: unknown key"):
+        load_experiment(["--config", path, "actor.lrr=1"], allow_unknown_top_level=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """A section of a user's own."""
+
+    rounds: int
+    board: tuple[int, int] = (3, 3)
+    level: int | str = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GameConfig(GRPOConfig):
+    """What a user's script defines."""
+
+    game: Game
+    bonus: dict[str, list[float]] = field(default_factory=dict)
+
+
+def test_a_users_subclass_is_read_and_checked(write) -> None:
+    path = write(MINIMAL)
+    argv = ["--config", path, "game={rounds: 3, board: [4, 5], level: hard}", "bonus.win=[1, 2.5]"]
+    config = load_config(argv, GameConfig)
+    assert config.game == Game(rounds=3, board=(4, 5), level="hard")
+    assert config.bonus == {"win": [1.0, 2.5]}
+    with pytest.raises(ConfigError, match=r"game: is required"):
+        load_config(["--config", path], GameConfig)
+    with pytest.raises(ConfigError, match=r"game\.rounds: is required"):
+        load_config(["--config", path, "game.level=2"], GameConfig)
+
+
+def test_loading_changes_nothing(write, tmp_path: Path) -> None:
+    path = write(MINIMAL)
+    load_config(["--config", path], GRPOConfig)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.yaml"]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["run.py", "--help", "rollout"], ["--help", "gconfig.top_p"]])
+def test_help_prints_and_ends(argv: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(argv, GRPOConfig)
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert ("gconfig.top_p: number above 0 and at most 1; default 1.0" in printed) == ("rollout" not in argv)
+
+
+def test_the_launchers_help_knows_both_classes(capsys) -> None:
+    for section in ("model", "actor"):
+        with pytest.raises(SystemExit):
+            load_experiment(["--help", section])
+        assert f"{section}.optimizer.lr" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no such section"):
+        load_experiment(["--help", "nothing"])
+
+
+TEXTS = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
+    ["1e-5", "null", "yes", "0x1", "~", "${a.b}", "a: b", "[x", "'", "007", " x ", "#", "\\n", "1_000", "12:30"]
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=TEXTS.filter(lambda text: text not in ("", ".", "..", "???") and not set(text) & set("/\0")),
+    stop=st.none() | st.lists(TEXTS.filter(bool), max_size=3),
+    values=st.dictionaries(TEXTS.filter(bool), TEXTS | st.integers() | st.booleans() | st.none(), max_size=3),
+    lr=st.floats(1e-9, 1e3),
+)
+def test_what_is_saved_loads_back_equal(tmp_path: Path, name, stop, values, lr) -> None:
+    from areal.api.config import GenerationHyperparameters, OptimizerConfig
+
+    config = PPOConfig(
+        experiment_name=name,
+        trial_name="t",
+        allocation_mode="native:d2+fsdp:d1",
+        train_dataset=TrainDatasetConfig(path="p"),
+        gconfig=GenerationHyperparameters(stop=stop),
+        actor=PPOActorConfig(path="m", optimizer=OptimizerConfig(lr=lr)),
+        workflow_args=values,
+    )
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(["--config", str(tmp_path / "saved.yaml")], PPOConfig) == config
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.yaml"]
+
+
+def test_configs_made_in_python_can_be_checked(grpo) -> None:
+    check_config(grpo())
+    with pytest.raises(ConfigError, match="experiment_name"):
+        check_config(PPOConfig())
