@@ -1,0 +1,83 @@
+"""Owns tokenizers: what we ask of one, and how one is loaded from a folder or the hub without importing torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal.api.errors import InputError
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that areal uses."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def chat_template(self) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a folder or of a hub name. InputError says what is missing.
+
+    A `tokenizer.json` is loaded as it is by the class that needs no torch, since the rollout controller has no other
+    use for torch and would pay 200 MiB for it. Only folders in older formats go through AutoTokenizer.
+    """
+    name = str(path)
+    if not name:
+        raise InputError("no tokenizer is named: set tokenizer_path, or the model's path")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _load(str(folder), folder / _TOKENIZER_FILE, folder / "tokenizer_config.json")
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path")
+    return _load(name, _from_hub(name, _TOKENIZER_FILE), _from_hub(name, "tokenizer_config.json"))
+
+
+def _load(name: str, tokenizer_file: Path | None, config_file: Path | None) -> Tokenizer:
+    try:
+        if tokenizer_file is not None and tokenizer_file.is_file() and not _has_own_code(config_file):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(name)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the tokenizer libraries raise bare exceptions for unreadable files
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"no tokenizer can be loaded from {name}: {first_line or type(error).__name__}") from error
+
+
+def _has_own_code(config_file: Path | None) -> bool:
+    if config_file is None or not config_file.is_file():
+        return False
+    return "AutoTokenizer" in json.loads(config_file.read_text(encoding="utf-8")).get("auto_map", {})
+
+
+def _from_hub(name: str, file: str) -> Path | None:
+    """A file of a hub repository, from the local cache when it is there; None when the repository has no such file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    unreachable = InputError(
+        f"there is no tokenizer folder {name} here, and the hub has no such model or cannot be reached: "
+        "correct tokenizer_path, or the model's path"
+    )
+    try:
+        return Path(hf_hub_download(name, file))
+    except HFValidationError as error:
+        raise InputError(f"{name} is neither a folder with a tokenizer nor a hub name: {error}") from error
+    except LocalEntryNotFoundError as error:  # a child of the next: nothing cached, and no answer from the hub
+        raise unreachable from error
+    except EntryNotFoundError:
+        return None
+    except OSError as error:
+        raise unreachable from error

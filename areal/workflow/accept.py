@@ -1,0 +1,24 @@
+"""Owns the filters that decide after scoring whether a group is trained on."""
+
+from __future__ import annotations
+
+from areal.api.data import TrajectoryGroup
+from areal.api.functions import FunctionRef, load_function, resolve_function
+from areal.api.workflow import AcceptFn
+
+ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
+    "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
+}
+
+
+def mixed_rewards(group: TrajectoryGroup) -> bool:
+    """False when all answers scored alike: such a group has no advantage within itself and teaches nothing."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return min(rewards) < max(rewards)
+
+
+def resolve_accept_fn(name: str) -> AcceptFn | None:
+    """The filter of rollout.should_accept_fn: None when empty, else a registered name or the path of a function."""
+    if not name:
+        return None
+    return load_function(resolve_function(name, ACCEPT_FUNCTIONS, key="rollout.should_accept_fn"))

@@ -1,0 +1,106 @@
+"""Owns what workflows share when they ask for answers: settings of a request, ids, trajectories from responses.
+
+Waits for: the inference engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from areal.api.config import GenerationHyperparameters
+from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
+from areal.api.engine import InferenceEngine
+from areal.api.errors import InputError
+from areal.data.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+def request_settings(gconfig: GenerationHyperparameters, tokenizer: Tokenizer) -> GenerationHyperparameters:
+    """The sampling settings of one request: one sample, and the tokenizer's end and pad tokens end an answer too."""
+    ends = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
+    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *ends])))
+
+
+def settings_for_length(
+    settings: GenerationHyperparameters, num_prompt_tokens: int, columns: Sequence[str]
+) -> GenerationHyperparameters:
+    """Settings with no more new tokens than `max_tokens` leaves room for. InputError when it leaves none."""
+    room = settings.max_tokens - num_prompt_tokens
+    if room < 1:
+        raise InputError(
+            f"a prompt has {num_prompt_tokens} tokens, and gconfig.max_tokens={settings.max_tokens} for prompt and "
+            f"answer leaves no room (row with columns {sorted(columns)}): raise it, or leave out long rows with "
+            "train_dataset.max_length"
+        )
+    if room >= settings.max_new_tokens:
+        return settings
+    return replace(settings, max_new_tokens=room, min_new_tokens=min(settings.min_new_tokens, room))
+
+
+def new_group_id() -> str:
+    """An id for the requests of one episode; of fixed length, like the request ids made from it."""
+    return uuid4().hex
+
+
+async def generate(
+    engine: InferenceEngine,
+    input_ids: list[int],
+    settings: GenerationHyperparameters,
+    *,
+    group_id: str,
+    number: int,
+) -> GenerationResponse:
+    """Answer `number` of a group."""
+    request = GenerationRequest(
+        request_id=f"{group_id}-{number:06d}", input_ids=input_ids, gconfig=settings, group_id=group_id
+    )
+    return await engine.agenerate(request)
+
+
+async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """All results; when one fails the others are cancelled before its exception goes on."""
+    if len(awaitables) == 1:
+        return [await awaitables[0]]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def answer_text(response: GenerationResponse, tokenizer: Tokenizer) -> str:
+    """The answer as its reader sees it, without special tokens."""
+    return tokenizer.decode(response.output_ids, skip_special_tokens=True)
+
+
+def single_turn_trajectory(response: GenerationResponse, prompt_ids: list[int], reward: float) -> Trajectory:
+    """Prompt and one answer."""
+    num_prompt, num_output = len(prompt_ids), len(response.output_ids)
+    return Trajectory(
+        token_ids=prompt_ids + response.output_ids,
+        loss_mask=[0] * num_prompt + [1] * num_output,
+        rollout_logprobs=[0.0] * num_prompt + response.output_logprobs,
+        output_versions=[-1] * num_prompt + response.output_versions,
+        reward=reward,
+        finished=response.stop_reason == "stop",
+    )
+
+
+def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:
+    """Scalars that every workflow reports."""
+    size = len(trajectories)
+    stats: dict[str, Any] = {
+        "reward": sum(t.reward for t in trajectories) / size,
+        "reward_errors": float(num_errors),
+        "output_tokens": sum(sum(t.loss_mask) for t in trajectories) / size,
+        "finished": sum(t.finished for t in trajectories) / size,
+    }
+    return stats

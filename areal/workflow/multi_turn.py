@@ -1,0 +1,192 @@
+"""Owns the workflow of several attempts: after a wrong answer the user says so, and the policy answers again.
+
+Waits for: the inference engine and the reward pool, in turns.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ConfigError, InputError
+from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.chat import EncodedPrompt, encode_prompt, tokens_between_turns
+from areal.data.tokenizer import Tokenizer
+from areal.workflow.generate import (
+    answer_text,
+    gather_or_cancel,
+    generate,
+    group_stats,
+    new_group_id,
+    request_settings,
+    settings_for_length,
+)
+from areal.workflow.scoring import Scorer
+
+RETRY_MESSAGE = (
+    "Your answer is either wrong or not in the form that was asked for. Read the question again and answer once more."
+)
+
+
+@dataclass(slots=True)
+class _Dialogue:
+    """One conversation as it grows. Tokens are only ever appended: what the policy said is never tokenised again."""
+
+    text: str
+    token_ids: list[int]
+    loss_mask: list[int]
+    rollout_logprobs: list[float]
+    output_versions: list[int]
+    num_turns: int = 0
+    finished: bool = False
+    reward: float = 0.0
+    num_errors: int = 0
+
+    @classmethod
+    def begin(cls, text: str, prompt_ids: list[int]) -> _Dialogue:
+        size = len(prompt_ids)
+        return cls(text, list(prompt_ids), [0] * size, [0.0] * size, [-1] * size)
+
+    def add_answer(self, response: GenerationResponse, text: str) -> None:
+        size = len(response.output_ids)
+        self.token_ids += response.output_ids
+        self.loss_mask += [1] * size
+        self.rollout_logprobs += response.output_logprobs
+        self.output_versions += response.output_versions
+        self.num_turns += 1
+        self.finished = response.stop_reason == "stop"
+        self.text += text
+
+    def add_fixed(self, token_ids: list[int], text: str) -> None:
+        """Tokens that nobody generated and nobody is trained on."""
+        size = len(token_ids)
+        self.token_ids += token_ids
+        self.loss_mask += [0] * size
+        self.rollout_logprobs += [0.0] * size
+        self.output_versions += [-1] * size
+        self.text += text
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            rollout_logprobs=self.rollout_logprobs,
+            output_versions=self.output_versions,
+            reward=self.reward,
+            finished=self.finished,
+        )
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Up to `max_turns` attempts at a row's `messages`: an attempt with reward 0 is followed by `retry_message`.
+
+    The reward of a dialogue is that of its last attempt times `turn_discount` for every attempt before it. All
+    attempts are one trajectory, trained on what the policy generated. `gconfig.n_samples` dialogues make a group.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        max_turns: int,
+        turn_discount: float,
+        *,
+        reward: RewardConfig | None = None,
+        enable_thinking: bool = False,
+        retry_message: str = RETRY_MESSAGE,
+    ) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"workflow_args.max_turns={max_turns} must be at least 1")
+        if not 0 < turn_discount <= 1:
+            raise ConfigError(f"workflow_args.turn_discount={turn_discount} must be above 0 and at most 1")
+        self._scorer = Scorer(reward_fn, reward or RewardConfig())
+        self._owns_scorer = True
+        self._num_samples = gconfig.n_samples
+        self._settings = request_settings(gconfig, tokenizer)
+        self._tokenizer = tokenizer
+        self._max_turns = max_turns
+        self._turn_discount = turn_discount
+        self._enable_thinking = enable_thinking
+        self._between_turns = tokens_between_turns(tokenizer, retry_message, enable_thinking=enable_thinking)
+        self._retry_text = tokenizer.decode(self._between_turns)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
+        """One group of dialogues about row `data`."""
+        prompt = self._prompt(data)
+        group_id = new_group_id()
+        dialogues = [_Dialogue.begin(prompt.text, prompt.token_ids) for _ in range(self._num_samples)]
+        await gather_or_cancel(
+            [
+                self._converse(engine, dialogue, data, group_id=group_id, first_number=index * self._max_turns)
+                for index, dialogue in enumerate(dialogues)
+            ]
+        )
+        trajectories = [dialogue.trajectory() for dialogue in dialogues]
+        stats = group_stats(trajectories, num_errors=sum(dialogue.num_errors for dialogue in dialogues))
+        stats["num_turns"] = sum(dialogue.num_turns for dialogue in dialogues) / len(dialogues)
+        return TrajectoryGroup(trajectories=trajectories, stats=stats)
+
+    async def _converse(
+        self,
+        engine: InferenceEngine,
+        dialogue: _Dialogue,
+        row: dict[str, Any],
+        *,
+        group_id: str,
+        first_number: int,
+    ) -> None:
+        """Run one dialogue to its end."""
+        while True:
+            # The engine keeps the list it is given while this one grows.
+            context_ids, context_text = list(dialogue.token_ids), dialogue.text
+            settings = settings_for_length(self._settings, len(context_ids), list(row))
+            number = first_number + dialogue.num_turns
+            response = await generate(engine, context_ids, settings, group_id=group_id, number=number)
+            text = answer_text(response, self._tokenizer)
+            dialogue.add_answer(response, text)
+            scores = await self._scorer.score(context_text, context_ids, [(text, response.output_ids)], row)
+            dialogue.num_errors += scores.num_errors
+            dialogue.reward = scores.rewards[0] * self._turn_discount ** (dialogue.num_turns - 1)
+            if scores.rewards[0] != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
+                return
+            dialogue.add_fixed(self._retry_ids(response), self._retry_text)
+
+    def _retry_ids(self, response: GenerationResponse) -> list[int]:
+        """What comes between the answer and the next: an end token the policy generated is not written twice."""
+        fixed = self._between_turns
+        if response.output_ids and fixed and response.output_ids[-1] == fixed[0]:
+            return fixed[1:]
+        return fixed
+
+    def _has_room(self, dialogue: _Dialogue) -> bool:
+        return len(dialogue.token_ids) + len(self._between_turns) < self._settings.max_tokens
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        """Raise InputError when no episode could be run on `row`: no messages in it, or no room for an answer."""
+        settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
+
+    def _prompt(self, row: dict[str, Any]) -> EncodedPrompt:
+        if "messages" not in row:
+            raise InputError(
+                f"the multi_turn workflow needs a column 'messages', a row has only {sorted(row)}: name a map_fn "
+                "that makes one (train_dataset.map_fn)"
+            )
+        return encode_prompt(row, self._tokenizer, enable_thinking=self._enable_thinking)
+
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> MultiTurnWorkflow:
+        """The same workflow and reward pool with other sampling settings, one dialogue a prompt."""
+        clone = copy.copy(self)
+        clone._owns_scorer = False
+        clone._num_samples = 1
+        clone._settings = request_settings(gconfig, self._tokenizer)
+        return clone
+
+    async def aclose(self) -> None:
+        """End the reward pool. An evaluation workflow leaves it to the workflow it was made from."""
+        if self._owns_scorer:
+            await self._scorer.aclose()

@@ -1,0 +1,52 @@
+"""Owns the names of workflows, and how a configuration becomes a workflow object."""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+from typing import Any
+
+from areal.api.config import PPOConfig
+from areal.api.errors import ConfigError
+from areal.api.functions import FunctionRef, load_function, resolve_function
+from areal.api.workflow import RolloutWorkflow
+from areal.data.tokenizer import Tokenizer
+
+WORKFLOWS: dict[str, FunctionRef] = {
+    "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
+    "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
+}
+
+
+def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
+    """The workflow a configuration names. It gets reward_fn, gconfig, tokenizer and reward if its constructor takes
+    them, and `workflow_args`."""
+    made = load_function(resolve_function(config.workflow, WORKFLOWS, key="workflow"))
+    parameters = inspect.signature(made).parameters
+    given: dict[str, Any] = {
+        "reward_fn": config.reward_fn,
+        "gconfig": config.gconfig,
+        "tokenizer": tokenizer,
+        "reward": config.reward,
+    }
+    if "reward_fn" in parameters and not config.reward_fn:
+        raise ConfigError(f"reward_fn is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k")
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name in config.workflow_args:
+        if name in given or (name not in parameters and not takes_all):
+            allowed = [p for p in parameters if p not in given]
+            near = get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"workflow_args.{name}: {config.workflow} takes no such argument from here; {hint}it takes "
+                f"{', '.join(allowed) or 'none'}"
+            )
+    for name, parameter in parameters.items():
+        variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not variadic and name not in {*given, *config.workflow_args}:
+            raise ConfigError(f"workflow={config.workflow} needs workflow_args.{name}: give it")
+    arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
+    workflow = made(**arguments, **config.workflow_args)
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(f"workflow={config.workflow} makes a {type(workflow).__name__}, not a RolloutWorkflow")
+    return workflow

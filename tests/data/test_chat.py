@@ -1,0 +1,40 @@
+import pytest
+
+from areal.api.errors import InputError
+from areal.data.chat import encode_prompt, tokens_between_turns
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def test_messages_through_the_template(tokenizer):
+    prompt = encode_prompt({"messages": CHAT}, tokenizer)
+    assert prompt.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert tokenizer.eos_token_id in prompt.token_ids
+
+
+def test_plain_text(tokenizer):
+    assert encode_prompt({"prompt": "1+1="}, tokenizer).token_ids == tokenizer.encode("1+1=")
+
+
+def test_a_tokenizer_without_template_is_refused(tokenizer_folder, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
+    with pytest.raises(InputError, match="need a tokenizer with a chat template"):
+        encode_prompt({"messages": CHAT}, plain)
+
+
+def test_tokens_between_turns(tokenizer):
+    ids = tokens_between_turns(tokenizer, "again")
+    assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    assert ids[0] == tokenizer.eos_token_id
+
+
+def test_a_template_that_hides_answers_is_refused(tokenizer_folder):
+    from areal.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(InputError, match="cannot carry more turns"):
+        tokens_between_turns(tokenizer, "again")

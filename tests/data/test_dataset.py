@@ -1,0 +1,173 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.errors import ConfigError, InputError
+from areal.data.dataset import encode_sft_row, load_rows
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+        return str(path)
+
+    return write
+
+
+def load(path, **fields):
+    tokenizer = fields.pop("tokenizer", None)
+    return load_rows(DatasetConfig(path=path, **fields), default_split="train", tokenizer=tokenizer)
+
+
+def test_lines_and_lists(jsonl):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    assert load(jsonl(*rows)) == rows
+    assert load(jsonl(rows[0], "", rows[1])) == rows
+    assert load(jsonl(json.dumps(rows), name="rows.json")) == rows
+
+
+def test_gsm8k_rows_become_chats(jsonl):
+    path = jsonl({"question": "How many?", "answer": "Two and two.\n#### 4"})
+    (row,) = load(path, map_fn="gsm8k")
+    assert row["messages"][0]["role"] == "user"
+    assert row["messages"][0]["content"].startswith("How many?")
+    assert "####" in row["messages"][0]["content"]
+    assert row["answer"].endswith("#### 4")
+
+
+def test_own_map_fn_may_leave_rows_out(jsonl, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def odd(row):\n    return {'prompt': str(row['n'])} if row['n'] % 2 else None\n"
+        "def breaks(row):\n    raise ValueError('no')\n"
+        "def number(row):\n    return 1\n"
+    )
+    path = jsonl({"n": 1}, {"n": 2}, {"n": 3})
+    assert load(path, map_fn=f"{tmp_path}/mine.py:odd") == [{"prompt": "1"}, {"prompt": "3"}]
+    with pytest.raises(InputError, match=r"row 0: map_fn .*breaks raised ValueError: no"):
+        load(path, map_fn=f"{tmp_path}/mine.py:breaks")
+    with pytest.raises(InputError, match=r"row 0 after map_fn .* holds a int"):
+        load(path, map_fn=f"{tmp_path}/mine.py:number")
+
+
+def test_long_rows_are_left_out(jsonl, tokenizer):
+    path = jsonl(
+        {"prompt": "a", "answer": "1"}, {"prompt": "a" * 50, "answer": "1"}, {"prompt": "a", "answer": "9" * 50}
+    )
+    assert len(load(path, max_length=10, tokenizer=tokenizer)) == 2
+    assert len(load(path, max_length=10, type="sft", tokenizer=tokenizer)) == 1
+    with pytest.raises(InputError, match="has no rows of at most max_length=1 tokens"):
+        load(path, max_length=1, type="sft", tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        load(path, max_length=10)
+
+
+def test_validation_rows_may_be_limited(jsonl):
+    path = jsonl({"a": 1}, {"a": 2})
+    assert load_rows(ValidDatasetConfig(path=path, max_rows=1), default_split="test") == [{"a": 1}]
+    assert len(load_rows(TrainDatasetConfig(path=path), default_split="train")) == 2
+
+
+def test_bad_files_are_named_with_their_line(jsonl):
+    with pytest.raises(InputError, match=r"rows.jsonl:2 is not JSON"):
+        load(jsonl({"a": 1}, "{'a': 2}"))
+    with pytest.raises(InputError, match=r"rows.jsonl:1 holds a list"):
+        load(jsonl("[1]"))
+    with pytest.raises(InputError, match="must be a list of objects"):
+        load(jsonl('{"a": 1}', name="rows.json"))
+    with pytest.raises(InputError, match=r"there is no dataset file nowhere.jsonl"):
+        load("nowhere.jsonl")
+    with pytest.raises(InputError, match="has no rows"):
+        load(jsonl(""))
+
+
+def test_missing_columns_are_named_with_the_row(jsonl, tokenizer):
+    path = jsonl({"question": "?", "answer": "1"}, {"text": "?"})
+    with pytest.raises(InputError, match=r"row 1: map_fn gsm8k needs the column 'question', the row has \['text'\]"):
+        load(path, map_fn="gsm8k")
+    with pytest.raises(InputError, match=r"row 0: .* neither a column 'messages' nor 'prompt'"):
+        load(path, max_length=5, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="did you mean 'gsm8k'"):
+        load(path, map_fn="gsm8")
+
+
+def test_hub_names_need_the_optional_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'areal\[hub\]'"):
+        load("openai/gsm8k")
+
+
+def test_hub_names_and_saved_folders_go_to_the_library(monkeypatch, tmp_path):
+    class FakeDatasets:
+        class DatasetDict(dict):
+            pass
+
+        def __init__(self):
+            self.calls = []
+
+        def load_dataset(self, path, name, split):
+            self.calls.append((path, name, split))
+            if name == "wrong":
+                raise ValueError("BuilderConfig 'wrong' not found.\nmore")
+            return [{"a": 1}]
+
+        def load_from_disk(self, path):
+            return self.DatasetDict(train=[{"a": 2}])
+
+    fake = FakeDatasets()
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert load("openai/gsm8k", name="main") == [{"a": 1}]
+    assert fake.calls == [("openai/gsm8k", "main", "train")]
+    with pytest.raises(InputError, match=r"cannot be loaded: BuilderConfig 'wrong' not found.$"):
+        load("openai/gsm8k", name="wrong")
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    assert load(str(tmp_path)) == [{"a": 2}]
+    with pytest.raises(InputError, match="has no split 'dev'"):
+        load(str(tmp_path), split="dev")
+
+
+def test_sft_rows_of_plain_text(tokenizer):
+    encoded = encode_sft_row({"prompt": "12=", "answer": "21"}, tokenizer)
+    assert tokenizer.decode(encoded.token_ids) == "12=21<|im_end|>"
+    trained = [t for t, m in zip(encoded.token_ids, encoded.loss_mask, strict=True) if m]
+    assert tokenizer.decode(trained) == "21<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]},
+        {"messages": [{"role": "user", "content": "Hi"}], "answer": "Yes"},
+    ],
+)
+def test_sft_rows_of_chats_end_with_the_end_token(tokenizer, row):
+    encoded = encode_sft_row(row, tokenizer)
+    assert tokenizer.decode(encoded.token_ids) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>"
+    )
+    trained = [t for t, m in zip(encoded.token_ids, encoded.loss_mask, strict=True) if m]
+    assert tokenizer.decode(trained) == "Yes<|im_end|>"
+
+
+def test_sft_rows_without_an_answer_are_named(tokenizer):
+    with pytest.raises(InputError, match=r"column 'answer' or a last message of the assistant; it has \['prompt'\]"):
+        encode_sft_row({"prompt": "a"}, tokenizer)
+
+
+def test_data_and_workflows_import_no_torch(tokenizer_folder):
+    code = (
+        "import sys\n"
+        "from areal.data.dataset import load_rows\n"
+        "from areal.data.tokenizer import load_tokenizer\n"
+        "from areal.workflow.rlvr import RLVRWorkflow\n"
+        "from areal.data.chat import encode_prompt\n"
+        f"tokenizer = load_tokenizer({str(tokenizer_folder)!r})\n"
+        "encode_prompt({'messages': [{'role': 'user', 'content': 'hello'}]}, tokenizer)\n"
+        "assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,50 @@
+import pytest
+
+from areal.api.errors import InputError
+from areal.data.tokenizer import load_tokenizer
+
+
+def test_a_folder_is_loaded(tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    ids = tokenizer.encode("5+5<|im_end|>")
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "5+5"
+    assert tokenizer.chat_template
+
+
+def test_missing_and_broken_folders_are_named(tmp_path):
+    with pytest.raises(InputError, match="no tokenizer is named"):
+        load_tokenizer("")
+    with pytest.raises(InputError, match="there is no tokenizer folder /nowhere/at/all"):
+        load_tokenizer("/nowhere/at/all")
+    with pytest.raises(InputError, match=r"there is no tokenizer folder ./nowhere"):
+        load_tokenizer("./nowhere")
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(InputError, match=f"no tokenizer can be loaded from {tmp_path}"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unreachable_hub_is_said_so(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    def unreachable(name, file):
+        raise LocalEntryNotFoundError("no answer")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(InputError, match="the hub has no such model or cannot be reached"):
+        load_tokenizer("someone/model")
+
+    def no_such_file(name, file):
+        raise EntryNotFoundError("no file")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_such_file)
+    import transformers
+
+    class FakeAuto:  # the real one imports torch
+        @staticmethod
+        def from_pretrained(name):
+            return f"auto {name}"
+
+    monkeypatch.setattr(transformers, "AutoTokenizer", FakeAuto, raising=False)
+    assert load_tokenizer("someone/model") == "auto someone/model"

@@ -1,0 +1,91 @@
+import itertools
+
+import pytest
+
+from areal.api.config import GenerationHyperparameters
+from areal.api.errors import ConfigError, InputError
+from areal.workflow.multi_turn import MultiTurnWorkflow
+
+ROW = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
+FIRST = "<s>user\n2+2?<e>\n<s>assistant\n"
+RETRY = "<e>\n<s>user\nagain<e>\n<s>assistant\n"
+
+
+@pytest.fixture
+async def workflow_of(tokenizer):
+    made = []
+
+    def make(max_turns=3, turn_discount=0.5, n_samples=1, **gconfig):
+        gconfig = GenerationHyperparameters(n_samples=n_samples, **gconfig)
+        made.append(MultiTurnWorkflow("exact", gconfig, tokenizer, max_turns, turn_discount, retry_message="again"))
+        return made[-1]
+
+    yield make
+    for workflow in made:
+        await workflow.aclose()
+
+
+def trained_text(trajectory, tokenizer):
+    return tokenizer.decode([t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m])
+
+
+async def test_a_right_first_answer_ends_the_dialogue(workflow_of, engine_of, tokenizer):
+    group = await workflow_of().arun_episode(engine_of(["4<e>"]), ROW)
+    (trajectory,) = group.trajectories
+    assert tokenizer.decode(trajectory.token_ids) == FIRST + "4<e>"
+    assert trajectory.reward == 1.0
+    assert group.stats["num_turns"] == 1
+
+
+async def test_wrong_answers_are_followed_by_a_retry_and_discounted(workflow_of, engine_of, tokenizer):
+    engine = engine_of(["5<e>", "666", "4<e>"])
+    group = await workflow_of().arun_episode(engine, ROW)
+    (trajectory,) = group.trajectories
+    # the first answer wrote its own end token, the second was cut and gets one that is not trained
+    assert tokenizer.decode(trajectory.token_ids) == FIRST + "5" + RETRY + "666" + RETRY + "4<e>"
+    assert trained_text(trajectory, tokenizer) == "5<e>6664<e>"
+    assert trajectory.reward == 0.25
+    assert trajectory.finished
+    assert group.stats["num_turns"] == 3
+    # each context extends the one before, token by token
+    contexts = [request.input_ids for request in engine.requests]
+    for earlier, later in itertools.pairwise(contexts):
+        assert later[: len(earlier)] == earlier
+    assert trajectory.token_ids[: len(contexts[2])] == contexts[2]
+    assert len({request.group_id for request in engine.requests}) == 1
+    assert len({request.request_id for request in engine.requests}) == 3
+    for mask, logprob, version in zip(
+        trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True
+    ):
+        assert (logprob < 0, version) == ((True, 7) if mask else (False, -1))
+
+
+async def test_no_more_than_max_turns(workflow_of, engine_of):
+    engine = engine_of(["5<e>"] * 9)
+    group = await workflow_of(max_turns=2).arun_episode(engine, ROW)
+    assert len(engine.requests) == 2
+    assert group.trajectories[0].reward == 0.0
+
+
+async def test_a_dialogue_stays_within_max_tokens(workflow_of, engine_of):
+    limit = len(FIRST) - 4 + 10  # <s> and <e> are one token each
+    engine = engine_of(["5<e>"] * 9)
+    group = await workflow_of(max_tokens=limit).arun_episode(engine, ROW)
+    assert len(engine.requests) == 1
+    assert len(group.trajectories[0].token_ids) <= limit
+
+
+async def test_samples_are_dialogues_of_their_own(workflow_of, engine_of, tokenizer):
+    engine = engine_of(["4<e>", "5<e>", "4<e>"])
+    group = await workflow_of(n_samples=2).arun_episode(engine, ROW)
+    assert [t.reward for t in group.trajectories] == [1.0, 0.5]
+    assert len({r.request_id for r in engine.requests}) == 3
+
+
+async def test_wrong_arguments_and_rows(workflow_of, engine_of):
+    with pytest.raises(ConfigError, match="max_turns=0"):
+        workflow_of(max_turns=0)
+    with pytest.raises(ConfigError, match=r"turn_discount=1\.5"):
+        workflow_of(turn_discount=1.5)
+    with pytest.raises(InputError, match="needs a column 'messages'"):
+        await workflow_of().arun_episode(engine_of([]), {"prompt": "2+2="})

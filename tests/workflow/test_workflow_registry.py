@@ -1,0 +1,71 @@
+import pytest
+
+from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import ConfigError
+from areal.api.workflow import RolloutWorkflow
+from areal.workflow.accept import mixed_rewards, resolve_accept_fn
+from areal.workflow.multi_turn import MultiTurnWorkflow
+from areal.workflow.registry import build_workflow
+from areal.workflow.rlvr import RLVRWorkflow
+
+
+def config(**fields):
+    return PPOConfig(experiment_name="e", trial_name="t", gconfig=GenerationHyperparameters(n_samples=2), **fields)
+
+
+def test_registered_workflows_are_built(tokenizer):
+    assert isinstance(build_workflow(config(reward_fn="exact"), tokenizer), RLVRWorkflow)
+    multi = config(reward_fn="exact", workflow="multi_turn", workflow_args={"max_turns": 2, "turn_discount": 0.9})
+    assert isinstance(build_workflow(multi, tokenizer), MultiTurnWorkflow)
+
+
+def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from areal.api.workflow import RolloutWorkflow\n"
+        "class Own(RolloutWorkflow):\n"
+        "    def __init__(self, gconfig, depth=1):\n"
+        "        self.gconfig, self.depth = gconfig, depth\n"
+        "    async def arun_episode(self, engine, data):\n"
+        "        return None\n"
+        "class Other:\n"
+        "    pass\n"
+    )
+    workflow = build_workflow(config(workflow=f"{file}:Own", workflow_args={"depth": 3}), tokenizer)
+    assert isinstance(workflow, RolloutWorkflow)
+    assert (workflow.depth, workflow.gconfig.n_samples) == (3, 2)
+    with pytest.raises(ConfigError, match="not a RolloutWorkflow"):
+        build_workflow(config(workflow=f"{file}:Other"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "reward_fn is empty"),
+        ({"reward_fn": "exactt"}, "did you mean 'exact'"),
+        ({"reward_fn": "exact", "workflow": "rlvrr"}, "did you mean 'rlvr'"),
+        ({"reward_fn": "exact", "workflow_args": {"enable_thinkin": True}}, "did you mean enable_thinking"),
+        ({"reward_fn": "exact", "workflow_args": {"gconfig": 1}}, "takes no such argument from here"),
+        ({"reward_fn": "exact", "workflow": "multi_turn"}, "max_turns"),
+    ],
+)
+def test_wrong_names_say_what_to_do(fields, message, tokenizer):
+    with pytest.raises(ConfigError, match=message):
+        build_workflow(config(**fields), tokenizer)
+
+
+def group(*rewards):
+    fields = {"token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0], "output_versions": [0], "finished": True}
+    return TrajectoryGroup(trajectories=[Trajectory(reward=reward, **fields) for reward in rewards])
+
+
+def test_mixed_rewards_rejects_groups_that_teach_nothing():
+    accept = resolve_accept_fn("mixed_rewards")
+    assert accept is mixed_rewards
+    assert accept(group(0.0, 1.0))
+    assert not accept(group(1.0, 1.0))
+    assert not accept(group(0.0))
+    assert resolve_accept_fn("") is None
+    with pytest.raises(ConfigError, match="mixed_rewards"):
+        resolve_accept_fn("mixed_reward")
