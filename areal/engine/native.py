@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.engine.continuation import versions_of
+from areal.engine.http_connection import HttpClient, OnData
 from areal.engine.replica import GenerationPart, PartChunk, PauseMode, ReplicaInfo
 
 STREAM_FROM_TOKENS = 64
 """A part that may get this long is streamed, so that the death of the server costs few tokens. Shorter ones come in
 one piece: making them again costs less than an event per token."""
-CONNECT_TIMEOUT_S = 10.0
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; the wire says -1."""
-_HEADERS = {"Content-Type": "application/json"}
 _TRY_ELSEWHERE = (408, 429)
 """Client-error statuses that speak of the server's state, not of the request."""
 
@@ -31,54 +28,31 @@ class NativeReplica:
     def __init__(self, name: str, address: str, *, token: str = "") -> None:
         self.name = name
         self.address = address
-        self._base = address.rstrip("/")
-        self._headers = {**_HEADERS, "Authorization": f"Bearer {token}"} if token else _HEADERS
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
-        self._scopes: set[asyncio.Timeout] = set()
-        """One for each running /generate: `close` lets them expire."""
+        self._client = HttpClient(address, token=token)
         self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, which frees its place in the server."""
-        stream = part.max_new_tokens >= STREAM_FROM_TOKENS
-        body = orjson.dumps(_generate_body(part, stream=stream))
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._scopes.add(scope)
-                await self._post_generate(body, stream, on_chunk)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unavailable("/generate", error) from error
-        finally:
-            self._scopes.discard(scope)
-
-    async def _post_generate(self, body: bytes, stream: bool, on_chunk: Callable[[PartChunk], None]) -> None:
-        async with self._open().post(self._base + "/generate", data=body, headers=self._headers) as response:
-            if response.status != 200:
-                raise _refusal(self.name, "/generate", response.status, await response.read())
-            if stream:
-                await self._read_events(response.content, on_chunk)
-                return
-            chunk = self._parse(await response.read())
+        if part.max_new_tokens < STREAM_FROM_TOKENS:
+            body = orjson.dumps(_generate_body(part, stream=False))
+            chunk = self._parse(await self._request("POST", "/generate", body))
             if chunk.finish_reason is None:
                 raise ServerUnavailable(f"{self.name} answered /generate without a finish reason")
             on_chunk(chunk)
-
-    async def _read_events(self, content: aiohttp.StreamReader, on_chunk: Callable[[PartChunk], None]) -> None:
-        rest = b""
+            return
         finished = False
-        async for data in content.iter_any():
+        rest = b""
+
+        def on_data(data: bytes) -> None:
+            nonlocal finished, rest
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
-                if not event.startswith(b"data: "):
-                    continue  # comments and keep-alives
-                payload = event[6:]
-                if payload == b"[DONE]":
-                    continue
-                chunk = self._parse(payload)
-                finished = finished or chunk.finish_reason is not None
-                on_chunk(chunk)
+                if event.startswith(b"data: ") and event != b"data: [DONE]":  # else a comment, a keep-alive, the end
+                    chunk = self._parse(event[6:])
+                    finished = finished or chunk.finish_reason is not None
+                    on_chunk(chunk)
+
+        await self._request("POST", "/generate", orjson.dumps(_generate_body(part, stream=True)), on_data)
         if not finished:
             raise ServerUnavailable(f"{self.name} ended a stream without a finish reason")
 
@@ -136,10 +110,10 @@ class NativeReplica:
         self._group_name = update.group_name
 
     async def health(self) -> None:
-        await self._request("GET", "/health", None)
+        await self._request("GET", "/health")
 
     async def info(self) -> ReplicaInfo:
-        answer = orjson.loads(await self._request("GET", "/get_model_info", None))
+        answer = orjson.loads(await self._request("GET", "/get_model_info"))
         try:
             return ReplicaInfo(
                 version=int(answer["weight_version"]),
@@ -151,45 +125,19 @@ class NativeReplica:
 
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
-        self._closed = True
-        for scope in self._scopes:  # closing the session does not wake those who wait for the next event of a stream
-            scope.reschedule(0.0)
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        self._client.close()
 
     async def _post(self, path: str, body: dict[str, Any]) -> bytes:
         return await self._request("POST", path, orjson.dumps(body))
 
-    async def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+    async def _request(self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None) -> bytes:
         try:
-            async with self._open().request(method, self._base + path, data=body, headers=self._headers) as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unavailable(path, error) from error
-        if response.status != 200:
-            raise _refusal(self.name, path, response.status, answer)
+            status, answer = await self._client.request(method, path, body, on_data)
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {error}") from error
+        if status != 200:
+            raise _refusal(self.name, path, status, answer)
         return answer
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise ServerUnavailable(f"{self.name} was taken out of the fleet")
-        if self._session is None:
-            # How long a call may last is its caller's business. Every request holds a connection: no limit there.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-                timeout=timeout,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                read_bufsize=2**20,
-                auto_decompress=False,
-            )
-        return self._session
-
-    def _unavailable(self, path: str, error: BaseException) -> ServerUnavailable:
-        return ServerUnavailable(
-            f"{self.name} at {self.address} did not answer {path}: {error or type(error).__name__}"
-        )
 
 
 def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
