@@ -67,25 +67,35 @@ class ProcessContext:
         """The environment variables that carry this context; for a trainer torch's rank variables too."""
         env = {AREAL_PROCESS: json.dumps(dataclasses.asdict(self))}
         if self.role == "trainer":
-            env |= {"RANK": str(self.index), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.index)}
+            local_rank = "0" if self.device.startswith("cuda") else str(self.index)  # each rank sees one GPU only
+            env |= {"RANK": str(self.index), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": local_rank}
         return env
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a process's main function and exit: 0, 2 with one line for an ArealError, 130 after Ctrl-C.
+    """Run a process's main function and exit: 0, 2 with the message of an ArealError, 130 after Ctrl-C.
 
-    Anything else is a fault of ours: it keeps its traceback and exits 1.
+    Under a launcher the message is one line, which the launcher quotes. Anything but an ArealError is a fault of ours:
+    it keeps its traceback and exits 1.
     """
+    launched = AREAL_PROCESS in os.environ
     try:
-        if ProcessContext.from_env() is not None:
+        if launched:
             watch_parent()
         main()
     except ArealError as error:
         sys.stdout.flush()
-        print(ERROR_PREFIX + " ".join(str(error).split()), file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+        message = " ".join(str(error).split()) if launched else str(error)
+        print(ERROR_PREFIX + message, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        if launched:
+            raise
+        # A reader like `head` went away: say nothing, also not when the interpreter flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     sys.exit(0)
 
 
@@ -142,17 +152,18 @@ def kill_tree(pid: int, grace_s: float) -> None:
     kill_trees([pid], grace_s)
 
 
-def kill_trees(pids: Iterable[int], grace_s: float) -> None:
+def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
     """End several process trees together within one grace period. Returns when nothing of them runs.
 
-    Only the roots get SIGTERM, since they know how to end their children; what is left gets SIGKILL.
+    Only the roots get SIGTERM, since they know how to end their children; what is left gets SIGKILL. `hurry` is asked
+    again and again and ends the grace period when it says True.
     """
     roots = [process for pid in pids if (process := _process(pid)) is not None]
     known = {process.pid: process for root in roots for process in [root, *_descendants(root)]}
     for root in roots:
         _send(root, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(_alive(root) for root in roots):
+    while not hurry() and time.monotonic() < deadline and any(_alive(root) for root in roots):
         known |= {process.pid: process for root in roots for process in _descendants(root)}
         time.sleep(_POLL_S)
     known |= {process.pid: process for root in roots for process in _descendants(root)}

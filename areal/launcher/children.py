@@ -1,0 +1,106 @@
+"""Owns the started processes of one attempt: how each stands, and what a dead one has to say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from areal.launcher.job import PlannedProcess
+from areal.system.process import ERROR_PREFIX, spawn
+
+_TAIL_BYTES = 1 << 16
+_QUOTED_LINES = 6
+
+
+class Child:
+    """One planned process and its current incarnation."""
+
+    def __init__(self, planned: PlannedProcess, environ: Mapping[str, str]) -> None:
+        self.planned = planned
+        self.restarts = 0
+        self.is_ready = False
+        self.started_s = 0.0
+        self._environ = environ
+        self._log = Path(planned.log_path)
+        self._log_start = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As subprocess tells it (negative = signal); None while it runs or before it started."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self.is_ready = False
+        self.started_s = time.monotonic()
+        self._process = spawn(self.planned.argv, {**self._environ, **self.planned.env}, self._log)
+
+    def wait(self) -> None:
+        """Collect the exit code of a process that was killed."""
+        if self._process is not None:
+            self._process.wait()
+
+    def obituary(self) -> str:
+        """How it ended and what it said last."""
+        code = self.exit_code
+        how = "is running" if code is None else f"was killed by {_signal(-code)}" if code < 0 else f"exited with {code}"
+        return f"{self.name} {how}: {self._last_words()}"
+
+    def spoke_last_ns(self) -> int:
+        """When it last wrote to its log; among processes that died together the earliest is likely the cause.
+
+        A process that was killed counts as the earliest.
+        """
+        if (self.exit_code or 0) < 0:
+            return 0
+        return self._log.stat().st_mtime_ns if self._log.exists() else 0
+
+    def end_group(self) -> None:
+        """Kill what a dead process left behind in its process group."""
+        if self._process is not None and not self.is_running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _last_words(self) -> str:
+        """The one-line error a child of ours prints, else the end of its log."""
+        try:
+            with open(self._log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, size - _TAIL_BYTES))
+                lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            lines = []
+        for line in reversed(lines):
+            if line.startswith(ERROR_PREFIX):
+                return f"{line.removeprefix(ERROR_PREFIX)} (log: {self._log})"
+        if not lines:
+            return f"it printed nothing (log: {self._log})"
+        quoted = "".join(f"\n    {line}" for line in lines[-_QUOTED_LINES:])
+        return f"{lines[-1].strip()} (log: {self._log}){quoted if len(lines) > 1 else ''}"
+
+
+def _signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return name + (" (out of memory, or somebody's kill -9)" if name == "SIGKILL" else "")

@@ -1,0 +1,283 @@
+"""Owns what a launch is, as pure data: which processes run with which commands, and the numbers a config implies."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from areal.api.allocation import check_supported
+from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig
+from areal.api.errors import ConfigError
+from areal.launcher.memory import served_bytes, trained_bytes
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the plan may use."""
+
+    cores: int
+    gpus: tuple[str, ...] = ()
+    """Ids as CUDA_VISIBLE_DEVICES takes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProcess:
+    """One process to start."""
+
+    name: str
+    role: Literal["controller", "trainer", "server"]
+    index: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """Set on top of the launcher's own environment."""
+    log_path: str
+    device: str
+    gpu: str | None
+    num_threads: int
+    memory_bytes: int | None
+    """Weights, gradients, optimiser state and KV cache; None = not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identities:
+    """Numbers that follow from the config. None = known only once the data are read."""
+
+    episodes_per_step: int
+    samples_per_step: int
+    optimizer_steps_per_train_step: int
+    max_concurrent_episodes: int
+    max_staleness: int | None
+    """Versions by which admission lets a batch lag; None without rollouts."""
+    on_stale: str
+    rows: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    total_optimizer_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything a launcher does, before it does it."""
+
+    run_dir: str
+    run_id: int
+    recover: bool
+    allocation: str
+    ports: str
+    processes: tuple[PlannedProcess, ...]
+    identities: Identities
+
+    @property
+    def num_servers(self) -> int:
+        return sum(process.role == "server" for process in self.processes)
+
+
+def make_plan(
+    config: BaseExperimentConfig,
+    machine: Machine,
+    *,
+    script: str | None = None,
+    num_rows: int | None = None,
+    run_id: int = 0,
+    recover: bool = False,
+) -> LaunchPlan:
+    """The plan of one attempt at a run. ConfigError when the machine or this version cannot run it."""
+    mode = config.allocation
+    check_supported(mode)
+    num_servers = mode.inference.num_replicas if mode.inference is not None else 0
+    ranks = mode.train[0].parallel.world_size
+    gpus = _share_gpus(config, machine, num_servers, ranks)
+    threads = _share_cores(config, machine, num_servers, ranks)
+    paths = RunPaths.of(config)
+    processes: list[PlannedProcess] = []
+    order = [("controller", 1 if num_servers else 0), ("server", num_servers), ("trainer", ranks)]
+    for role, count in order:
+        for index in range(count):
+            gpu = gpus.get((role, index))
+            context = ProcessContext(
+                role=role,  # pyright: ignore[reportArgumentType] - one of the three above
+                index=index,
+                world_size=ranks,
+                num_servers=num_servers,
+                run_id=run_id,
+                run_dir=str(paths.root),
+                num_threads=threads[role],
+                recover=recover,
+                device="cpu" if gpu is None else "cuda:0",
+            )
+            processes.append(_planned(context, config, paths, script=script, gpu=gpu, on_gpus=bool(machine.gpus)))
+    return LaunchPlan(
+        run_dir=str(paths.root),
+        run_id=run_id,
+        recover=recover,
+        allocation=str(mode),
+        ports="chosen at start, on loopback",
+        processes=tuple(processes),
+        identities=_identities(config, num_rows),
+    )
+
+
+def _share_gpus(
+    config: BaseExperimentConfig, machine: Machine, num_servers: int, ranks: int
+) -> dict[tuple[str, int], str]:
+    """One GPU each for servers and trainer ranks; nothing on a CPU machine."""
+    asked = config.native.device if isinstance(config, PPOConfig) else "auto"
+    available = machine.gpus[: config.cluster.n_gpus_per_node]
+    if asked == "cuda" and not available:
+        raise ConfigError("native.device=cuda, but no GPU may be used here: use auto or cpu")
+    if not available:
+        return {}
+    users = [("server", index) for index in range(num_servers if asked != "cpu" else 0)]
+    users += [("trainer", index) for index in range(ranks)]
+    if len(users) > len(available):
+        raise ConfigError(
+            f"allocation_mode={config.allocation_mode} needs {len(users)} GPUs, but {len(available)} may be used here "
+            f"(cluster.n_gpus_per_node={config.cluster.n_gpus_per_node}): use smaller sizes, or "
+            "cluster.n_gpus_per_node=0 to run on the CPU"
+        )
+    return dict(zip(users, available, strict=False))
+
+
+def _share_cores(config: BaseExperimentConfig, machine: Machine, num_servers: int, ranks: int) -> dict[str, int]:
+    """CPU threads by role: the cores shared out between the processes that compute."""
+    share = machine.cores // (num_servers + ranks)
+    return {
+        "controller": 1,
+        "server": max(1, min(config.launcher.inference_server_cpus_per_gpu, share)),
+        "trainer": max(1, min(config.launcher.trainer_cpus_per_gpu, share)),
+    }
+
+
+def _planned(
+    context: ProcessContext,
+    config: BaseExperimentConfig,
+    paths: RunPaths,
+    *,
+    script: str | None,
+    gpu: str | None,
+    on_gpus: bool,
+) -> PlannedProcess:
+    more = {
+        "controller": "",
+        "server": config.launcher.inference_server_env_vars,
+        "trainer": config.launcher.trainer_env_vars,
+    }[context.role]
+    env = {
+        "OMP_NUM_THREADS": str(context.num_threads),
+        "MKL_NUM_THREADS": str(context.num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **({"CUDA_VISIBLE_DEVICES": gpu or ""} if on_gpus else {}),
+        **parse_env_vars(more),
+        **context.to_env(),
+    }
+    return PlannedProcess(
+        name=context.name,
+        role=context.role,
+        index=context.index,
+        argv=_command(context.role, paths, script),
+        env=env,
+        log_path=str(paths.log_of(context.name)),
+        device=context.device,
+        gpu=gpu,
+        num_threads=context.num_threads,
+        memory_bytes=_memory(context, config),
+    )
+
+
+def _command(role: str, paths: RunPaths, script: str | None) -> tuple[str, ...]:
+    if role == "server":
+        return (sys.executable, "-m", "areal.inference.server", "--config", str(paths.config))
+    scripts = () if script is None else (str(Path(script).absolute()),)
+    return (sys.executable, "-m", "areal.trainer", *scripts, "--config", str(paths.config))
+
+
+def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
+    """Bytes of the models a process holds; None when one of them is unknown."""
+    if context.role == "controller":
+        return 0
+    if isinstance(config, PPOConfig):
+        if context.role == "server":
+            path = config.native.model_path or config.actor.path
+            return served_bytes(config.native, path, on_gpu=context.device != "cpu")
+        models = [model for model in (config.actor, config.critic, config.ref) if model is not None]
+    else:
+        models = [config.model] if isinstance(config, SFTConfig) else []
+    sizes = [trained_bytes(model, context.world_size) for model in models]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identities:
+    data = config.train_dataset
+    samples, optimizer_steps, concurrent, staleness, on_stale = 1, 1, 0, None, ""
+    if isinstance(config, PPOConfig):
+        samples, optimizer_steps = config.gconfig.n_samples, config.actor.ppo_n_minibatches
+        concurrent = config.max_concurrent_rollouts
+        staleness, on_stale = config.rollout.max_head_offpolicyness, config.rollout.on_stale
+    per_epoch = None
+    limits: list[int] = []
+    if num_rows is not None:
+        per_epoch = num_rows // data.batch_size if data.drop_last else -(-num_rows // data.batch_size)
+        limits.append(per_epoch * config.total_train_epochs)
+    if config.total_train_steps is not None:
+        limits.append(config.total_train_steps)
+    if config.total_train_n_seqs is not None:
+        limits.append(-(-config.total_train_n_seqs // (data.batch_size * samples)))
+    total = min(limits) if num_rows is not None else None
+    return Identities(
+        episodes_per_step=data.batch_size,
+        samples_per_step=data.batch_size * samples,
+        optimizer_steps_per_train_step=optimizer_steps,
+        max_concurrent_episodes=concurrent,
+        max_staleness=staleness,
+        on_stale=on_stale,
+        rows=num_rows,
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        total_optimizer_steps=None if total is None else total * optimizer_steps,
+    )
+
+
+def parse_env_vars(text: str) -> dict[str, str]:
+    """`A=1,B=x\\,y` -> {"A": "1", "B": "x,y"}. A backslash makes the next character plain."""
+    pairs: list[str] = [""]
+    characters = iter(text)
+    for character in characters:
+        if character == "\\":
+            pairs[-1] += next(characters, "\\")
+        elif character == ",":
+            pairs.append("")
+        else:
+            pairs[-1] += character
+    found: dict[str, str] = {}
+    for pair in pairs:
+        if not pair.strip():
+            continue
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigError(f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)")
+        found[name.strip()] = value
+    return found
+
+
+def describe(plan: LaunchPlan) -> dict[str, Any]:
+    """The numbers of a plan by their names, for people."""
+    numbers = plan.identities
+    shown: dict[str, Any] = {
+        "episodes per train step": numbers.episodes_per_step,
+        "samples per train step": numbers.samples_per_step,
+        "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
+    }
+    if numbers.max_staleness is not None:
+        late = "; a straggler can be older and is then trained on" if numbers.on_stale == "train" else ""
+        shown["episodes in flight, at most"] = numbers.max_concurrent_episodes
+        shown["worst staleness by admission"] = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
+    unknown = "known once the data are read"
+    shown["rows of train_dataset"] = unknown if numbers.rows is None else numbers.rows
+    shown["train steps per epoch, at most"] = unknown if numbers.steps_per_epoch is None else numbers.steps_per_epoch
+    shown["train steps in all, at most"] = unknown if numbers.total_steps is None else numbers.total_steps
+    return shown

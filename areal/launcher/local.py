@@ -1,0 +1,233 @@
+"""Owns the command `python -m areal.launcher.local`: runs a configuration on this machine and waits for its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from areal.api.config import BaseExperimentConfig
+from areal.api.config.load import load_experiment, save_config, script_keys
+from areal.api.errors import ConfigError
+from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
+from areal.launcher.memory import bytes_text
+from areal.launcher.preflight import (
+    check_run_folder,
+    count_rows,
+    make_run_folder,
+    missing_inputs,
+    newest_checkpoint,
+    run_lock,
+)
+from areal.launcher.status import StatusLine, StatusSource
+from areal.launcher.supervisor import Interruptions, MemoryMeter, Outcome, Supervisor
+from areal.system.device import cpu_count, visible_gpus
+from areal.system.discovery import registry_of
+from areal.system.durable import write_atomic
+from areal.system.process import run_main
+from areal.system.run_paths import RunPaths
+
+USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
+
+Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
+configuration names all parts. --dry-run prints the plan and starts nothing. Exit status: 0 the run completed,
+1 it failed, 2 it could not start as configured, 130 it was interrupted.
+
+"""
+_RETRY_DELAY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the command line asks for."""
+
+    config: BaseExperimentConfig
+    extras: dict[str, Any]
+    """Top-level keys that belong to the script."""
+    script: str | None
+    dry_run: bool
+
+
+def read_command_line(argv: Sequence[str]) -> Launch:
+    """Read and check the whole configuration. ConfigError tells every problem; --help prints and exits."""
+    words = [word for word in argv if word != "--dry-run"]
+    if "--help" in words or "-h" in words:
+        sys.stdout.write(USAGE)
+        load_experiment(words)  # prints the options and exits
+    script = words.pop(0) if words and words[0].endswith(".py") else None
+    config = load_experiment(words, allow_unknown_top_level=script is not None)
+    if config.cluster.n_nodes > 1:
+        raise ConfigError(
+            f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
+        )
+    extras = script_keys(words) if script is not None else {}
+    return Launch(config=config, extras=extras, script=script, dry_run="--dry-run" in argv)
+
+
+def this_machine() -> Machine:
+    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()))
+
+
+def plan_text(plan: LaunchPlan) -> str:
+    """The plan for people."""
+    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: {plan.ports}", "processes:"]
+    for process in plan.processes:
+        where = process.device if process.gpu is None else f"GPU {process.gpu}"
+        memory = "" if process.memory_bytes == 0 else f", {bytes_text(process.memory_bytes)} of model state"
+        lines.append(f"  {process.name}: {where}, {process.num_threads} threads{memory}")
+        lines.append(f"    {' '.join(process.argv)}")
+    lines.append("identities:")
+    lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
+    lines.append("Model state is weights, gradients, optimiser and KV cache; activations and libraries come on top.")
+    return "\n".join(lines) + "\n"
+
+
+def launch(request: Launch, machine: Machine) -> int:
+    """Run to the end; returns the exit status."""
+    config, paths = request.config, RunPaths.of(request.config)
+    rows = count_rows(config)
+    plan = make_plan(config, machine, script=request.script, num_rows=rows)
+    problems = missing_inputs(config, request.script)
+    if request.dry_run:
+        sys.stdout.write(plan_text(plan))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    if request.dry_run:
+        return 0
+    make_run_folder(paths)
+    with run_lock(paths):
+        check_run_folder(config, paths)
+        save_config(config, paths.config, extra=request.extras)
+        line = StatusLine()
+        with _interruptions() as interruptions:
+            runner = _Runner(request, machine, paths, rows, line, interruptions)
+            outcome = runner.run()
+        line.end(None)
+        runner.write_summary(outcome)
+        return _tell(outcome, paths, line)
+
+
+class _Runner:
+    """Attempts at one run: the first, and restarts of the whole run as recover.mode and recover.retries say."""
+
+    def __init__(
+        self,
+        request: Launch,
+        machine: Machine,
+        paths: RunPaths,
+        rows: int | None,
+        line: StatusLine,
+        interruptions: Interruptions,
+    ) -> None:
+        self._request = request
+        self._machine = machine
+        self._paths = paths
+        self._rows = rows
+        self._line = line
+        self._interruptions = interruptions
+        self._meter = MemoryMeter()
+        self._attempts = 0
+        self._began_s = time.monotonic()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def run(self) -> Outcome:
+        recovery = self._request.config.recover
+        outcome = self._attempt(recover=recovery.mode in ("auto", "resume"))
+        while outcome.status == "failed" and recovery.mode in ("auto", "fault"):
+            if self._attempts > recovery.retries or (not outcome.was_ready and self._attempts == 1):
+                break
+            source = newest_checkpoint(self._paths)
+            self._line.say(
+                f"areal: attempt {self._attempts} failed: {outcome.cause}\n"
+                f"areal: starting again from {source.name if source else 'the beginning'} "
+                f"({self._attempts} of at most {recovery.retries} restarts)"
+            )
+            if self._interruptions.wait(_RETRY_DELAY_S):
+                return dataclasses.replace(outcome, status="interrupted")
+            outcome = self._attempt(recover=True)
+        return outcome
+
+    def _attempt(self, *, recover: bool) -> Outcome:
+        config = self._request.config
+        plan = make_plan(
+            config,
+            self._machine,
+            script=self._request.script,
+            num_rows=self._rows,
+            run_id=self._attempts,
+            recover=recover and newest_checkpoint(self._paths) is not None,
+        )
+        self._attempts += 1
+        write_atomic(self._paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
+        registry = registry_of(config)
+        registry.clear()
+        source = StatusSource(
+            registry,
+            self._paths.metrics,
+            has_controller=plan.num_servers > 0,
+            total_steps=plan.identities.total_steps,
+        )
+        supervisor = Supervisor(
+            plan,
+            config.launcher,
+            registry=registry,
+            source=source,
+            line=self._line,
+            meter=self._meter,
+            interruptions=self._interruptions,
+        )
+        return supervisor.run()
+
+    def write_summary(self, outcome: Outcome) -> None:
+        summary = {
+            "status": outcome.status,
+            "cause": outcome.cause,
+            "started_at": self._started_at,
+            "seconds": round(time.monotonic() - self._began_s, 3),
+            "peak_rss_gib": round(self._meter.peak_bytes / 2**30, 4),
+            "exit_codes": outcome.exit_codes,
+            "restarts": outcome.restarts,
+            "attempts": self._attempts,
+        }
+        write_atomic(self._paths.summary, json.dumps(summary, indent=1).encode())
+
+
+@contextmanager
+def _interruptions() -> Iterator[Interruptions]:
+    """Count Ctrl-C, SIGTERM and a closed terminal instead of dying of them."""
+    found = Interruptions()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays in force
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, found.add) for number in numbers}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
+    if outcome.status == "completed":
+        line.say(f"areal: run completed: {paths.root}")
+        return 0
+    if outcome.status == "interrupted":
+        line.say(f"areal: interrupted, all processes have ended: {paths.root}")
+        return 130
+    line.say(f"areal: error: run failed: {outcome.cause}")
+    return 1
+
+
+def main() -> None:
+    sys.exit(launch(read_command_line(sys.argv[1:]), this_machine()))
+
+
+if __name__ == "__main__":
+    run_main(main)

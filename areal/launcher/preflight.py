@@ -1,0 +1,167 @@
+"""Owns what is checked before anything starts: files, folders, room on disk, and that nobody else runs this run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
+from areal.api.errors import ConfigError, LaunchError
+from areal.launcher.memory import ModelShape
+from areal.system.durable import is_complete
+from areal.system.run_paths import RunPaths
+
+_DATA_ENDINGS = (".jsonl", ".json")
+_SPARE_BYTES = 64 * 2**20
+"""Free room a run needs besides its weights: ledger, logs, metrics."""
+
+
+def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str]:
+    """One sentence for every input that is not there."""
+    problems: list[str] = []
+    if script is not None and not Path(script).is_file():
+        problems.append(f"{script}: no such script")
+    for key, model in _models(config).items():
+        problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
+    if isinstance(config, PPOConfig) and config.native.model_path:
+        problems += _model_problems("native.model_path", config.native.model_path, needs_weights=True)
+    if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
+        problems.append(f"tokenizer_path: {config.tokenizer_path} is no folder")
+    for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+        if data is None:
+            continue
+        path = Path(data.path)
+        if (path.suffix in _DATA_ENDINGS or looks_local(data.path)) and not path.exists():
+            problems.append(f"{key}.path: {data.path} does not exist")
+    return problems
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model or data path means this machine's files; a hub name has at most one slash."""
+    if not path:
+        return False
+    named = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    return named or Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
+
+
+def _models(config: BaseExperimentConfig) -> dict[str, TrainEngineConfig]:
+    if isinstance(config, SFTConfig):
+        return {"model": config.model}
+    if isinstance(config, PPOConfig):
+        models: dict[str, TrainEngineConfig | None] = {
+            "actor": config.actor,
+            "critic": config.critic,
+            "ref": config.ref,
+        }
+        return {key: model for key, model in models.items() if model is not None}
+    return {}
+
+
+def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str]:
+    if not looks_local(path):
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        yield f"{key}: {path} is no folder; give a checkpoint folder or a hub name"
+    elif not (folder / "config.json").is_file():
+        yield f"{key}: {path} holds no config.json, so it is no Hugging Face checkpoint"
+    elif needs_weights and not any(folder.glob("*.safetensors")):
+        yield f"{key}: {path} holds no *.safetensors; save the weights there, or set init_from_scratch=true"
+
+
+def make_run_folder(paths: RunPaths) -> None:
+    """Make the run folder. ConfigError when it cannot be written."""
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=paths.root) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.fileroot: cannot write to {paths.root}: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
+    """ConfigError when the run folder is on a full disk or holds an earlier run that would be written over."""
+    needed = _SPARE_BYTES + 4 * sum(_weight_bytes(model) for model in _models(config).values())
+    free = shutil.disk_usage(paths.root).free
+    if free < needed:
+        raise ConfigError(
+            f"cluster.fileroot: {paths.root} has {free / 2**20:.0f} MiB free, this run needs at least "
+            f"{needed / 2**20:.0f} MiB: make room or choose another folder"
+        )
+    _check_earlier_run(config, paths)
+
+
+def _weight_bytes(model: TrainEngineConfig) -> int:
+    shape = ModelShape.read(model.path)
+    return 0 if shape is None else shape.parameters * (2 if model.dtype == "bfloat16" else 4)
+
+
+def _check_earlier_run(config: BaseExperimentConfig, paths: RunPaths) -> None:
+    mode = config.recover.mode
+    if mode == "resume" and newest_checkpoint(paths) is None:
+        raise ConfigError(f"recover.mode=resume, but {paths.recover} holds no complete checkpoint: use auto")
+    if mode in ("auto", "resume"):
+        return
+    found = [name for name in ("ledger", "metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
+    if found:
+        raise ConfigError(
+            f"{paths.root} holds an earlier run ({', '.join(found)}) and recover.mode={mode} would write over it: "
+            "change trial_name, delete the folder, or set recover.mode=auto to go on with it"
+        )
+
+
+def _holds_data(path: Path) -> bool:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return any(file.is_file() and file.stat().st_size > 0 for file in files)
+
+
+def newest_checkpoint(paths: RunPaths) -> Path | None:
+    """The newest complete recovery checkpoint of a run."""
+    complete = [path for path in sorted(paths.recover.glob("step-*")) if is_complete(path)]
+    return complete[-1] if complete else None
+
+
+def count_rows(config: BaseExperimentConfig) -> int | None:
+    """Rows of a training set that is a local .jsonl file, before any filter; None for the rest."""
+    path = Path(config.train_dataset.path)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+@contextmanager
+def run_lock(paths: RunPaths) -> Iterator[None]:
+    """Hold the run folder for this launcher. LaunchError, with pid and host of the holder, when it is taken.
+
+    The lock goes with the process, so a launcher that was killed leaves none behind.
+    """
+    with open(paths.lock, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise LaunchError(
+                f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name"
+            ) from None
+        file.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+        file.flush()
+        yield
+
+
+def _holder(text: str) -> str:
+    try:
+        found = json.loads(text)
+        return f"the launcher with pid {found['pid']} on host {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another launcher"

@@ -1,0 +1,132 @@
+"""Owns the live status line: what it says, from where, and how often it is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, TextIO
+
+from areal.system.discovery import NameRegistry
+
+_TIMEOUT_S = 0.5
+_PLAIN_INTERVAL_S = 10.0
+_TAIL_BYTES = 1 << 16
+
+
+class StatusSource:
+    """Reads where a run stands: from the controller, or from metrics.jsonl when there is none."""
+
+    def __init__(self, registry: NameRegistry, metrics: Path, *, has_controller: bool, total_steps: int | None) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._has_controller = has_controller
+        self._total_steps = total_steps
+        # Without proxies: the controller is on this machine whatever http_proxy says.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def read(self) -> str | None:
+        """The text of the line; None when nothing is known yet or the controller is too busy to answer."""
+        return self._from_controller() if self._has_controller else self._from_metrics()
+
+    def _from_controller(self) -> str | None:
+        found = self._registry.get("controller")
+        if found is None:
+            return None
+        try:
+            address = json.loads(found)["address"]
+            with self._opener.open(f"{address}/status", timeout=_TIMEOUT_S) as answer:
+                return rollout_line(json.loads(answer.read()), self._total_steps)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _from_metrics(self) -> str | None:
+        last = last_record(self._metrics)
+        return None if last is None else training_line(last, self._total_steps)
+
+
+def last_record(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a metrics file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+        return json.loads(lines[-2]) if len(lines) > 1 else None
+    except (OSError, ValueError):
+        return None
+
+
+def rollout_line(status: dict[str, Any], total_steps: int | None) -> str:
+    """One line on an asynchronous run."""
+    total = status.get("total_steps") or total_steps
+    return " | ".join(
+        [
+            f"step {status.get('step', 0)}/{_or_unknown(total)}",
+            f"reward {_number(status.get('reward_mean'), '.3f')}",
+            f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running",
+            f"staleness {_number(status.get('staleness_mean'), '.2f')}",
+            f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
+            f"waits for {status.get('waiting_for') or '?'}",
+        ]
+    )
+
+
+def training_line(record: dict[str, Any], total_steps: int | None) -> str:
+    """One line on a run without rollouts."""
+    return " | ".join(
+        [
+            f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
+            f"loss {_number(record.get('loss'), '.4f')}",
+            f"{_number(record.get('trained_tokens_per_s'), ',.0f')} tokens/s",
+        ]
+    )
+
+
+def _or_unknown(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+class StatusLine:
+    """Shows one line: refreshed in place on a terminal, else as a plain line now and then."""
+
+    def __init__(self, stream: TextIO = sys.stderr) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._shown = ""
+        self._shown_s = float("-inf")
+
+    def show(self, text: str) -> None:
+        """Show `text` as the line; on something else than a terminal at most every 10 seconds and only if new."""
+        if self._live:
+            width = max(20, os.get_terminal_size(self._stream.fileno()).columns) - 1
+            self._stream.write("\r" + text[:width] + "\x1b[K")
+        elif text != self._shown and time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
+            self._stream.write(text + "\n")
+            self._shown_s = time.monotonic()
+        else:
+            return
+        self._shown = text
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Print a lasting line, above the live one."""
+        self._stream.write(("\r\x1b[K" if self._live and self._shown else "") + text + "\n")
+        self._stream.flush()
+        self._shown = ""
+
+    def end(self, text: str | None) -> None:
+        """Leave `text`, or what is shown, as the last line."""
+        if self._live and text is None and self._shown:
+            self._stream.write("\n")
+        elif text is not None:
+            self.say(text)
+        self._stream.flush()
+        self._shown = ""
