@@ -1,0 +1,92 @@
+"""Owns the step from records of lists to a packed train batch: the one shift to next-token alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.api.batch import TrainBatch
+from areal.api.data import BatchShare
+from areal.api.errors import InputError
+
+
+def to_train_batch(share: BatchShare) -> TrainBatch:
+    """Pack a rank's share. What a record says about token t+1 moves to position t; the first token's entry is lost.
+
+    Nothing predicts the first token of a sequence, so it can never be trained on. A share may be empty. InputError
+    when the arrays of the share do not fit together.
+    """
+    lengths = share.lengths.astype(np.int64)
+    per_token = {
+        "loss_mask": share.loss_mask,
+        "rollout_logprobs": share.rollout_logprobs,
+        "output_versions": share.output_versions,
+    }
+    per_sequence = {"rewards": share.rewards, "group_index": share.group_index, "finished": share.finished}
+    _require_lengths(lengths, share.token_ids.size, per_token, per_sequence)
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return TrainBatch(
+        input_ids=_tensor(share.token_ids, torch.int64),
+        cu_seqlens=_tensor(bounds, torch.int32),
+        loss_mask=_next_token(share.loss_mask, bounds, 0, torch.bool),
+        sequence_index=_tensor(np.repeat(np.arange(lengths.size), lengths), torch.int64),
+        rollout_logprobs=_next_token(share.rollout_logprobs, bounds, 0.0, torch.float32),
+        output_versions=_next_token(share.output_versions, bounds, -1, torch.int64),
+        rewards=_tensor(share.rewards, torch.float32),
+        group_ids=_tensor(share.group_index, torch.int64),
+        finished=_tensor(share.finished, torch.bool),
+    )
+
+
+def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> TrainBatch:
+    """Pack rows for supervised training. Masks are token aligned: 1 = learn to produce this token."""
+    if len(token_ids) != len(loss_mask):
+        raise InputError(f"{len(token_ids)} rows of token ids came with {len(loss_mask)} rows of masks")
+    for row, (ids, mask) in enumerate(zip(token_ids, loss_mask, strict=True)):
+        if len(ids) != len(mask):
+            raise InputError(f"row {row} has {len(ids)} token ids and {len(mask)} mask entries")
+    num_rows, num_tokens = len(token_ids), sum(len(ids) for ids in token_ids)
+    share = BatchShare(
+        step=0,
+        version=0,
+        token_ids=np.fromiter((token for ids in token_ids for token in ids), np.int32, num_tokens),
+        lengths=np.array([len(ids) for ids in token_ids], np.int32),
+        loss_mask=np.fromiter((flag for mask in loss_mask for flag in mask), np.uint8, num_tokens),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        output_versions=np.full(num_tokens, -1, np.int32),
+        rewards=np.zeros(num_rows, np.float32),
+        group_index=np.arange(num_rows, dtype=np.int32),
+        finished=np.ones(num_rows, np.uint8),
+    )
+    return to_train_batch(share)
+
+
+def _require_lengths(
+    lengths: np.ndarray, num_tokens: int, per_token: dict[str, np.ndarray], per_sequence: dict[str, np.ndarray]
+) -> None:
+    if lengths.size and lengths.min() < 1:
+        raise InputError(f"sequence {int(lengths.argmin())} of a batch has no tokens")
+    if lengths.sum() != num_tokens:
+        raise InputError(f"the lengths of a batch add up to {lengths.sum()}, but it has {num_tokens} token ids")
+    for name, values in per_token.items():
+        if values.size != num_tokens:
+            raise InputError(f"{name} of a batch has {values.size} entries for {num_tokens} tokens")
+    for name, values in per_sequence.items():
+        if values.size != lengths.size:
+            raise InputError(f"{name} of a batch has {values.size} entries for {lengths.size} sequences")
+
+
+def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torch.dtype) -> Tensor:
+    """Position t gets the value of t+1, the last position of each sequence gets `last`."""
+    shifted = np.empty_like(values)
+    shifted[:-1] = values[1:]
+    shifted[bounds[1:] - 1] = last
+    return _tensor(shifted, dtype)
+
+
+def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """A copy, so that the batch does not depend on a buffer of the network layer."""
+    return torch.tensor(values).to(dtype)

@@ -1,0 +1,119 @@
+"""Owns the cutting of packed batches: which sequences go together, and taking some of a batch.
+
+Only lengths decide, so every cut is the same on a replay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal.api.batch import TrainBatch
+from areal.api.errors import InputError
+
+
+def balanced_parts(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Indices of `lengths` in exactly `num_parts` lists of about equal sums; ascending inside each, some may be empty.
+
+    Longest first, each to the part that holds least: the fullest part is at most 4/3 of the best possible.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, 0, part) for part in range(num_parts)]  # (tokens, sequences, part)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, sequences, part = heap[0]
+        parts[part].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], sequences + 1, part))
+    return [sorted(part) for part in parts]
+
+
+def split_by_tokens(
+    lengths: Sequence[int], max_tokens: int | None, min_parts: int = 1, divisor: int = 1, granularity: int = 1
+) -> list[list[int]]:
+    """Indices of `lengths` in few lists of at most `max_tokens` tokens each; ascending inside each, some may be empty.
+
+    First-fit decreasing decides how many; they are then levelled out as far as the limit allows. The number of lists
+    is at least `min_parts` and a multiple of `divisor`. Every `granularity` neighbours stay together. InputError when
+    such a unit alone is above the limit, or when `granularity` does not divide the number of sequences.
+    """
+    if len(lengths) % granularity:
+        raise InputError(f"{len(lengths)} sequences cannot be cut into units of granularity={granularity}")
+    units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
+    if max_tokens is not None and units and max(units) > max_tokens:
+        raise InputError(f"a unit of {max(units)} tokens is longer than max_tokens={max_tokens}: raise the limit")
+    bins = [list(range(len(units)))] if max_tokens is None else _first_fit_decreasing(units, max_tokens)
+    num_parts = -(-max(len(bins), min_parts) // divisor) * divisor
+    level = balanced_parts(units, num_parts)
+    if max_tokens is not None and max(sum(units[i] for i in part) for part in level) > max_tokens:
+        level = _split_further(bins, units, num_parts)
+    return [[unit * granularity + k for unit in part for k in range(granularity)] for part in level]
+
+
+def _first_fit_decreasing(units: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(units)), key=lambda i: (-units[i], i)):
+        place = next((i for i, free in enumerate(room) if free >= units[index]), None)
+        if place is None:
+            bins.append([index])
+            room.append(max_tokens - units[index])
+        else:
+            bins[place].append(index)
+            room[place] -= units[index]
+    return [sorted(members) for members in bins]
+
+
+def _split_further(bins: list[list[int]], units: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Halve the fullest bins until there are `num_parts`; bins of one unit stay, empty ones make up the number."""
+    parts = [list(members) for members in bins]
+    while len(parts) < num_parts:
+        fullest = max(parts, key=lambda part: (len(part) > 1, sum(units[i] for i in part)), default=[])
+        if len(fullest) < 2:
+            return parts + [[] for _ in range(num_parts - len(parts))]
+        parts.remove(fullest)
+        for half in balanced_parts([units[i] for i in fullest], 2):
+            parts.append([fullest[i] for i in half])
+    return parts
+
+
+def token_positions(cu_seqlens: Tensor, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where the tokens of the sequences `indices` lie in a packed batch, in that order, and their new boundaries.
+
+    cu_seqlens [S + 1] int32 -> positions [T'] int64, new cu_seqlens [len(indices) + 1] int32.
+    """
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
+    starts, ends = cu_seqlens[:-1].long()[chosen], cu_seqlens[1:].long()[chosen]
+    lengths = ends - starts
+    bounds = torch.zeros(len(indices) + 1, dtype=torch.int64, device=cu_seqlens.device)
+    torch.cumsum(lengths, 0, out=bounds[1:])
+    shift = torch.repeat_interleave(starts - bounds[:-1], lengths)
+    return shift + torch.arange(shift.numel(), device=cu_seqlens.device), bounds.int()
+
+
+def take(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    """The sequences `indices` of a batch, in that order. `indices` may be empty."""
+    positions, cu_seqlens = token_positions(batch.cu_seqlens, indices)
+    chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.cu_seqlens.device)
+    new_index = torch.arange(len(indices), device=chosen.device)
+
+    def if_known(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[positions]
+
+    return TrainBatch(
+        input_ids=batch.input_ids[positions],
+        cu_seqlens=cu_seqlens,
+        loss_mask=batch.loss_mask[positions],
+        sequence_index=torch.repeat_interleave(new_index, cu_seqlens.diff().long()),
+        rollout_logprobs=batch.rollout_logprobs[positions],
+        output_versions=batch.output_versions[positions],
+        rewards=batch.rewards[chosen],
+        group_ids=batch.group_ids[chosen],
+        finished=batch.finished[chosen],
+        prox_logprobs=if_known(batch.prox_logprobs),
+        ref_logprobs=if_known(batch.ref_logprobs),
+        values=if_known(batch.values),
+        advantages=if_known(batch.advantages),
+        returns=if_known(batch.returns),
+    )

@@ -1,0 +1,69 @@
+"""Owns the choice of a train engine: which object a configuration and a role ask for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from areal.api.config import TrainEngineConfig
+from areal.api.engine import TrainEngine
+from areal.engine.fsdp import FSDPEngine
+from areal.engine.hf_model import load_model, resolve_model_folder, shard_units
+from areal.engine.mesh import TrainerMesh
+from areal.engine.optimizer import ScheduledOptimizer
+from areal.engine.packed_attention import choose_attention
+from areal.engine.token_model import PolicyModel, TokenModel, ValueModel
+
+Role = Literal["actor", "ref", "critic"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_train_engine(
+    config: TrainEngineConfig, *, role: Role, total_steps: int, mesh: TrainerMesh, seed: int
+) -> TrainEngine:
+    """Load the model that `config` names; a collective. `total_steps` optimizer steps make the whole schedule.
+
+    A model with an optimiser keeps float32 weights and computes in config.dtype; one without has config.dtype only.
+    """
+    compute = _DTYPES[config.dtype]
+    stored = torch.float32 if config.optimizer is not None else compute
+    folder = resolve_model_folder(config.path)
+    attention = choose_attention(config.attn_impl, mesh.device, compute)
+    hf_model = load_model(folder, config, is_critic=role == "critic", seed=seed, dtype=stored, attention=attention)
+    if config.gradient_checkpointing:
+        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.optimizer is None:
+        hf_model.requires_grad_(False)
+    model = ValueModel(hf_model) if role == "critic" else PolicyModel(hf_model, config.temperature)
+    if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
+        _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
+    else:
+        model.to(mesh.device)  # nothing to shard and nothing to cast: the plain model is exact, and faster
+    optimizer = None
+    if config.optimizer is not None:
+        optimizer = ScheduledOptimizer(dict(hf_model.named_parameters()), config.optimizer, total_steps)
+    return FSDPEngine(model, mesh=mesh, optimizer=optimizer, mb_spec=config.mb_spec, dtype=compute, source=folder)
+
+
+def _shard(
+    model: TokenModel, config: TrainEngineConfig, device_mesh: DeviceMesh, *, compute: torch.dtype, stored: torch.dtype
+) -> None:
+    """FSDP2 on every block, on a critic's head, which stays in float32, and on what is left."""
+    reduce = _DTYPES[config.grad_reduce_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == stored else compute, reduce_dtype=reduce)
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.fsdp.offload_params:
+        offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
+    wrap = config.fsdp.wrap_policy
+    units = shard_units(model.model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)
+    for unit in units:
+        fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+    if isinstance(model, ValueModel):
+        head: nn.Module = model.model.get_submodule("score")
+        exact = MixedPrecisionPolicy(reduce_dtype=reduce)
+        fully_shard(head, mesh=device_mesh, mp_policy=exact, offload_policy=offload)
+    fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)

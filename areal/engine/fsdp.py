@@ -1,0 +1,204 @@
+"""Owns the FSDP2 train engine: micro-batched passes over packed rows, one optimiser step, weights in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from areal.api.batch import LossFn, TokenOutputs, TrainBatch
+from areal.api.config import MicroBatchSpec
+from areal.api.errors import InputError
+from areal.api.metrics import Metrics, merge_metrics
+from areal.data.split import token_positions
+from areal.engine.checkpoint import RecoveryState, export_model, load_recovery, save_recovery
+from areal.engine.mesh import TrainerMesh
+from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
+from areal.engine.optimizer import ScheduledOptimizer, local_part
+from areal.engine.token_model import TokenModel
+from areal.engine.weight_files import read_weights
+
+FLOAT32_HEAD = "score.weight"
+"""The critic's head, which computes and is exported in float32."""
+
+
+class FSDPEngine:
+    """Implements `areal.api.engine.TrainEngine` for a model that is sharded with FSDP2, or whole on a single rank."""
+
+    def __init__(
+        self,
+        model: TokenModel,
+        *,
+        mesh: TrainerMesh,
+        optimizer: ScheduledOptimizer | None,
+        mb_spec: MicroBatchSpec,
+        dtype: torch.dtype,
+        source: Path,
+    ) -> None:
+        """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports."""
+        self._model = model
+        self._mesh = mesh
+        self._optimizer = optimizer
+        self._mb_spec = mb_spec
+        self._dtype = dtype
+        self._source = source
+
+    @property
+    def dp_rank(self) -> int:
+        return self._mesh.rank
+
+    @property
+    def dp_size(self) -> int:
+        return self._mesh.world_size
+
+    def forward(self, batch: TrainBatch) -> TokenOutputs:
+        """Outputs for the whole batch in its own order, no gradient, on the CPU; a collective."""
+        self._model.eval()
+        whole = [torch.zeros(batch.num_tokens) for _ in range(self._model.num_outputs)]
+        with torch.no_grad():
+            for indices in self._plan(batch):
+                if not indices:
+                    self._model(dummy_input(self._mesh.device))
+                    continue
+                micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
+                positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
+                for target, values in zip(whole, self._model(inputs), strict=True):
+                    target[positions] = values.cpu()
+        if isinstance(self._model, FSDPModule):
+            self._model.reshard()  # the root stays gathered otherwise, and would not see weights loaded later
+        return self._model.as_outputs(whole)
+
+    def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
+        """Accumulate gradients of (sum of losses over all micro-batches and ranks) / denominator; a collective."""
+        if not denominator > 0:
+            raise ValueError(f"the denominator of a loss must be above 0, got {denominator}")
+        self._model.train()
+        scale = self.dp_size / denominator  # FSDP averages gradients over the ranks
+        metrics: Metrics = {}
+        for indices in self._plan(batch):
+            if not indices:
+                nothing = self._model(dummy_input(self._mesh.device))[0].sum() * 0.0
+                nothing.backward()
+                continue
+            micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
+            result = loss_fn(self._model.as_outputs(self._model(inputs)), micro)
+            (result.loss * scale).backward()
+            metrics = merge_metrics(metrics, result.metrics)
+        return metrics
+
+    def optimizer_step(self) -> Metrics:
+        return self._require_optimizer().step(self.all_reduce)
+
+    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        return self._mesh.all_reduce(values, op)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights in the compute type by Hugging Face name, tied ones once; a collective."""
+        for name, weight in self._model.named_tensors():
+            value = weight.detach().to(self._mesh.device)
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            convert = value.is_floating_point() and name != FLOAT32_HEAD
+            yield name, value.to(self._dtype) if convert else value
+
+    def save(self, path: Path, *, with_optimizer: bool) -> None:
+        """False: Hugging Face export. True: recovery state. Whole or absent; a collective."""
+        if not with_optimizer:
+            hf_model = self._model.model
+            export_model(
+                path,
+                self.named_weights(),
+                hf_model.config,
+                class_name=type(hf_model).__name__,
+                dtype=self._dtype,
+                source=self._source,
+                mesh=self._mesh,
+            )
+            return
+        optimizer = self._require_optimizer()
+        state = RecoveryState(
+            weights={name: local_part(weight) for name, weight in self._model.named_tensors()},
+            optimizer=optimizer.state(),
+            rng=_rng_state(self._mesh.device),
+            num_steps=optimizer.num_steps,
+        )
+        save_recovery(path, state, self._mesh)
+
+    def load(self, path: Path, *, with_optimizer: bool) -> None:
+        """False: weights of a Hugging Face checkpoint. True: everything that `save` wrote with True."""
+        if with_optimizer:
+            optimizer = self._require_optimizer()
+            state = load_recovery(path, self._mesh)
+            self._load_weights(state.weights.items(), path, are_local=True)
+            optimizer.load_state(state.optimizer, state.num_steps)
+            _set_rng_state(state.rng, self._mesh.device)
+        else:
+            self._load_weights(read_weights(path), path, are_local=False)
+
+    def offload(self) -> None:
+        """Give the accelerator's memory back: weights and optimiser state go to the CPU until `onload`."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self._mesh.device)
+
+    def close(self) -> None:
+        """Nothing is held beyond this object; the mesh is its opener's."""
+
+    def _plan(self, batch: TrainBatch) -> list[list[int]]:
+        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, lambda facts: self.all_reduce(facts, "max"))
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], path: Path, *, are_local: bool) -> None:
+        own = dict(self._model.named_tensors())
+        aliases = self._model.tied_names()
+        missing = set(own)
+        for name, value in weights:
+            target = own.get(aliases.get(name, name))
+            if target is None:
+                continue
+            whole = target.to_local() if are_local and isinstance(target, DTensor) else target
+            if whole.shape != value.shape:
+                raise InputError(
+                    f"{path}: weight {name} has shape {list(value.shape)}, the model's has {list(whole.shape)}"
+                )
+            with torch.no_grad():
+                if isinstance(whole, DTensor):
+                    source = value.to(self._mesh.device, whole.dtype)
+                    whole.copy_(distribute_tensor(source, whole.device_mesh, whole.placements, src_data_rank=None))
+                else:
+                    whole.copy_(value)
+            missing.discard(aliases.get(name, name))
+        if missing:
+            raise InputError(f"{path} lacks {len(missing)} weights of the model, among them {min(missing)}")
+
+    def _move(self, device: torch.device) -> None:
+        if self._mesh.device.type == "cpu":
+            return
+        self._model.to(device)
+        if self._optimizer is not None:
+            self._optimizer.move_state(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def _require_optimizer(self) -> ScheduledOptimizer:
+        if self._optimizer is None:
+            raise ValueError("this engine has no optimiser: it was built for a model that is never trained")
+        return self._optimizer
+
+
+def _rng_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_rng_state(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,150 @@
+"""Owns how a Hugging Face model comes into the trainer: where its files are, how it is built, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from areal.api.config import TrainEngineConfig
+from areal.api.errors import ConfigError, InputError
+
+
+def resolve_model_folder(path: str) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the hub's cache filled from the hub. InputError otherwise."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"model folder {folder} has no config.json: name a Hugging Face checkpoint folder")
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, ValueError, HFValidationError) as error:  # absent, offline, not a name
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model {path!r} is neither a folder here nor to be had from the hub ({reason})") from error
+
+
+def load_model(
+    folder: Path, config: TrainEngineConfig, *, is_critic: bool, seed: int, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Build the model in `folder` on the CPU, the same on every rank. A critic gets a new head unless it has one."""
+    model_config = _read_config(folder, is_critic=is_critic)
+    _refuse_unsupported(model_config)
+    if config.disable_dropout:
+        _disable_dropout(model_config)
+    auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            if config.init_from_scratch:
+                model = auto.from_config(model_config, attn_implementation=attention, dtype=dtype)
+            else:
+                model = _from_weights(auto, folder, model_config, attention, dtype, is_critic=is_critic)
+        except (OSError, ValueError) as error:
+            raise InputError(f"model in {folder} cannot be loaded: {_first_line(error)}") from error
+    _refuse_unsupported_model(model, is_critic=is_critic)
+    return model
+
+
+def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[nn.Module]:
+    """The modules that FSDP shards one by one: those of the named classes, by default the model's blocks."""
+    wanted = set(class_names if class_names is not None else model._no_split_modules or [])
+    units = [module for module in model.modules() if type(module).__name__ in wanted]
+    missing = wanted - {type(module).__name__ for module in units}
+    if missing and class_names is not None:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"fsdp.wrap_policy.transformer_layer_cls_to_wrap names {', '.join(sorted(missing))}, which the model does "
+            f"not have; its classes are {', '.join(known)}"
+        )
+    return units
+
+
+def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"config.json in {folder} cannot be used: {_first_line(error)}") from error
+    if is_critic:
+        config.num_labels = 1
+    return config
+
+
+def _from_weights(
+    auto: Any, folder: Path, config: PretrainedConfig, attention: str, dtype: torch.dtype, *, is_critic: bool
+) -> PreTrainedModel:
+    model, info = auto.from_pretrained(
+        folder,
+        config=config,
+        attn_implementation=attention,
+        dtype=dtype,
+        output_loading_info=True,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if is_critic and missing == ["score.weight"]:
+        nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
+        missing = []
+    if missing:  # transformers would go on with random numbers
+        raise InputError(f"checkpoint {folder} lacks {len(missing)} weights of the model, among them {missing[0]}")
+    return model
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    """ConfigError for models whose training would be wrong here, not slow: each would run without an error."""
+    text = config.get_text_config()
+    facts = text.to_dict()
+    kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention"})
+    if kinds:
+        raise ConfigError(
+            f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention is trained"
+        )
+    uses_window = facts.get("use_sliding_window", True) and not facts.get("layer_types")
+    if facts.get("sliding_window") and uses_window:
+        raise ConfigError(
+            f"model type {config.model_type} has sliding-window attention: only full attention is trained"
+        )
+    for name, neutral in (("final_logit_softcapping", None), ("attn_logit_softcapping", None), ("logit_scale", 1.0)):
+        if facts.get(name, neutral) not in (None, neutral):
+            raise ConfigError(f"model type {config.model_type} uses {name}, which the FSDP engine does not know")
+    if facts.get("logits_scaling", 1.0) != 1.0:
+        raise ConfigError(f"model type {config.model_type} uses logits_scaling, which the FSDP engine does not know")
+
+
+def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> None:
+    name = type(model).__name__
+    if not model._supports_attention_backend:
+        raise ConfigError(
+            f"{name} does not take attention functions from outside: the FSDP engine cannot pack its rows"
+        )
+    if get_model_conversion_mapping(model, add_legacy=False):
+        raise ConfigError(f"{name} names its weights otherwise than its checkpoints do, which is not supported yet")
+    if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
+        raise ConfigError(f"{name} has no linear head called score: it cannot be made a critic")
+    if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"{name} has no linear output head: the FSDP engine cannot compute its log-probabilities")
+
+
+def _disable_dropout(config: PretrainedConfig) -> None:
+    for name, value in config.get_text_config().to_dict().items():
+        if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
+            setattr(config.get_text_config(), name, 0.0)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

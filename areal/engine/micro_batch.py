@@ -1,0 +1,117 @@
+"""Owns how a batch becomes forward passes: the cut by token budget, the same number on every rank, and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal.api.batch import MicroBatch, TrainBatch
+from areal.api.config import MicroBatchSpec
+from areal.api.errors import ConfigError, InputError
+from areal.data.split import split_by_tokens, take
+from areal.engine.packed_attention import PackedLayout, packed_layout
+
+ReduceMax = Callable[[Tensor], Tensor]
+"""Elementwise maximum of a CPU float64 tensor over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """What one forward pass reads, on the model's device."""
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    labels: Tensor  # [T] int64: the next token, 0 at the last position of each sequence
+    has_label: Tensor  # [T] bool: false at the last position of each sequence
+    layout: PackedLayout
+
+
+def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: ReduceMax) -> list[list[int]]:
+    """Sequence indices of each micro-batch; as many lists on every rank, empty where a rank has nothing left.
+
+    A collective. What is wrong on one rank raises on all, so that none waits for the others.
+    """
+    granularity, limit = spec.granularity, spec.max_tokens_per_mb
+    units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
+    uneven = float(len(lengths) % granularity)
+    fits = limit is None or max(units, default=0) <= limit
+    parts: list[list[int]] = []
+    if not uneven and fits:
+        parts = split_by_tokens(lengths, limit, spec.n_mbs or 1, spec.n_mbs_divisor, granularity)
+    facts: list[float] = [len(parts), max(units, default=0), uneven]
+    num_parts, longest, uneven = reduce_max(torch.tensor(facts, dtype=torch.float64)).tolist()
+    if uneven:
+        raise ConfigError(
+            f"mb_spec.granularity={granularity} does not divide the number of sequences of every rank: "
+            "give every rank whole units"
+        )
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"a sequence of {int(longest)} tokens does not fit into mb_spec.max_tokens_per_mb={limit}: "
+            "raise it, or shorten prompts and answers"
+        )
+    if len(parts) < num_parts:
+        parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
+    return parts
+
+
+def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device) -> tuple[MicroBatch, ModelInput]:
+    """The sequences `indices` on `device`, sorted by length, since equal neighbours share one attention call."""
+    lengths = batch.sequence_lengths
+    order = sorted(indices, key=lambda i: (lengths[i], i))
+    chosen = batch if order == list(range(len(lengths))) else take(batch, order)
+    chosen = _to_device(chosen, device)
+    sizes = [lengths[i] for i in order]
+    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes)
+    micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
+    return micro, model_input
+
+
+def dummy_input(device: torch.device) -> ModelInput:
+    """One sequence of two tokens, for a rank that has nothing to do while the others compute."""
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    return model_input_of(ids, torch.tensor([0, 2], dtype=torch.int32, device=device), [2])
+
+
+def model_input_of(input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int]) -> ModelInput:
+    """Positions and labels of a packed row."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    offsets = torch.repeat_interleave(starts, ends - starts, output_size=input_ids.numel())
+    has_label = torch.ones_like(input_ids, dtype=torch.bool)
+    has_label[ends - 1] = False
+    labels = input_ids.roll(-1) * has_label
+    return ModelInput(
+        input_ids=input_ids,
+        position_ids=torch.arange(input_ids.numel(), device=input_ids.device) - offsets,
+        labels=labels,
+        has_label=has_label,
+        layout=packed_layout(cu_seqlens, lengths),
+    )
+
+
+def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    if device.type == "cpu":
+        return batch
+
+    def if_known(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.to(device, non_blocking=True)
+
+    return TrainBatch(
+        input_ids=batch.input_ids.to(device, non_blocking=True),
+        cu_seqlens=batch.cu_seqlens.to(device, non_blocking=True),
+        loss_mask=batch.loss_mask.to(device, non_blocking=True),
+        sequence_index=batch.sequence_index.to(device, non_blocking=True),
+        rollout_logprobs=batch.rollout_logprobs.to(device, non_blocking=True),
+        output_versions=batch.output_versions.to(device, non_blocking=True),
+        rewards=batch.rewards.to(device, non_blocking=True),
+        group_ids=batch.group_ids.to(device, non_blocking=True),
+        finished=batch.finished.to(device, non_blocking=True),
+        prox_logprobs=if_known(batch.prox_logprobs),
+        ref_logprobs=if_known(batch.ref_logprobs),
+        values=if_known(batch.values),
+        advantages=if_known(batch.advantages),
+        returns=if_known(batch.returns),
+    )

@@ -1,0 +1,120 @@
+"""Owns one optimiser with its schedule, clipping and state: everything between gradients and new weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from areal.api.config import OptimizerConfig
+from areal.api.errors import InputError
+from areal.api.metrics import Metric, Metrics
+from areal.engine.lr_schedule import learning_rate
+
+ReduceSum = Callable[[Tensor], Tensor]
+"""Sum of a CPU float64 tensor over all ranks."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+class ScheduledOptimizer:
+    """AdamW or plain gradient descent over the (possibly sharded) parameters of one model."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
+        self._parameters = parameters
+        self._config = config
+        self._total_steps = total_steps
+        self._optimizer = _make_optimizer(list(parameters.values()), config)
+        self.num_steps = 0
+        """Calls of `step` so far, skipped ones included: where the schedule stands."""
+
+    def step(self, reduce_sum: ReduceSum) -> Metrics:
+        """Clip, update the weights, clear gradients, advance the schedule; a collective."""
+        rate = learning_rate(self._config, self.num_steps, self._total_steps)
+        gradients = [local_part(p.grad) for p in self._parameters.values() if p.grad is not None]
+        norm = _global_norm(gradients, reduce_sum)
+        finite = math.isfinite(norm)
+        if finite:
+            if norm > self._config.gradient_clipping:
+                for gradient in gradients:
+                    gradient.mul_(self._config.gradient_clipping / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        return {
+            "lr": Metric(rate),
+            "grad_norm": Metric(norm) if finite else Metric(0.0, 0.0),
+            "update_successful": Metric(float(finite)),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of the optimiser state: `<parameter>/<kind>` -> tensor."""
+        return {
+            f"{name}/{kind}": local_part(value)
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def load_state(self, state: dict[str, Tensor], num_steps: int) -> None:
+        """Continue from what `state` gave at the same sharding. InputError when it belongs to something else."""
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            name, _, kind = key.rpartition("/")
+            by_parameter.setdefault(name, {})[kind] = value
+        unknown = set(by_parameter) - set(self._parameters)
+        if unknown:
+            raise InputError(f"the optimiser state is of another model: it knows {sorted(unknown)[0]}")
+        fresh: dict[Tensor, dict[str, Tensor]] = {}
+        for name, kinds in by_parameter.items():
+            parameter = self._parameters[name]
+            fresh[parameter] = {kind: _like(parameter, kind, value) for kind, value in kinds.items()}
+        self._optimizer.state.clear()
+        self._optimizer.state.update(fresh)
+        self.num_steps = num_steps
+
+    def move_state(self, device: torch.device) -> None:
+        """Move all optimiser state to `device`."""
+        for kinds in self._optimizer.state.values():
+            for kind, value in kinds.items():
+                kinds[kind] = value.to(device)
+
+
+def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.type == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _global_norm(gradients: list[Tensor], reduce_sum: ReduceSum) -> float:
+    """Norm over all parameters and ranks; every shard is on exactly one rank."""
+    squared = get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
+    return math.sqrt(reduce_sum(squared.reshape(1).cpu()).item())
+
+
+def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
+    """Saved state in the form the optimiser holds it in."""
+    if kind == "step":
+        return value.clone().to(parameter.device)
+    state = torch.zeros_like(parameter.detach())
+    own = local_part(state)
+    if own.shape != value.shape:
+        raise InputError(f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}")
+    own.copy_(value)
+    return state

@@ -1,0 +1,124 @@
+"""Owns attention over packed rows: causal inside each sequence, nothing across, no padding.
+
+transformers calls our function for every layer; the layout of the row travels beside the input ids as a keyword.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from areal.api.errors import ConfigError
+
+SDPA = "areal_packed_sdpa_per_sequence"
+VARLEN = "areal_packed_varlen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """Where the sequences of one packed row begin and end."""
+
+    cu_seqlens: Tensor  # [S + 1] int32, on the model's device
+    max_seqlen: int
+    runs: tuple[tuple[int, int, int], ...]
+    """(first token, number of sequences, tokens of each) of neighbours of equal length, which share one call."""
+
+
+def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
+    """The layout of a row whose sequences have `lengths`; neighbours of equal length make it fast."""
+    counts = [(length, len(list(same))) for length, same in groupby(lengths)]
+    starts = accumulate((length * count for length, count in counts), initial=0)
+    runs = tuple((start, count, length) for start, (length, count) in zip(starts, counts, strict=False))
+    return PackedLayout(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), runs=runs)
+
+
+def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Name under which transformers finds the attention function for `attn_impl`; registers both functions."""
+    AttentionInterface.register(SDPA, _sdpa_per_sequence)
+    AttentionInterface.register(VARLEN, _varlen)
+    can_use_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if attn_impl == "varlen" and not can_use_kernel:
+        raise ConfigError(
+            f"attn_impl=varlen needs CUDA and dtype=bfloat16, but this is {device.type} with "
+            f"{str(dtype).removeprefix('torch.')}: use attn_impl=auto"
+        )
+    return VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA
+
+
+def _sdpa_per_sequence(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H_kv, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **unused: Any,  # transformers passes position_ids and the like
+) -> tuple[Tensor, None]:
+    """One call of scaled_dot_product_attention for each run of equally long sequences. -> [1, T, H, D]"""
+    _require_causal(module, attention_mask, sliding_window)
+    repeats = query.shape[1] // key.shape[1]
+    parts: list[Tensor] = []
+    for start, count, length in layout.runs:
+        q, k, v = (
+            states[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for states in (query, key, value)
+        )
+        if repeats > 1:  # enable_gqa would take the slow path on the CPU
+            k, v = (states.repeat_interleave(repeats, dim=1) for states in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined.unsqueeze(0), None
+
+
+def _varlen(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H_kv, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **unused: Any,  # transformers passes position_ids and the like
+) -> tuple[Tensor, None]:
+    """torch's variable-length kernel on the whole row (CUDA, half precision). -> [1, T, H, D]"""
+    from torch.nn.attention.varlen import varlen_attn
+
+    _require_causal(module, attention_mask, sliding_window)
+    if dropout:
+        raise ConfigError("the variable-length kernel knows no dropout: set disable_dropout=true or attn_impl=sdpa")
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped["enable_gqa"] = True
+        else:  # torch 2.11 wants equal numbers of heads
+            k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+    bounds, longest = layout.cu_seqlens, layout.max_seqlen
+    # a window of (-1, 0) is how this function spells causal
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
+    return out.unsqueeze(0), None  # pyright: ignore[reportAttributeAccessIssue] - a tensor, as return_aux is not given
+
+
+def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None) -> None:
+    """A mask would make transformers ignore the packing without an error; the others are not implemented."""
+    if attention_mask is not None:
+        raise RuntimeError("packed rows take no attention mask")
+    if sliding_window is not None:
+        raise ConfigError("the model has sliding-window attention layers, which the FSDP engine does not support")
+    if not getattr(module, "is_causal", True):
+        raise ConfigError("the model has attention layers that are not causal: it is no language model we can train")

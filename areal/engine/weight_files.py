@@ -1,0 +1,73 @@
+"""Owns safetensors checkpoints as files: writing weights one by one in bounded memory, reading them by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal.api.errors import InputError
+
+MAX_FILE_BYTES = 4 * 2**30
+"""Largest weight file, and so what the writer holds in memory at a time."""
+_INDEX = "model.safetensors.index.json"
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write `weights` as model.safetensors, or as numbered files with an index when one would get too large."""
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    num_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, _part(folder, len(files)), metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
+
+    for name, weight in weights:
+        value = weight.detach().cpu().contiguous()
+        if pending and num_bytes + value.nbytes > max_file_bytes:
+            flush()
+            num_bytes = 0
+        pending[name] = value
+        num_bytes += value.nbytes
+        total_bytes += value.nbytes
+    flush()
+    if len(files) == 1:
+        _part(folder, 0).rename(folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        _part(folder, index).rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": places}, indent=2))
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint folder one by one. InputError when its files cannot be read."""
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"weight file {path} cannot be read: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.exists():
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise InputError(f"checkpoint folder {folder} holds no .safetensors file")
+    return found
+
+
+def _part(folder: Path, index: int) -> Path:
+    return folder / f"part-{index:05d}"
