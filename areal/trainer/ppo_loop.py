@@ -105,7 +105,6 @@ def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
     seconds = max(time.monotonic() - began_s, 1e-9)
     metrics = {f"rollout/{name}": Metric(value) for name, value in share.stats.items()}
     metrics["trained_tokens_per_s"] = Metric(len(share.token_ids) / seconds, 1.0, "sum")
-    metrics["trained_tokens"] = Metric(float(len(share.token_ids)), 1.0, "sum")
     metrics["seconds/step"] = Metric(seconds)
     return metrics
 

@@ -48,8 +48,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    trained = [row for row in rows if "reward" in row]
-    axes.plot([row["step"] for row in trained], [row["reward"] for row in trained], label="training batches")
+    trained = [row for row in rows if "batch/reward" in row]
+    axes.plot([row["step"] for row in trained], [row["batch/reward"] for row in trained], label="training batches")
     for mode in ("sampled", "greedy"):
         evaluated = [row for row in rows if f"eval/{mode}/reward" in row]
         points = [row[f"eval/{mode}/reward"] for row in evaluated]
@@ -68,7 +68,7 @@ def report(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
     first, last = evaluated[0], evaluated[-1]
     plot(rows, grpo / "reward.png")
     summaries = [json.loads((folder / stage / "summary.json").read_text()) for stage in ("sft", "grpo")]
-    steps = int(rows[-1]["step"])
+    steps, elapsed = int(rows[-1]["step"]), rows[-1]["seconds/elapsed"]
     return {
         "seconds_total": round(sum(seconds.values()), 1),
         "seconds_sft": round(seconds["sft"], 1),
@@ -80,8 +80,8 @@ def report(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
         "sampled_after": last["eval/sampled/reward"],
         "staleness_mean": round(fmean(row["rollout/staleness_mean"] for row in trained), 3),
         "staleness_max": max(row["rollout/staleness_max"] for row in trained),
-        "generated_tokens_per_s": round(rows[-1]["rollout/generated_tokens"] / rows[-1]["seconds/elapsed"], 1),
-        "trained_tokens_per_s": round(sum(row["trained_tokens"] for row in trained) / rows[-1]["seconds/elapsed"], 1),
+        "generated_tokens_per_s": round(sum(row["rollout/generated_tokens"] for row in trained) / elapsed, 1),
+        "trained_tokens_per_s": round(sum(row["batch/num_tokens"] for row in trained) / elapsed, 1),
         "peak_rss_gib": round(max(summary["peak_rss_gib"] for summary in summaries), 3),
         "checkpoint": str(grpo / "checkpoints" / "actor" / f"step-{steps:06d}"),
     }
