@@ -19,6 +19,7 @@ from areal.api.config import (
     load_config,
     load_experiment,
     save_config,
+    script_keys,
 )
 from areal.api.errors import ConfigError
 
@@ -196,6 +197,16 @@ def test_a_users_subclass_is_read_and_checked(write) -> None:
         load_config(["--config", path], GameConfig)
     with pytest.raises(ConfigError, match=r"game\.rounds: is required"):
         load_config(["--config", path, "game.level=2"], GameConfig)
+
+
+def test_the_launcher_hands_a_scripts_own_keys_on(write, tmp_path: Path) -> None:
+    path = write(MINIMAL + "    game: {rounds: '${gconfig.n_samples}'}\n    sglang: {x: 1}\n")
+    argv = ["game.py", "--config", path, "game.level=hard"]
+    launched = load_experiment(argv, allow_unknown_top_level=True)
+    save_config(launched, tmp_path / "run" / "config.yaml", extra=script_keys(argv))
+    config = load_config(["--config", str(tmp_path / "run" / "config.yaml")], GameConfig)
+    assert config.game == Game(rounds=1, level="hard")
+    assert config.actor == launched.actor
 
 
 def test_loading_changes_nothing(write, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatase
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
-from areal.api.config.load import load_config, load_experiment, save_config
+from areal.api.config.load import load_config, load_experiment, save_config, script_keys
 from areal.api.config.observe import (
     Cadence,
     EvaluatorConfig,
@@ -63,4 +63,5 @@ __all__ = [
     "load_config",
     "load_experiment",
     "save_config",
+    "script_keys",
 ]

@@ -17,7 +17,8 @@ from yaml import YAMLError
 from areal.api.config.convert import Reader, with_defaults
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
 from areal.api.config.help import help_text
-from areal.api.config.schema import find_field
+from areal.api.config.legacy import legacy_rule
+from areal.api.config.schema import fields_of, find_field
 from areal.api.config.validate import problems_of, raise_problems
 from areal.api.errors import ConfigError
 
@@ -50,16 +51,28 @@ def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = Fals
         raise SystemExit(0)
     given = _given(line, GRPOConfig)
     cls: type[BaseExperimentConfig] = GRPOConfig
-    if "model" in given and "actor" not in given:
+    if _is_sft(given):
         cls, given = SFTConfig, _given(line, SFTConfig)
     return _build(cls, given, line.source, allow_unknown_top_level=allow_unknown_top_level)
 
 
-def save_config(config: Any, path: Path | str) -> None:
-    """Write `config` as YAML that loads back equal. The file appears whole or not at all."""
+def script_keys(argv: Sequence[str]) -> dict[str, Any]:
+    """The resolved top-level keys that only a user's script knows, for `save_config(..., extra=...)`."""
+    line = _CommandLine.parse(argv)
+    given = _given(line, GRPOConfig)
+    cls = SFTConfig if _is_sft(given) else GRPOConfig
+    merged = OmegaConf.create(with_defaults(cls, given))
+    _drop_broken_interpolations(merged)
+    tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+    known = fields_of(cls)
+    return {key: value for key, value in tree.items() if key not in known and legacy_rule(cls, key, "") is None}
+
+
+def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
+    """Write `config` and `extra` keys as YAML that loads back equal. The file appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))
+    text = OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config) | (extra or {}))))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -113,6 +126,10 @@ def _given(line: _CommandLine, cls: type[Any]) -> dict[str, Any]:
     problems = [problem for word in line.overrides if (problem := _override(tree, word, cls)) is not None]
     raise_problems(problems)
     return tree
+
+
+def _is_sft(given: dict[str, Any]) -> bool:
+    return "model" in given and "actor" not in given
 
 
 def _read_yaml(path: Path) -> DictConfig:
