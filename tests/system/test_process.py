@@ -80,10 +80,17 @@ run_main(main)
     ],
 )
 def test_run_main_exit_codes(body, code, ends):
-    done = subprocess.run([sys.executable, "-c", RUN_MAIN.format(body=body)], capture_output=True, text=True)
+    command = [sys.executable, "-c", RUN_MAIN.format(body=body)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | CONTEXT.to_env())
     assert done.returncode == code
     assert done.stderr.endswith(ends)
     assert ("Traceback" in done.stderr) == (code == 1)
+
+
+def test_run_main_keeps_the_lines_of_a_message_at_a_terminal():
+    command = [sys.executable, "-c", RUN_MAIN.format(body="raise ConfigError('2 problems:\\n  a\\n  b')")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == "areal: error: 2 problems:\n  a\n  b\n"
 
 
 STUBBORN = """

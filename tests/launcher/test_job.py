@@ -1,0 +1,184 @@
+import dataclasses
+import json
+
+import pytest
+
+from areal.api.config import (
+    ClusterSpecConfig,
+    GenerationHyperparameters,
+    GRPOConfig,
+    InferenceEngineConfig,
+    LauncherConfig,
+    NativeServerConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+)
+from areal.api.errors import ConfigError
+from areal.launcher.job import Machine, describe, make_plan, parse_env_vars
+from areal.launcher.memory import ModelShape, bytes_text, served_bytes, trained_bytes
+from areal.system.process import ProcessContext
+
+
+def rl_config(tmp_path, allocation="native:d2+fsdp:d2", **changes):
+    settings = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "allocation_mode": allocation,
+        "cluster": ClusterSpecConfig(fileroot=str(tmp_path)),
+        "train_dataset": TrainDatasetConfig(path="x", batch_size=8),
+        "gconfig": GenerationHyperparameters(n_samples=4),
+        "rollout": InferenceEngineConfig(max_head_offpolicyness=3),
+        "actor": PPOActorConfig(path="org/model", ppo_n_minibatches=2, optimizer=OptimizerConfig()),
+    }
+    return GRPOConfig(**(settings | changes))
+
+
+def test_plan_of_an_asynchronous_run(tmp_path):
+    plan = make_plan(rl_config(tmp_path), Machine(cores=8), num_rows=100)
+    assert [process.name for process in plan.processes] == [
+        "controller",
+        "server-0",
+        "server-1",
+        "trainer-0",
+        "trainer-1",
+    ]
+    config_yaml = str(tmp_path / "e" / "t" / "config.yaml")
+    controller, server, _, _, trainer = plan.processes
+    assert controller.argv[1:] == ("-m", "areal.trainer", "--config", config_yaml)
+    assert server.argv[1:] == ("-m", "areal.inference.server", "--config", config_yaml)
+    assert trainer.argv == controller.argv
+    assert (trainer.env["RANK"], trainer.env["WORLD_SIZE"]) == ("1", "2")
+    context = ProcessContext.from_env(trainer.env)
+    assert (context.name, context.num_servers, context.device, context.recover) == ("trainer-1", 2, "cpu", False)
+    numbers = plan.identities
+    assert (numbers.episodes_per_step, numbers.samples_per_step) == (8, 32)
+    assert (numbers.max_staleness, numbers.max_concurrent_episodes) == (3, 32)
+    assert (numbers.steps_per_epoch, numbers.total_steps, numbers.total_optimizer_steps) == (12, 12, 24)
+    assert json.loads(json.dumps(dataclasses.asdict(plan)))["run_id"] == 0
+    assert "straggler" in str(describe(plan))
+
+
+def test_script_runs_in_the_controller_and_in_every_trainer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(rl_config(tmp_path), Machine(cores=1), script="train.py")
+    scripts = [str(tmp_path / "train.py") in process.argv for process in plan.processes]
+    assert scripts == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
+def test_cores_are_shared_between_what_computes(tmp_path, cores, threads):
+    plan = make_plan(rl_config(tmp_path), Machine(cores=cores))
+    shares = {process.role: process.num_threads for process in plan.processes}
+    assert shares == {"controller": 1, "server": threads, "trainer": threads}
+    assert plan.processes[1].env["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_every_process_gets_its_own_gpu(tmp_path):
+    plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7")))
+    seen = {process.name: (process.gpu, process.env["CUDA_VISIBLE_DEVICES"]) for process in plan.processes}
+    assert seen == {
+        "controller": (None, ""),
+        "server-0": ("0", "0"),
+        "server-1": ("3", "3"),
+        "trainer-0": ("5", "5"),
+        "trainer-1": ("6", "6"),
+    }
+    context = ProcessContext.from_env(plan.processes[-1].env)
+    assert context.device == "cuda:0"
+    assert plan.processes[-1].env["LOCAL_RANK"] == "0"
+
+
+def test_too_few_gpus_are_refused_and_none_means_cpu(tmp_path):
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs, but 2 may be used.*n_gpus_per_node=0"):
+        make_plan(rl_config(tmp_path), Machine(cores=8, gpus=("0", "1")))
+    on_cpu = rl_config(tmp_path, cluster=ClusterSpecConfig(fileroot=str(tmp_path), n_gpus_per_node=0))
+    plan = make_plan(on_cpu, Machine(cores=8, gpus=("0", "1")))
+    assert {process.device for process in plan.processes} == {"cpu"}
+    assert {process.env["CUDA_VISIBLE_DEVICES"] for process in plan.processes} == {""}
+    with pytest.raises(ConfigError, match=r"native.device=cuda"):
+        make_plan(rl_config(tmp_path, native=NativeServerConfig(device="cuda")), Machine(cores=8))
+
+
+def test_servers_on_the_cpu_leave_the_gpus_to_the_trainers(tmp_path):
+    config = rl_config(tmp_path, native=NativeServerConfig(device="cpu"))
+    plan = make_plan(config, Machine(cores=8, gpus=("0", "1")))
+    assert [process.gpu for process in plan.processes] == [None, None, None, "0", "1"]
+
+
+def test_supervised_run_starts_only_trainers(tmp_path):
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="fsdp:d2",
+        cluster=ClusterSpecConfig(fileroot=str(tmp_path)),
+        train_dataset=TrainDatasetConfig(path="x", batch_size=32, drop_last=False),
+        total_train_epochs=3,
+        total_train_steps=7,
+        model=TrainEngineConfig(path="org/model", optimizer=OptimizerConfig()),
+    )
+    plan = make_plan(config, Machine(cores=2), num_rows=65)
+    assert [process.name for process in plan.processes] == ["trainer-0", "trainer-1"]
+    assert (plan.identities.steps_per_epoch, plan.identities.total_steps) == (3, 7)
+    assert plan.identities.max_staleness is None
+    assert make_plan(config, Machine(cores=2)).identities.total_steps is None
+
+
+def test_environment_of_the_user(tmp_path):
+    assert parse_env_vars(r"A=1, B=x\,y=z,C=\\,") == {"A": "1", "B": "x,y=z", "C": "\\"}
+    assert parse_env_vars("") == {}
+    for bad in ("A", "1A=2", "=3"):
+        with pytest.raises(ConfigError, match="NAME=value"):
+            parse_env_vars(bad)
+    launcher = LauncherConfig(trainer_env_vars="A=1", inference_server_env_vars="A=2,OMP_NUM_THREADS=9")
+    plan = make_plan(rl_config(tmp_path, launcher=launcher), Machine(cores=8))
+    found = {process.role: process.env.get("A") for process in plan.processes}
+    assert found == {"controller": None, "server": "2", "trainer": "1"}
+    assert plan.processes[1].env["OMP_NUM_THREADS"] == "9"
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"attention_bias": False, "tie_word_embeddings": True}),
+        ("mistral", {"tie_word_embeddings": False, "head_dim": 16}),
+    ],
+)
+def test_parameter_count_equals_that_of_transformers(tmp_path, kind, more):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoConfig.for_model(kind, **SMALL, **more).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    shape = ModelShape.read(str(tmp_path))
+    assert shape.parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_memory_of_a_process(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "qwen2", "tie_word_embeddings": True}))
+    path = str(tmp_path)
+    count = ModelShape.read(path).parameters
+    trained = TrainEngineConfig(path=path, optimizer=OptimizerConfig())
+    assert trained_bytes(trained, 1) == 16 * count
+    assert trained_bytes(trained, 2) == 8 * count
+    assert trained_bytes(TrainEngineConfig(path=path), 1) == 4 * count
+    native = NativeServerConfig(dtype="float32", max_total_tokens=1000)
+    assert served_bytes(native, path, on_gpu=False) == 4 * (count + 1000 * 2 * 2 * 2 * 16)
+    assert trained_bytes(TrainEngineConfig(path="org/hub-name"), 1) is None
+    assert [bytes_text(size) for size in (None, 3 * 2**20, 3 * 2**29)] == ["unknown", "3.0 MiB", "1.50 GiB"]

@@ -1,0 +1,130 @@
+import json
+import os
+
+import pytest
+
+from areal.api.config import (
+    ClusterSpecConfig,
+    OptimizerConfig,
+    RecoverConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+)
+from areal.api.errors import ConfigError, LaunchError
+from areal.launcher import preflight
+from areal.launcher.preflight import (
+    check_run_folder,
+    count_rows,
+    looks_local,
+    make_run_folder,
+    missing_inputs,
+    newest_checkpoint,
+    run_lock,
+)
+from areal.system.durable import publish_folder
+from areal.system.run_paths import RunPaths
+
+
+def sft_config(tmp_path, model="org/model", data="org/data", **recover):
+    return SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="fsdp:d1",
+        cluster=ClusterSpecConfig(fileroot=str(tmp_path)),
+        train_dataset=TrainDatasetConfig(path=str(data), type="sft"),
+        model=TrainEngineConfig(path=str(model), optimizer=OptimizerConfig()),
+        recover=RecoverConfig(**recover),
+    )
+
+
+def test_what_looks_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    local = ["/x", "./x", "../x", "runs/a/b", "models/missing", "models"]
+    assert [looks_local(path) for path in local] == [True] * len(local)
+    assert [looks_local(path) for path in ("Qwen/Qwen3-0.6B", "gpt2", "")] == [False] * 3
+
+
+def test_hub_names_are_left_to_the_hub(tmp_path):
+    assert missing_inputs(sft_config(tmp_path), None) == []
+
+
+def test_every_missing_input_is_named_at_once(tmp_path):
+    config = sft_config(tmp_path, model=tmp_path / "no-model", data="rows.jsonl")
+    problems = missing_inputs(config, str(tmp_path / "no.py"))
+    assert len(problems) == 3
+    assert "no such script" in problems[0]
+    assert "model.path" in problems[1]
+    assert "train_dataset.path: rows.jsonl does not exist" in problems[2]
+
+
+def test_model_folders(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (problem,) = missing_inputs(sft_config(tmp_path, model=model), None)
+    assert "no config.json" in problem
+    (model / "config.json").write_text("{}")
+    (problem,) = missing_inputs(sft_config(tmp_path, model=model), None)
+    assert "init_from_scratch=true" in problem
+    (model / "model.safetensors").touch()
+    assert missing_inputs(sft_config(tmp_path, model=model), None) == []
+
+
+def test_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cluster.fileroot: cannot write"):
+        make_run_folder(RunPaths(tmp_path / "file" / "run"))
+
+
+def test_full_disk_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: _Usage)
+    with pytest.raises(ConfigError, match=r"has 1 MiB free, this run needs at least 64 MiB"):
+        check_run_folder(sft_config(tmp_path), RunPaths(tmp_path))
+
+
+class _Usage:
+    free = 2**20
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger/events.jsonl", "checkpoints/model/step-1/config.json"])
+@pytest.mark.parametrize("mode", ["disabled", "fault"])
+def test_an_earlier_run_is_not_written_over(tmp_path, name, mode):
+    recover = {"mode": mode, "freq_steps": 1}
+    paths = RunPaths(tmp_path / "run")
+    (paths.root / name).parent.mkdir(parents=True)
+    (paths.root / name).touch()
+    check_run_folder(sft_config(tmp_path, **recover), paths)  # nothing was trained: empty files
+    (paths.root / name).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"holds an earlier run .*trial_name.*recover.mode=auto"):
+        check_run_folder(sft_config(tmp_path, **recover), paths)
+    check_run_folder(sft_config(tmp_path, mode="auto", freq_steps=1), paths)
+
+
+def test_resume_needs_a_complete_checkpoint(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    config = sft_config(tmp_path, mode="resume", freq_steps=1)
+    torn = paths.recover / "step-000009"
+    torn.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        check_run_folder(config, paths)
+    for step in (3, 7):
+        (paths.recover / "next").mkdir()
+        publish_folder(paths.recover / "next", paths.recover / f"step-{step:06d}")
+    check_run_folder(config, paths)
+    assert newest_checkpoint(paths) == paths.recover / "step-000007"
+
+
+def test_rows_of_a_local_file(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"a": 1}\n\n{"a": 2}')
+    assert count_rows(sft_config(tmp_path, data=data)) == 2
+    assert count_rows(sft_config(tmp_path)) is None
+
+
+def test_second_launcher_is_refused_with_pid_and_host(tmp_path):
+    paths = RunPaths(tmp_path)
+    with run_lock(paths), pytest.raises(LaunchError, match=rf"pid {os.getpid()} on host \S+:"), run_lock(paths):
+        pass
+    with run_lock(paths):
+        assert json.loads(paths.lock.read_text())["pid"] == os.getpid()
