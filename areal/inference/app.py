@@ -20,10 +20,10 @@ from areal.api.errors import ArealError, RequestError
 from areal.inference.engine import PAUSE_MODES, Detokenizer, Engine
 from areal.inference.requests import (
     GenerateCall,
+    GenerateParser,
     RequestLimits,
     bool_field,
     check_fields,
-    parse_generate,
     text_field,
 )
 from areal.inference.sequence import FinishReason, Sequence
@@ -54,6 +54,7 @@ class ServerApp:
         """Name the engine that answers. Called once, before `routes`."""
         self._engine = engine
         self._limits = limits
+        self._parser = GenerateParser(limits, self._draw_seed)
         self._detokenizer = detokenizer
         self._weights = WeightRoutes(engine, self)
 
@@ -117,7 +118,7 @@ class ServerApp:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
-        call = parse_generate(await read_json(request), self._limits, default_id, self._draw_seed)
+        call = self._parser.parse(await read_json(request), default_id)
         sequence = call.sequence
         if sequence.request_id in self._by_id:
             raise RequestError(f"rid {sequence.request_id!r} is in use by a running request: give each its own")
@@ -128,7 +129,7 @@ class ServerApp:
             if call.is_streaming:
                 return await self._stream(request, call, waiter)
             await waiter
-            return json_response(self._part(call, 0, with_text=True)[0])
+            return json_response(self._part(call, 0)[0])
         finally:
             del self._by_id[sequence.request_id]
             self._waiters.pop(sequence, None)
@@ -159,7 +160,7 @@ class ServerApp:
                 await response.write_eof()
                 return response
 
-    def _part(self, call: GenerateCall, start: int, *, with_text: bool = False) -> tuple[dict[str, Any], int]:
+    def _part(self, call: GenerateCall, start: int) -> tuple[dict[str, Any], int]:
         """The answer's tokens from `start` on as JSON, and where they end."""
         sequence = call.sequence
         finish = sequence.finish  # read before the tokens: once it is there they are complete
@@ -182,8 +183,8 @@ class ServerApp:
                 (logprob, token, None) for logprob, token in zip(logprobs, token_ids, strict=True)
             ]
         part: dict[str, Any] = {"output_ids": token_ids, "meta_info": meta}
-        if with_text:
-            part["text"] = self._detokenizer.decode(token_ids) if self._detokenizer else ""
+        if call.with_text and self._detokenizer:
+            part["text"] = self._detokenizer.decode(token_ids)
         return part, end
 
     # ---- control

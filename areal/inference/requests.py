@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from areal.api.errors import RequestError
 from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
 
-_GENERATE_FIELDS = frozenset({"rid", "input_ids", "sampling_params", "return_logprob", "stream", "group_id"})
+_GENERATE_FIELDS = frozenset(
+    {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
+)
 _MAX_SEED = 2**63 - 1
 _MAX_STOP_STRINGS = 64
+_MAX_KNOWN_PARAMS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,8 @@ class GenerateCall:
 
     sequence: Sequence
     with_logprobs: bool
+    with_text: bool
+    """Asked for, since decoding costs more than all else a short request does."""
     is_streaming: bool
 
 
@@ -80,36 +87,74 @@ def _float_field(
     return float(value)
 
 
-def parse_generate(body: Any, limits: RequestLimits, request_id: str, draw_seed: Callable[[], int]) -> GenerateCall:
-    """Turn a /generate body into a sequence. `request_id` and `draw_seed` serve requests that name none."""
-    body = check_fields(body, _GENERATE_FIELDS)
-    input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
-    if not input_ids:
-        raise RequestError("input_ids must hold at least one token")
-    params = parse_sampling_params(body.get("sampling_params") or {}, limits, draw_seed)
-    num_prompt, context = len(input_ids), limits.context_length
-    num_prior = int_field(body.get("sampling_params") or {}, "num_prior_output_tokens", 0, 0, num_prompt)
-    if num_prompt >= context:
-        raise RequestError(f"the prompt has {num_prompt} tokens and leaves no room for an answer in {context}")
-    if num_prompt + params.max_new_tokens > context:
-        raise RequestError(
-            f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length of "
-            f"{context}: ask for at most {context - num_prompt} new tokens"
-        )
-    is_streaming = bool_field(body, "stream", False)
-    return GenerateCall(
-        sequence=Sequence(
+class GenerateParser:
+    """Turns /generate bodies into sequences."""
+
+    def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int]) -> None:
+        self._limits = limits
+        self._draw_seed = draw_seed
+        self._known_params: dict[bytes, SamplingParams] = {}
+
+    def parse(self, body: Any, request_id: str) -> GenerateCall:
+        """A valid call, or RequestError. `request_id` is for requests that bring none."""
+        limits = self._limits
+        body = check_fields(body, _GENERATE_FIELDS)
+        input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
+        if not input_ids:
+            raise RequestError("input_ids must hold at least one token")
+        sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
+        seed, num_prior = self._own_fields(sampling, len(input_ids))
+        params = self._params(sampling)
+        num_prompt, context = len(input_ids), limits.context_length
+        if num_prompt >= context:
+            raise RequestError(f"the prompt has {num_prompt} tokens and leaves no room for an answer in {context}")
+        if num_prompt + params.max_new_tokens > context:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
+                f"of {context}: ask for at most {context - num_prompt} new tokens"
+            )
+        is_streaming = bool_field(body, "stream", False)
+        with_text = bool_field(body, "return_text", False)
+        if with_text and (is_streaming or not limits.has_tokenizer):
+            raise RequestError("return_text needs a tokenizer in the model's folder, and does not go with stream")
+        sequence = Sequence(
             request_id=text_field(body, "rid", request_id) or request_id,
             token_ids=input_ids,
             num_prompt=num_prompt,
             params=params,
+            seed=seed,
             num_prior_output=num_prior,
             group_id=text_field(body, "group_id", ""),
             is_streaming=is_streaming,
-        ),
-        with_logprobs=bool_field(body, "return_logprob", False),
-        is_streaming=is_streaming,
-    )
+        )
+        return GenerateCall(
+            sequence=sequence,
+            with_logprobs=bool_field(body, "return_logprob", False),
+            with_text=with_text,
+            is_streaming=is_streaming,
+        )
+
+    def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
+        """Take out what differs from request to request: the seed and the number of prior output tokens."""
+        seed = sampling.pop("sampling_seed", None)
+        if seed is None:
+            seed = self._draw_seed()
+        else:
+            seed = int_field({"sampling_seed": seed}, "sampling_seed", None, 0, _MAX_SEED)
+        num_prior = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
+        sampling.pop("num_prior_output_tokens", None)
+        return seed, num_prior
+
+    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
+        """Parse the settings, or take those of an equal earlier request: a run has few different ones."""
+        key = orjson.dumps(sampling)
+        params = self._known_params.get(key)
+        if params is None:
+            params = parse_sampling_params(sampling, self._limits)
+            if len(self._known_params) >= _MAX_KNOWN_PARAMS:
+                self._known_params.clear()
+            self._known_params[key] = params
+        return params
 
 
 def token_ids_field(body: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
@@ -141,9 +186,8 @@ _SAMPLING_FIELDS = frozenset(
 )
 
 
-def parse_sampling_params(body: Any, limits: RequestLimits, draw_seed: Callable[[], int]) -> SamplingParams:
+def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
     """Validated sampling settings; what is not said has SGLang's default."""
-    body = check_fields(body, _SAMPLING_FIELDS, "sampling_params")
     max_new_tokens = int_field(body, "max_new_tokens", 128, 1)
     min_new_tokens = int_field(body, "min_new_tokens", 0, 0)
     if min_new_tokens > max_new_tokens:
@@ -151,9 +195,6 @@ def parse_sampling_params(body: Any, limits: RequestLimits, draw_seed: Callable[
     top_k = int_field(body, "top_k", ALL_TOKENS, ALL_TOKENS)
     if top_k == 0:
         raise RequestError("top_k must be -1 (all tokens) or at least 1, got 0")
-    seed = body.get("sampling_seed")
-    if seed is not None:
-        seed = int_field(body, "sampling_seed", None, 0, _MAX_SEED)
     stop_ids = token_ids_field(body, "stop_token_ids", limits.vocab_size) if body.get("stop_token_ids") else []
     ignore_eos = bool_field(body, "ignore_eos", False)
     return SamplingParams(
@@ -166,7 +207,6 @@ def parse_sampling_params(body: Any, limits: RequestLimits, draw_seed: Callable[
         repetition_penalty=_float_field(body, "repetition_penalty", 1.0, lambda x: x > 0, "above 0"),
         stop=_stop_strings(body.get("stop"), limits),
         stop_token_ids=frozenset() if ignore_eos else limits.default_stop_ids.union(stop_ids),
-        seed=draw_seed() if seed is None else seed,
     )
 
 

@@ -40,7 +40,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
 def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
     """One float32 in [0, 1) per sequence, from its seed and the position of its next token."""
-    seeds = np.array([sequence.params.seed for sequence in sequences], dtype=np.uint64)
+    seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
     places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
     bits = _scramble(_scramble(seeds) + places)
     return ((bits >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)

@@ -24,25 +24,23 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     """All ids that end the answer, those of the model included; empty under ignore_eos."""
-    seed: int = 0
-    """With the position of a token it decides the token's random number, whatever else runs."""
+    is_greedy: bool = field(init=False)
+    """Whether the likeliest token is always taken."""
+    is_plain: bool = field(init=False)
+    """Whether tokens are drawn from the whole softmax, so that no logit has to be changed."""
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether tokens are drawn from the whole softmax, so that no logit has to be changed."""
-        return (
-            not self.is_greedy
+    def __post_init__(self) -> None:
+        is_greedy = self.temperature == 0 or self.top_k == 1
+        is_plain = (
+            not is_greedy
             and self.top_p >= 1
             and self.top_k == ALL_TOKENS
             and self.frequency_penalty == 0
             and self.repetition_penalty == 1
             and self.min_new_tokens == 0
         )
+        object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 class Status(IntEnum):
@@ -74,6 +72,8 @@ class Sequence:
     """Prompt and answer."""
     num_prompt: int
     params: SamplingParams
+    seed: int = 0
+    """With the position of a token it decides the token's random number, whatever else runs."""
     num_prior_output: int = 0
     """Tokens at the end of the prompt that are the beginning of the answer, generated before an interruption."""
     group_id: str = ""

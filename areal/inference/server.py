@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -132,6 +133,8 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None]) -> Base
     await runner.setup()
     await web.SockSite(runner, bound, backlog=4096).start()
     engine.start()
+    gc.collect()
+    gc.freeze()  # a full collection would otherwise walk through all of torch and transformers, in mid-generation
     on_ready(http_address(bound))
     await stopped.wait()
     if not failures:

@@ -9,6 +9,8 @@ from aiohttp import web
 
 from areal.api.errors import RequestError
 
+_JSON_HEADERS = {"Content-Type": "application/json"}
+
 
 async def read_json(request: web.Request) -> Any:
     """The parsed body; no body is an empty object."""
@@ -24,7 +26,7 @@ def ok() -> web.Response:
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(value), status=status, headers=_JSON_HEADERS)
 
 
 def error_response(status: int, message: str) -> web.Response:
