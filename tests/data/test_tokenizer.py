@@ -46,5 +46,5 @@ def test_an_unreachable_hub_is_said_so(monkeypatch):
         def from_pretrained(name):
             return f"auto {name}"
 
-    monkeypatch.setattr(transformers, "AutoTokenizer", FakeAuto, raising=False)
+    monkeypatch.setitem(vars(transformers), "AutoTokenizer", FakeAuto)
     assert load_tokenizer("someone/model") == "auto someone/model"

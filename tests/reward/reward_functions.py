@@ -1,6 +1,7 @@
 """Reward functions that behave well or badly, run in the workers of the pool's tests."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,6 +77,12 @@ def waits_for_file(prompt, completion, prompt_ids, completion_ids, folder, **row
     while not (Path(folder) / "go").exists():
         time.sleep(0.002)
     return time.monotonic()
+
+
+def starts_a_child(prompt, completion, prompt_ids, completion_ids, folder, **row):
+    child = subprocess.Popen(["sleep", "100"])
+    (Path(folder) / "child").write_text(str(child.pid))
+    child.wait()
 
 
 async def is_async(prompt, completion, prompt_ids, completion_ids, **row):

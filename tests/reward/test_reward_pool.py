@@ -1,6 +1,8 @@
 import asyncio
 import datetime
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ def ref(name: str) -> FunctionRef:
 
 @pytest.fixture
 async def pool():
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=0.3))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=1.0))
     yield pool
     await pool.aclose()
 
@@ -63,7 +65,7 @@ async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(pool):
         await pool.score_many(ref("hangs"), "", [], [("quick", [])] * 4, {})
     results = await pool.score_many(ref("hangs"), "", [], [(text, []) for text in ("a", "hang", "b", "c")], {})
     assert [r.status for r in results] == ["ok", "timeout", "ok", "ok"]
-    assert "limit of 0.3 s" in results[1].message
+    assert "limit of 1 s" in results[1].message
     assert (await score(pool, "process_id")).value != before.value
     assert not psutil.pid_exists(int(before.value))
 
@@ -166,3 +168,64 @@ async def test_an_idle_worker_that_dies_is_replaced(pool):
     result = await score(pool, "process_id")
     assert result.status == "ok"
     assert int(result.value) != pid
+
+
+HANGING_PARENT = """
+import asyncio, sys
+from areal.api.config import RewardConfig
+from areal.api.functions import FunctionRef
+from areal.reward.pool import RewardPool
+
+async def main():
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=100))
+    pid = (await pool.score(FunctionRef(name="process_id", file=sys.argv[1]), "", "", [], [], {})).value
+    asyncio.ensure_future(pool.score(FunctionRef(name="hangs", file=sys.argv[1]), "", "hang", [], [], {}))
+    await asyncio.sleep(0)
+    sys.stdout.write(f"{int(pid)}\\n")
+    sys.stdout.flush()
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+def test_a_busy_worker_dies_with_its_parent():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", HANGING_PARENT, FUNCTIONS], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    try:
+        worker.wait(timeout=10)
+    except psutil.TimeoutExpired:
+        pytest.fail("the worker outlived its parent")
+
+
+async def test_a_module_that_hangs_at_import_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal.reward.pool._LOAD_LIMIT_S", 1.5)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(*a, **k): return 1.0\n")
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=0.1))
+    result = await pool.score(FunctionRef(name="f", file=str(tmp_path / "slow.py")), "", "", [], [], {})
+    assert (result.status, result.message) == ("timeout", "took over 1.5 s to import")
+    await pool.aclose()
+
+
+async def test_workers_that_cannot_start_are_not_replaced_for_ever(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    pool = RewardPool(RewardConfig(workers=1))
+    result = await score(pool, "length")
+    assert result.status == "died"
+    assert "no reward worker could be started: the last ended with exit code 1" in result.message
+    await pool.aclose()
+
+
+async def test_a_killed_call_takes_its_children_along(pool, tmp_path):
+    row = {"folder": str(tmp_path)}
+    result = await score(pool, "starts_a_child", **row)
+    assert result.status == "timeout"
+    child = int((tmp_path / "child").read_text())
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
