@@ -79,19 +79,24 @@ class UpdateGroup:
         group_name: str,
         backend: str,
         timeout_s: float,
+        join_timeout_s: float | None = None,
     ) -> None:
-        """Meet the other ranks; blocks until all are there or `timeout_s` is over (WeightSyncError)."""
+        """Meet the other ranks; blocks until all are there or `join_timeout_s` (else `timeout_s`) is over.
+
+        `timeout_s` limits each broadcast. WeightSyncError when somebody does not come in time.
+        """
         self.group_name = group_name
         self.world_size = world_size
         self.backend = backend
         self._timeout_s = timeout_s
+        limit_s = join_timeout_s or timeout_s
         named = PrefixStore(group_name, store)
         try:
-            self._group = _make_group(named, rank, world_size, backend, timeout_s, loopback=is_loopback(store.host))
+            self._group = _make_group(named, rank, world_size, backend, limit_s, loopback=is_loopback(store.host))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"update group {group_name}: rank {rank} of {world_size} did not meet the others within "
-                f"{timeout_s:g} s ({_first_line(error)})"
+                f"{limit_s:g} s ({_first_line(error)})"
             ) from error
 
     def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:
@@ -99,6 +104,7 @@ class UpdateGroup:
         deadline = time.monotonic() + self._timeout_s
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
         try:
             work = self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
             while not work.is_completed():
@@ -138,4 +144,6 @@ def _make_group(
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Of torch's message, without where in its source and what to read."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(".cc:")[2].partition("] ")[2].partition(". ")[0] or line

@@ -1,0 +1,256 @@
+"""Owns publication over a collective: rank 0 of the trainer broadcasts buckets to a group with every replica.
+
+Waits for: the fleet to pause, the replicas to join (JOIN_TIMEOUT_S) and each bucket to be taken in (timeout_s). Both
+sides of a publication run at once, the request to the controller in a thread; whichever fails ends the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.engine import TrainEngine
+from areal.api.errors import WeightSyncError
+from areal.engine.weight_sync.control import PublishControl, all_well, raise_together
+from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store, spec_bytes
+from areal.observe.log import get_logger
+
+log = get_logger(__name__)
+
+JOIN_TIMEOUT_S = 60.0
+"""Longest wait for all replicas to join a new group."""
+MAX_ATTEMPTS = 3
+"""Publications of one version before the trainer gives up; each later one is made with the replicas left."""
+SETTLE_S = 2.0
+"""After a failed attempt the list of replicas must stay the same for this long; above the usual health interval."""
+_POLL_S = 0.1
+
+
+class CollectiveChannel:
+    """Implements `areal.api.engine.WeightChannel`.
+
+    Trainer ranks above 0 only gather. The group is kept while the replicas stay the same and nothing fails.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        control: PublishControl,
+        *,
+        bucket_bytes: int,
+        backend: str,
+        is_rank0: bool,
+        host: str = "127.0.0.1",
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`host`: address of this process as the servers see it. `timeout_s`: the longest wait for one bucket, and for
+        some replica to be there at all."""
+        self._engine = engine
+        self._is_rank0 = is_rank0
+        self._plan: list[list[WeightSpec]] | None = None
+        self._bucket_bytes = bucket_bytes
+        self._sender = _Sender(control, backend=backend, host=host, timeout_s=timeout_s) if is_rank0 else None
+
+    def publish(self, version: int) -> None:
+        """Send the weights to every replica; every rank calls it. WeightSyncError on all when no attempt succeeds."""
+        if self._plan is None:  # names, shapes and dtypes never change
+            self._plan = plan_buckets(self._engine.named_weights(), self._bucket_bytes)
+        error: BaseException | None = None
+        for attempt in range(MAX_ATTEMPTS):
+            error = self._attempt(version, self._plan)
+            if all_well(self._engine, error is None):
+                return
+            if self._is_rank0:
+                log.warning("attempt %d to publish version %d failed: %s", attempt + 1, version, error)
+        raise_together(self._engine, error, version)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+    def _attempt(self, version: int, plan: list[list[WeightSpec]]) -> BaseException | None:
+        weights = self._engine.named_weights()
+        error: BaseException | None = None
+        if self._sender is not None:
+            try:
+                self._sender.send(version, plan, weights)
+            except Exception as failure:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+                error = failure
+        for _ in weights:  # gathering is a collective: every rank goes through to the end, also after an error
+            pass
+        return error
+
+
+class _Sender:
+    """Rank 0's part: the store, the group and the broadcasts."""
+
+    def __init__(self, control: PublishControl, *, backend: str, host: str, timeout_s: float) -> None:
+        self._control = control
+        self._backend = backend
+        self._host = host
+        self._timeout_s = timeout_s
+        self._group: UpdateGroup | None = None
+        self._replicas: list[str] = []
+        self._buffer: Tensor | None = None
+        self._store: TCPStore | None = None
+        self._has_failed = False
+
+    def send(self, version: int, plan: list[list[WeightSpec]], weights: Iterator[tuple[str, Tensor]]) -> None:
+        """One attempt; any failure leaves no group and no request behind."""
+        publication: _Publication | None = None
+        try:
+            replicas = self._wait_for_replicas()
+            if self._group is None or replicas != self._replicas:
+                self.close()
+                # A name never used before: no replica can mistake it for a group it is in already.
+                group_name = f"weights-{uuid.uuid4().hex[:12]}"
+                self._store = open_store(self._host, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S)
+            else:
+                group_name = self._group.group_name
+            assert self._store is not None
+            update = WeightUpdate(
+                version=version,
+                kind="collective",
+                master_address=self._host,
+                master_port=self._store.port,
+                backend=self._backend,
+                buckets=plan,
+                group_name=group_name,
+                replicas=replicas,
+            )
+            publication = _Publication(self._control, update)
+            if self._group is None:
+                self._group = self._join(publication, group_name, 1 + len(replicas))
+                self._replicas = replicas
+            for bucket in plan:
+                self._group.broadcast(self._fill(bucket, weights), give_up=publication.has_failed)
+            publication.wait(self._timeout_s)
+            self._has_failed = False
+        except BaseException:
+            self.close()  # replicas that still wait for a broadcast fail now, so the request ends soon
+            self._has_failed = True
+            if publication is not None:
+                publication.settle(self._timeout_s)
+            raise
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        self._store = None
+        if group is not None:
+            group.close()
+
+    def _wait_for_replicas(self) -> list[str]:
+        """After a failure the fleet looks at its replicas anew, one by one: wait until their list stands still."""
+        deadline = time.monotonic() + self._timeout_s
+        replicas = self._control.live_replicas()
+        still_s = SETTLE_S if self._has_failed else 0.0
+        unchanged_since = time.monotonic()
+        while not replicas or time.monotonic() - unchanged_since < still_s:
+            if time.monotonic() >= deadline:
+                raise WeightSyncError(f"no replica was there to take in weights for {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+            before, replicas = replicas, self._control.live_replicas()
+            if replicas != before:
+                unchanged_since = time.monotonic()
+        return replicas
+
+    def _join(self, publication: _Publication, group_name: str, world_size: int) -> UpdateGroup:
+        """Meet the replicas, in a thread: the meeting cannot be called off, but it need not be waited for."""
+        made: list[UpdateGroup | BaseException] = []
+        store = self._store
+        assert store is not None
+
+        def join() -> None:
+            try:
+                made.append(
+                    UpdateGroup(
+                        store,
+                        rank=0,
+                        world_size=world_size,
+                        group_name=group_name,
+                        backend=self._backend,
+                        timeout_s=self._timeout_s,
+                        join_timeout_s=JOIN_TIMEOUT_S,
+                    )
+                )
+            except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
+                made.append(failure)
+
+        thread = threading.Thread(target=join, name=f"join {group_name}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.002)
+            if publication.has_failed():
+                publication.wait(0.0)
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
+
+    def _fill(self, bucket: list[WeightSpec], weights: Iterator[tuple[str, Tensor]]) -> Tensor:
+        """Put the next weights into the send buffer."""
+        _, total = bucket_layout(bucket)
+        if self._buffer is None or self._buffer.numel() < total:
+            device = "cuda" if self._backend == "nccl" else "cpu"
+            self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
+        buffer = self._buffer[:total]
+        for spec, view in zip(bucket, bucket_views(buffer, bucket), strict=True):
+            name, value = next(weights)
+            if name != spec.name or list(value.shape) != spec.shape:
+                raise WeightSyncError(f"the engine yielded {name} {list(value.shape)} instead of {spec.name}")
+            view.copy_(value.detach())
+        return buffer
+
+
+class _Publication:
+    """The request to the controller, running in a thread."""
+
+    def __init__(self, control: PublishControl, update: WeightUpdate) -> None:
+        self._error: BaseException | None = None
+        self._update = update
+        self._thread = threading.Thread(
+            target=self._run, args=(control, update), name=f"publish version {update.version}", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, control: PublishControl, update: WeightUpdate) -> None:
+        try:
+            control.publish(update)
+        except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
+            self._error = failure
+
+    def settle(self, timeout_s: float) -> None:
+        """Until the request has ended, well or not: the fleet is busy with it until then."""
+        self._thread.join(timeout_s)
+
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the fleet serves the version; raises what the request raised."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise WeightSyncError(f"version {self._update.version} was sent, but is not served after {timeout_s:g} s")
+
+
+def plan_buckets(weights: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> list[list[WeightSpec]]:
+    """Cut the weights, in order, into broadcasts of at most `bucket_bytes`; a larger weight gets one of its own."""
+    plan: list[list[WeightSpec]] = []
+    room = 0
+    for name, value in weights:
+        spec = WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+        size = spec_bytes(spec)
+        if not plan or size > room:
+            plan.append([])
+            room = bucket_bytes
+        plan[-1].append(spec)
+        room -= size
+    return plan

@@ -1,0 +1,302 @@
+"""Both channels bring every replica exactly the trainer's weights, and end when something fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from areal.api.data import WeightUpdate
+from areal.api.errors import RequestError, WeightSyncError
+from areal.engine.weight_sync import collective as collective_module
+from areal.engine.weight_sync import disk as disk_module
+from areal.engine.weight_sync.collective import CollectiveChannel, plan_buckets
+from areal.engine.weight_sync.disk import DiskChannel
+from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
+from areal.system.durable import is_complete
+from areal.system.run_paths import RunPaths
+
+
+def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)).to(dtype)
+    model[2].weight = model[0].weight
+    return model
+
+
+class FakeTrainEngine:
+    """One of `world_size` ranks that hold whole weights; reductions go through a barrier shared by the ranks."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+        self.model = model
+        self.num_gathered = 0
+        self._ranks = ranks
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.named_parameters():
+            self.num_gathered += 1
+            yield name, value
+
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        assert op == "min"
+        return values if self._ranks is None else self._ranks.minimum(values)
+
+
+class Ranks:
+    """Lets threads reduce a flag."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=10)
+        self._values: list[Tensor] = []
+
+    def minimum(self, value: Tensor) -> Tensor:
+        self._values.append(value)
+        self._barrier.wait()
+        result = torch.stack(self._values).amin(0)
+        if self._barrier.wait() == 0:
+            self._values.clear()
+        self._barrier.wait()
+        return result
+
+
+class Replicas:
+    """The controller and its replicas, without HTTP: each replica takes in an update in a thread of its own."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.receivers = {f"r{i}": WeightReceiver(model, "cpu") for i, model in enumerate(models)}
+        self.live = list(self.receivers)
+        self.updates: list[WeightUpdate] = []
+        self.fail: Exception | None = None
+        self.die_at: int | None = None
+        """The last replica leaves before it takes in this bucket of the next update."""
+
+    def live_replicas(self) -> list[str]:
+        return list(self.live)
+
+    def publish(self, update: WeightUpdate) -> None:
+        self.updates.append(update)
+        if self.fail is not None:
+            raise self.fail
+        errors: list[Exception] = []
+        threads = [
+            threading.Thread(target=self._take_in, args=(name, rank + 1, update, errors))
+            for rank, name in enumerate(update.replicas)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(errors) == len(threads):
+            raise WeightSyncError(f"no replica took in version {update.version}: {errors[0]}")
+
+    def _take_in(self, name: str, rank: int, update: WeightUpdate, errors: list[Exception]) -> None:
+        receiver = self.receivers[name]
+        try:
+            if receiver.group_name != update.group_name:
+                world_size = 1 + len(update.replicas)
+                receiver.join(
+                    update.master_address, update.master_port, rank, world_size, update.group_name, update.backend, 5.0
+                )
+            for index, bucket in enumerate(update.buckets):
+                if index == self.die_at and name == self.live[-1]:
+                    self.live.remove(name)
+                    self.die_at = None
+                    receiver.leave()
+                receiver.receive(bucket)
+            receiver.finish()
+        except Exception as error:  # noqa: BLE001 - a replica that fails is the point of some tests
+            errors.append(error)
+
+
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value.to(second.state_dict()[name].dtype)), name
+
+
+def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
+    paths = RunPaths(folder)
+    return DiskChannel(engine, control, paths, is_rank0=True, **options)  # type: ignore[arg-type]
+
+
+class DiskReplica:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: list[str] = []
+
+    def live_replicas(self) -> list[str]:
+        return ["r0"]
+
+    def publish(self, update: WeightUpdate) -> None:
+        assert is_complete(Path(update.path))
+        self.paths.append(update.path)
+        load_weights_from_folder(self.model, Path(update.path))
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 300])
+def test_disk_weights_arrive_and_old_versions_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(disk_module, "SHARD_BYTES", shard_bytes)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    replica = DiskReplica(make_model(1))
+    engine = FakeTrainEngine(make_model(2))
+    channel = disk_channel(engine, replica, tmp_path, model_folder=tmp_path / "model")
+    stale = tmp_path / "weights" / "v000099"  # from before a recovery
+    stale.mkdir(parents=True)
+    (tmp_path / "weights" / ".writing-v000098").mkdir()
+    for version in (1, 2, 3):
+        engine.model = make_model(10 + version)
+        channel.publish(version)
+        assert_same(engine.model, replica.model)
+    folder = tmp_path / "weights"
+    assert sorted(path.name for path in folder.iterdir()) == ["v000002", "v000003"]
+    files = {path.name for path in (folder / "v000003").iterdir()}
+    assert {"config.json", "COMPLETE"} < files
+    assert ("model.safetensors.index.json" in files) == (shard_bytes == 300)
+
+
+def test_a_disk_publication_that_fails_gathers_to_the_end(tmp_path: Path) -> None:
+    class Refusing(DiskReplica):
+        def publish(self, update: WeightUpdate) -> None:
+            raise WeightSyncError("no replica took it")
+
+    engine = FakeTrainEngine(make_model(1))
+    with pytest.raises(WeightSyncError, match="no replica took it"):
+        disk_channel(engine, Refusing(make_model(2)), tmp_path).publish(1)
+    assert engine.num_gathered == 3
+    (tmp_path / "weights2").write_text("in the way")
+    blocked = disk_channel(engine, Refusing(make_model(2)), tmp_path / "weights2")
+    with pytest.raises(WeightSyncError, match="could not be written"):
+        blocked.publish(1)
+    assert engine.num_gathered == 6
+
+
+def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> None:
+    class Tied(FakeTrainEngine):
+        def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+            yield from self.model.named_parameters(remove_duplicate=False)
+
+    replica = DiskReplica(make_model(1))
+    engine = Tied(make_model(2))
+    disk_channel(engine, replica, tmp_path).publish(1)
+    assert_same(engine.model, replica.model)
+
+
+def test_buckets_hold_no_more_than_their_bytes() -> None:
+    weights = [(f"w{i}", torch.zeros(size)) for i, size in enumerate([10, 10, 100, 5, 30])]
+    plan = plan_buckets(iter(weights), 100)
+    assert [[spec.name for spec in bucket] for bucket in plan] == [["w0", "w1"], ["w2"], ["w3"], ["w4"]]
+    assert plan[0][0].shape == [10]
+    assert plan[0][0].dtype == "float32"
+
+
+def channel_of(engine: FakeTrainEngine, control: object, **options: object) -> CollectiveChannel:
+    settings = {"bucket_bytes": 300, "backend": "gloo", "is_rank0": True, "timeout_s": 5.0} | options
+    return CollectiveChannel(engine, control, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collective_weights_arrive_at_all_replicas(dtype: torch.dtype) -> None:
+    models = [make_model(1, dtype), make_model(2, dtype)]
+    control = Replicas(*models)
+    engine = FakeTrainEngine(make_model(3))
+    channel = channel_of(engine, control)
+    for version in (1, 2):
+        engine.model = make_model(10 + version)
+        channel.publish(version)
+        for model in models:
+            assert_same(engine.model, model)
+    assert len(control.updates[0].buckets) > 1
+    assert control.updates[0].group_name == control.updates[1].group_name  # the group lasts
+    channel.close()
+
+
+def test_a_new_replica_makes_a_new_group() -> None:
+    models = [make_model(1), make_model(2)]
+    control = Replicas(*models)
+    control.live = ["r0"]
+    engine = FakeTrainEngine(make_model(3))
+    channel = channel_of(engine, control)
+    channel.publish(1)
+    control.live = ["r0", "r1"]
+    channel.publish(2)
+    for model in models:
+        assert_same(engine.model, model)
+    assert control.updates[0].group_name != control.updates[1].group_name
+    channel.close()
+
+
+def test_a_replica_that_dies_under_a_broadcast_costs_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.1)
+    models = [make_model(1), make_model(2)]
+    control = Replicas(*models)
+    engine = FakeTrainEngine(make_model(3))
+    channel = channel_of(engine, control)
+    channel.publish(1)
+    control.die_at = 1
+    engine.model = make_model(4)
+    started = time.monotonic()
+    channel.publish(2)
+    assert time.monotonic() - started < 5
+    assert_same(engine.model, models[0])
+    assert [update.replicas for update in control.updates] == [["r0", "r1"], ["r0", "r1"], ["r0"]]
+    channel.close()
+
+
+def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1.0)
+    model = make_model(1)
+    control = Replicas(model)
+    control.fail = RequestError("no such fleet")
+    engine = FakeTrainEngine(make_model(3))
+    channel = channel_of(engine, control)
+    started = time.monotonic()
+    with pytest.raises(RequestError, match="no such fleet"):
+        channel.publish(1)
+    assert time.monotonic() - started < 3
+    assert len(control.updates) == 3
+    control.fail = None
+    channel.publish(1)
+    assert_same(engine.model, model)
+    channel.close()
+
+
+def test_without_replicas_a_publication_ends_by_itself() -> None:
+    control = Replicas()
+    channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=0.1)
+    with pytest.raises(WeightSyncError, match="no replica was there"):
+        channel.publish(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_ranks_gather_alike_and_fail_together(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1.0)
+    ranks = Ranks(2)
+    control = Replicas(make_model(1))
+    control.fail = WeightSyncError("refused") if fails else None
+    engines = [FakeTrainEngine(make_model(3), ranks) for _ in range(2)]
+    channels = [channel_of(engine, control, is_rank0=rank == 0) for rank, engine in enumerate(engines)]
+    errors: list[Exception] = []
+
+    def publish(channel: CollectiveChannel) -> None:
+        try:
+            channel.publish(1)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=publish, args=(channel,)) for channel in channels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engines[0].num_gathered == engines[1].num_gathered
+    assert len(errors) == (2 if fails else 0)
+    channels[0].close()
