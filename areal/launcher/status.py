@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,8 +99,9 @@ def _number(value: float | None, form: str) -> str:
 class StatusLine:
     """Shows one line: refreshed in place on a terminal, else as a plain line now and then."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None = None, *, width: Callable[[], int] | None = None) -> None:
+        self._stream = stream = stream or sys.stderr
+        self._width = width or (lambda: shutil.get_terminal_size().columns)
         self._live = stream.isatty()
         self._shown = ""
         self._shown_s = float("-inf")
@@ -106,8 +109,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Show `text` as the line; on something else than a terminal at most every 10 seconds and only if new."""
         if self._live:
-            width = max(20, os.get_terminal_size(self._stream.fileno()).columns) - 1
-            self._stream.write("\r" + text[:width] + "\x1b[K")
+            self._stream.write("\r" + text[: self._width() - 1] + "\x1b[K")
         elif text != self._shown and time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
             self._stream.write(text + "\n")
             self._shown_s = time.monotonic()

@@ -1,0 +1,204 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from areal.api.errors import ConfigError
+from areal.launcher import local
+from areal.launcher.job import Machine
+
+CONFIG = """
+experiment_name: e
+trial_name: t
+allocation_mode: fsdp:d2
+cluster:
+  fileroot: {root}
+train_dataset:
+  path: org/data
+  type: sft
+  batch_size: 2
+total_train_steps: 5
+model:
+  path: org/model
+  optimizer:
+    lr: 1.0e-3
+launcher:
+  stop_grace_s: 5.0
+  status_interval_s: 0.1
+my_section:
+  behaviour: {behaviour}
+  again: ${{experiment_name}}
+"""
+
+SCRIPT = """
+import json, os, pathlib, sys, time
+import yaml
+from areal.api.errors import InputError
+from areal.system.process import ProcessContext
+assert "torch" not in sys.modules
+context = ProcessContext.from_env()
+run = pathlib.Path(context.run_dir)
+config = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
+def ready(done="ready"):
+    folder = run / "names" / done
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{context.name}.json").write_text(str(os.getpid()))
+ready()
+others = [f"trainer-{rank}" for rank in range(context.world_size)]
+while not all((run / "names" / "ready" / f"{name}.json").exists() for name in others): time.sleep(0.01)
+time.sleep(0.2)
+behaviour = config["my_section"]["behaviour"]
+assert config["my_section"]["again"] == "e"
+if behaviour == "fail" and context.index == 1:
+    raise InputError("row 7 has no\\nanswer")
+if behaviour in ("fail", "hang"): time.sleep(60)
+if behaviour == "fail_once":
+    with open(run / "attempts", "a") as file:
+        file.write(f"{context.index} {context.run_id} {context.recover}\\n")
+    if context.run_id == 0: os.kill(os.getpid(), 9) if context.index == 0 else time.sleep(60)
+(run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\\n')
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    yield tmp_path
+    for path in (tmp_path / "runs").rglob("ready/*.json"):
+        assert not alive(int(path.read_text())), f"{path.stem} was left behind"
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command(folder, *overrides, behaviour="end", module="areal.launcher.local"):
+    (folder / "config.yaml").write_text(CONFIG.format(root=folder / "runs", behaviour=behaviour))
+    return [
+        *(sys.executable, "-m", module, str(folder / "script.py"), "--config", str(folder / "config.yaml")),
+        *overrides,
+    ]
+
+
+def launch(folder, *overrides, **options):
+    return subprocess.run(command(folder, *overrides, **options), capture_output=True, text=True, timeout=60)
+
+
+def summary(folder):
+    return json.loads((folder / "runs" / "e" / "t" / "summary.json").read_text())
+
+
+def wait_until_ready(folder):
+    deadline = time.monotonic() + 30
+    signs = [folder / "runs" / "e" / "t" / "names" / "ready" / f"trainer-{rank}.json" for rank in (0, 1)]
+    while not all(sign.exists() and sign.read_text() for sign in signs):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(sign.read_text()) for sign in signs]
+
+
+def test_run_completes_and_is_not_written_over(folder):
+    done = launch(folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("areal: run completed: ")
+    found = summary(folder)
+    assert found["status"] == "completed"
+    assert found["exit_codes"] == {"trainer-0": 0, "trainer-1": 0}
+    assert found["peak_rss_gib"] > 0.01
+    assert 0 < found["seconds"] < 60
+    assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["identities"]["samples_per_step"] == 2
+    again = launch(folder)
+    assert again.returncode == 2
+    assert "holds an earlier run (metrics.jsonl)" in again.stderr
+    assert again.stderr.startswith("areal: error: ")
+
+
+def test_failure_names_its_cause(folder):
+    done = launch(folder, behaviour="fail")
+    assert done.returncode == 1
+    assert "areal: error: run failed: trainer-1 exited with 2: row 7 has no answer (log: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert summary(folder)["status"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_ends_everything(folder, number):
+    with subprocess.Popen(command(folder, behaviour="hang"), stderr=subprocess.PIPE, text=True) as launcher:
+        pids = wait_until_ready(folder)
+        launcher.send_signal(number)
+        _, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert "interrupted, all processes have ended" in stderr
+    assert not any(alive(pid) for pid in pids)
+    assert summary(folder)["status"] == "interrupted"
+
+
+def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
+    with subprocess.Popen(command(folder, behaviour="hang"), stderr=subprocess.PIPE, text=True) as launcher:
+        pids = wait_until_ready(folder)
+        second = launch(folder)
+        assert second.returncode == 2
+        assert f"is in use by the launcher with pid {launcher.pid} on host" in second.stderr
+        launcher.kill()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert launch(folder).returncode == 0
+
+
+def test_failed_run_starts_again_as_recover_says(folder):
+    done = launch(folder, "recover.mode=fault", "recover.freq_steps=1", behaviour="fail_once")
+    assert done.returncode == 0, done.stderr
+    assert "areal: attempt 1 failed: trainer-0 was killed by SIGKILL" in done.stderr
+    assert "starting again from the beginning (1 of at most 3 restarts)" in done.stderr
+    attempts = (folder / "runs" / "e" / "t" / "attempts").read_text().splitlines()
+    assert sorted(attempts) == ["0 0 False", "0 1 False", "1 0 False", "1 1 False"]
+    assert summary(folder)["attempts"] == 2
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(folder):
+    done = launch(folder, "--dry-run", module="areal.launcher")
+    assert done.returncode == 0, done.stderr
+    assert "trainer-1: cpu" in done.stdout
+    assert "samples per train step: 2" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.pth=x"], "model.pth: unknown key"),
+        (["allocation_mode=fsdp:dx"], "allocation_mode: "),
+        (["cluster.n_nodes=2"], "cluster.n_nodes=2: the local launcher runs on one machine"),
+        (["model.path=/no/model"], "model.path: /no/model is no folder"),
+        (["train_dataset.path=no.jsonl"], "train_dataset.path: no.jsonl does not exist"),
+        (["launcher.trainer_env_vars=A"], "NAME=value"),
+    ],
+)
+def test_bad_configuration_is_told_before_anything_starts(folder, overrides, says):
+    with pytest.raises(ConfigError) as error:
+        local.launch(local.read_command_line(command(folder, *overrides)[3:]), Machine(cores=2))
+    assert says in str(error.value)
+    assert not (folder / "runs").exists()
+
+
+def test_unknown_keys_are_refused_without_a_script(folder):
+    argv = [word for word in command(folder) if not word.endswith("script.py")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "my_section: unknown key" in done.stderr
+
+
+def test_launcher_needs_no_torch():
+    code = "import sys, areal.launcher.local; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))

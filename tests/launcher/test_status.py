@@ -1,0 +1,115 @@
+import http.server
+import io
+import json
+import threading
+
+import pytest
+
+from areal.launcher import status as status_module
+from areal.launcher.status import StatusLine, StatusSource, last_record, rollout_line, training_line
+from areal.system.discovery import FileNameRegistry
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError
+
+
+def test_lines():
+    status = {
+        "step": 3,
+        "total_steps": 10,
+        "reward_mean": 0.25,
+        "waiting": 7,
+        "running": 20,
+        "staleness_mean": 1.5,
+        "tokens_per_s": 1234.5,
+        "waiting_for": "the trainer",
+    }
+    assert rollout_line(status, None) == (
+        "step 3/10 | reward 0.250 | queue 7+20 running | staleness 1.50 | 1,234 tokens/s | waits for the trainer"
+    )
+    assert rollout_line({}, 5).startswith("step 0/5 | reward - | queue 0+0 running")
+    assert training_line({"step": 2, "loss": 0.5, "trained_tokens_per_s": 10.0}, None) == (
+        "step 2/? | loss 0.5000 | 10 tokens/s"
+    )
+    assert "loss -" in training_line({"step": 2, "loss": None}, 4)
+
+
+def test_last_record_is_a_whole_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_record(path) is None
+    path.write_text('{"step": 1')
+    assert last_record(path) is None
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert last_record(path) == {"step": 2}
+
+
+def test_terminal_line_is_refreshed_in_place_and_cut_to_its_width():
+    screen = _Terminal()
+    line = StatusLine(screen, width=lambda: 10)
+    line.show("a" * 50)
+    line.show("short")
+    line.say("lasting")
+    line.end(None)
+    assert screen.getvalue() == "\r" + "a" * 9 + "\x1b[K\rshort\x1b[K\r\x1b[Klasting\n"
+
+
+def test_plain_lines_come_now_and_then(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(status_module.time, "monotonic", lambda: now[0])
+    screen = io.StringIO()
+    line = StatusLine(screen)
+    line.show("one")
+    now[0] = 9.0
+    line.show("two")
+    now[0] = 11.0
+    line.show("three")
+    now[0] = 40.0
+    line.show("three")
+    assert screen.getvalue() == "one\nthree\n"
+
+
+@pytest.fixture
+def controller():
+    """Address of a server that answers /status."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"step": 4} if self.path == "/status" else {}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    registry = FileNameRegistry(tmp_path / "names")
+    source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=True, total_steps=9)
+    assert source.read() is None
+    registry.add("controller", json.dumps({"address": "http://127.0.0.1:9"}))
+    assert source.read() is None
+    registry.add("controller", json.dumps({"address": controller}), replace=True)
+    assert source.read().startswith("step 4/9")
+
+
+def test_run_without_controller_reads_the_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
+    registry = FileNameRegistry(tmp_path / "names")
+    source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=False, total_steps=9)
+    assert source.read() == "step 6/9 | loss 1.0000 | - tokens/s"
