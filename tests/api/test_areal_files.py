@@ -177,6 +177,7 @@ SFT = f"""{TOP}
 tokenizer_path: ${{model.path}}
 allocation_mode: d8p1t1
 model:{NAMES}
+  weight_update_mode: xccl
   path: Qwen/Qwen3-1.7B{ENGINE}{OPTIMIZER}
 train_dataset: {{path: openai/gsm8k, type: sft, batch_size: 128, pin_memory: true, num_workers: 4}}
 valid_dataset: {{path: openai/gsm8k, type: sft, batch_size: 128, pin_memory: true, num_workers: 4}}

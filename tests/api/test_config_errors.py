@@ -63,7 +63,7 @@ def problem(tmp_path: Path):
         ("train_dataset.path=???", ["train_dataset.path: is required"]),
         ("train_dataset.path=", ["train_dataset.path: is empty"]),
         ("actor.path=", ["actor.path: is required"]),
-        ("valid_dataset.batch_size=3", ["valid_dataset.path: is required"]),
+        ("valid_dataset.max_rows=3", ["valid_dataset.path: is required"]),
         # interpolation
         ("trial_name=${nothing}", ["trial_name: ${nothing} cannot be resolved", "not found"]),
         ("seed=${seed}", ["seed: ${seed} cannot be resolved"]),

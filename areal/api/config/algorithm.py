@@ -36,6 +36,10 @@ class PPOActorConfig(TrainEngineConfig):
 
     group_size: int = number(1, low=1)
     """Kept for files written for AReaL: must be 1 or gconfig.n_samples, which decides."""
+    weight_update_mode: str = choice("xccl", "xccl", "disk")
+    """How new weights reach the servers: xccl = a collective (NCCL or gloo), disk = the shared folder."""
+    weight_chunked_mem_mb: int = number(1024, low=1)
+    """Largest bucket of one weight broadcast, in MiB."""
     ppo_n_minibatches: int = number(4, low=1)
     """Optimiser steps per train batch."""
     eps_clip: float = number(0.2, above=0)

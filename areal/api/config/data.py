@@ -9,7 +9,7 @@ from areal.api.config.fields import Problems, choice, number
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Where rows come from and how they are batched."""
+    """Where rows come from."""
 
     path: str = "???"
     """A .jsonl or .json file, a folder saved by `datasets`, or a hub name."""
@@ -21,8 +21,6 @@ class DatasetConfig:
     """Subset of a hub dataset; empty = its default."""
     map_fn: str = ""
     """Turns a raw row into ours: a registered name (gsm8k) or module:function; empty = rows are used as they are."""
-    batch_size: int = number(1, low=1)
-    """Rows per step over all ranks."""
     max_length: int | None = number(None, low=1)
     """Rows whose prompt (rl) or whole text (sft) has more tokens are left out; null = none."""
 
@@ -35,6 +33,8 @@ class DatasetConfig:
 class TrainDatasetConfig(DatasetConfig):
     """The training set."""
 
+    batch_size: int = number(1, low=1)
+    """Rows per step over all ranks."""
     shuffle: bool = True
     """New order in every epoch, derived from `seed` and the epoch."""
     drop_last: bool = True

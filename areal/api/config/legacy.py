@@ -70,6 +70,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "target_modules": _SILENT,
         "peft_type": _SILENT,
         "is_critic": _FALSE,
+        "weight_update_mode": _SILENT,  # only the actor's weights are published
     },
     "PPOCriticConfig": {"is_critic": Accepts((False, True)), "mask_no_eos_with_zero": _SILENT},
     "PPOActorConfig": {
@@ -106,6 +107,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     # How AReaL's data loader works, not what it yields.
     "DatasetConfig": {"pin_memory": _SILENT, "num_workers": _SILENT},
     "ValidDatasetConfig": {
+        "batch_size": _SILENT,  # rollout.max_concurrent_rollouts bounds an evaluation too
         "shuffle": _SILENT,  # a mean does not depend on the order
         "drop_last": Accepts((False,), "max_rows leaves rows out"),
     },

@@ -89,10 +89,6 @@ class TrainEngineConfig:
     """Type in which gradients are summed over ranks."""
     optimizer: OptimizerConfig | None = None
     """Optimiser; null = the model is never trained (a reference)."""
-    weight_update_mode: str = choice("xccl", "xccl", "disk")
-    """How new weights reach the servers: xccl = a collective (NCCL or gloo), disk = the shared folder."""
-    weight_chunked_mem_mb: int = number(1024, low=1)
-    """Largest bucket of one weight broadcast, in MiB."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the FSDP engine."""
 
