@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
+from areal.api.data import BatchShare
 from areal.rollout.batching import build_shares, episode_stats, token_stats
 from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_state import FAILED, REJECTED, WAITING, AcceptedEpisode, BatchRecord
+from areal.rollout.ledger_state import WAITING, AcceptedEpisode, BatchRecord
+from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.staleness import is_in_order, mask_before
 from areal.rollout.wire import encode_share
 
@@ -29,21 +32,19 @@ class BatchMaker:
         batch_size: int,
         max_staleness: int,
         on_stale: str,
-        generated_tokens: Callable[[], int],
+        producer: ProducerStats,
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self._ledger = ledger
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._on_stale = on_stale
-        self._generated_tokens = generated_tokens
+        self._producer = producer
         self._on_fatal = on_fatal
         self._shares: dict[tuple[int, int], list[bytes]] = {}  # by (step, dp_size)
         self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._dp_size = 1
         self._asked_s: dict[int, float] = {}
-        self._last_batch_s: float | None = None
-        self._last_batch_tokens = 0
-        self._last_counts: dict[str, int] = {}
         self.last: BatchRecord | None = None
 
     @property
@@ -54,6 +55,7 @@ class BatchMaker:
     async def get(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
         """One rank's share of batch `step`, durable before it is served; None when it is not there in time."""
         if step not in self._ledger.state.batches:
+            self._dp_size = dp_size
             await self._wait_for(step, timeout_s)
             if step not in self._ledger.state.batches:
                 return None
@@ -99,9 +101,10 @@ class BatchMaker:
         floor = mask_before(self._on_stale, consuming_version=version, max_staleness=self._max_staleness)
         episodes = [state.waiting[episode_id] for episode_id in ids]
         payloads = [self._ledger.payload(episode.episode_id, episode.payload) for episode in episodes]
-        stats = token_stats(payloads, version=version, mask_before=floor, max_staleness=self._max_staleness)
-        stats |= self._episode_stats(step, episodes)
+        shares = build_shares(payloads, step=step, version=version, mask_before=floor, dp_size=self._dp_size)
+        stats = token_stats(shares, max_staleness=self._max_staleness) | self._episode_stats(step, episodes)
         record = self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
+        self._keep(record, shares)
         self.last = record
         composed = self._wanted.pop(step)
         if not composed.done():
@@ -109,33 +112,26 @@ class BatchMaker:
 
     def _episode_stats(self, step: int, episodes: list[AcceptedEpisode]) -> dict[str, float]:
         state, now_s = self._ledger.state, asyncio.get_running_loop().time()
-        tokens = self._generated_tokens()
         stats = episode_stats(episodes)
         stats["wait_s"] = now_s - self._asked_s.pop(step, now_s)
         stats["queue_length"] = float(len(state.waiting) - len(episodes))
         stats["running"] = float(len(state.running))
-        if self._last_batch_s is not None and now_s > self._last_batch_s:
-            stats["generated_tokens_per_s"] = (tokens - self._last_batch_tokens) / (now_s - self._last_batch_s)
-        self._last_batch_s, self._last_batch_tokens = now_s, tokens
-        counts = {
-            "rejected": state.counts[REJECTED],
-            "failed": state.counts[FAILED],
-            "dropped": state.reasons["rejected: stale"],
-        }
-        for name, count in counts.items():
-            stats[name] = float(count - self._last_counts.get(name, 0))
-        self._last_counts = counts
-        return stats
+        return stats | self._producer.since_last_batch(now_s, [episode.num_tokens for episode in episodes])
 
     def _encoded(self, step: int, dp_size: int) -> list[bytes]:
-        shares = self._shares.get((step, dp_size))
-        if shares is None:
+        if (step, dp_size) not in self._shares:
             record = self._ledger.state.batches[step]
             pairs = zip(record.episode_ids, record.payloads, strict=True)
             payloads = [self._ledger.payload(episode_id, where) for episode_id, where in pairs]
-            shares = [encode_share(share) for share in build_shares(record, payloads, dp_size)]
-            self._shares[step, dp_size] = shares
-            while len(self._shares) > CACHED_STEPS:
-                self._shares.pop(next(iter(self._shares)))
-            self._ledger.forget(record.episode_ids)
-        return shares
+            shares = build_shares(
+                payloads, step=step, version=record.version, mask_before=record.mask_before, dp_size=dp_size
+            )
+            self._keep(record, shares)
+        return self._shares[step, dp_size]
+
+    def _keep(self, record: BatchRecord, shares: list[BatchShare]) -> None:
+        """Encode a batch once; retried requests get these very bytes."""
+        self._shares[record.step, len(shares)] = [encode_share(replace(share, stats=record.stats)) for share in shares]
+        while len(self._shares) > CACHED_STEPS:
+            self._shares.pop(next(iter(self._shares)))
+        self._ledger.forget(record.episode_ids)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal.api.data import BatchShare
-from areal.rollout.ledger_state import AcceptedEpisode, BatchRecord
-from areal.rollout.payload import join_columns, num_tokens, num_trajectories
+from areal.rollout.ledger_state import AcceptedEpisode
+from areal.rollout.payload import join_columns, payload_sizes
 
 MAX_AGE_BIN = 8
 """Ages from here on share one bin of the histogram."""
@@ -32,61 +32,63 @@ def split_balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def build_shares(record: BatchRecord, payloads: Sequence[bytes], dp_size: int) -> list[BatchShare]:
-    """One share per rank, groups kept whole, balanced by tokens."""
-    parts = split_balanced([num_tokens(payload) for payload in payloads], dp_size)
-    return [_build_share(record, payloads, part) for part in parts]
+def build_shares(
+    payloads: Sequence[bytes], *, step: int, version: int, mask_before: int, dp_size: int
+) -> list[BatchShare]:
+    """One share per rank, groups kept whole, balanced by tokens. Without statistics."""
+    parts = split_balanced([payload_sizes(payload)[1] for payload in payloads], dp_size)
+    return [
+        _build_share([payloads[index] for index in part], part, step=step, version=version, mask_before=mask_before)
+        for part in parts
+    ]
 
 
-def _build_share(record: BatchRecord, payloads: Sequence[bytes], part: Sequence[int]) -> BatchShare:
-    mine = [payloads[index] for index in part]
-    columns = join_columns(mine)
+def _build_share(
+    payloads: Sequence[bytes], group_ids: Sequence[int], *, step: int, version: int, mask_before: int
+) -> BatchShare:
+    columns = join_columns(payloads)
     versions = np.frombuffer(columns["output_versions"], dtype="<i4")
     loss_mask = np.frombuffer(columns["loss_mask"], dtype=np.uint8)
-    if record.mask_before > 0:
-        loss_mask = np.where(versions < record.mask_before, 0, loss_mask).astype(np.uint8)
+    if mask_before > 0:
+        loss_mask = loss_mask * (versions >= mask_before)
     return BatchShare(
-        step=record.step,
-        version=record.version,
+        step=step,
+        version=version,
         token_ids=np.frombuffer(columns["token_ids"], dtype="<i4"),
         lengths=np.frombuffer(columns["lengths"], dtype="<i4"),
         loss_mask=loss_mask,
         rollout_logprobs=np.frombuffer(columns["rollout_logprobs"], dtype="<f4"),
         output_versions=versions,
         rewards=np.frombuffer(columns["rewards"], dtype="<f4"),
-        group_index=np.repeat(np.array(part, dtype="<i4"), [num_trajectories(payload) for payload in mine]),
+        group_index=np.repeat(np.array(group_ids, dtype="<i4"), [payload_sizes(payload)[0] for payload in payloads]),
         finished=np.frombuffer(columns["finished"], dtype=np.uint8),
-        stats=record.stats,
     )
 
 
-def token_stats(payloads: Sequence[bytes], *, version: int, mask_before: int, max_staleness: int) -> dict[str, float]:
-    """Ages of the generated tokens of a batch: mean, max, histogram, and what the mask takes out."""
-    columns = join_columns(payloads)
-    learned = np.frombuffer(columns["loss_mask"], dtype=np.uint8) == 1
-    ages = version - np.frombuffer(columns["output_versions"], dtype="<i4")[learned]
-    lengths = np.frombuffer(columns["lengths"], dtype="<i4")
-    finished = np.frombuffer(columns["finished"], dtype=np.uint8)
+def token_stats(shares: Sequence[BatchShare], *, max_staleness: int) -> dict[str, float]:
+    """Of the whole batch: sizes, reward, and the ages of the tokens that a policy made (masked ones included)."""
+    versions = np.concatenate([share.output_versions for share in shares])
+    lengths = np.concatenate([share.lengths for share in shares])
+    ages = shares[0].version - versions[versions >= 0]
     stats = {
         "num_trajectories": float(len(lengths)),
-        "tokens": float(lengths.sum()),
+        "tokens": float(len(versions)),
         "generated_tokens": float(len(ages)),
-        "length_mean": float(lengths.mean()),
+        "trained_tokens": float(sum(int(share.loss_mask.sum()) for share in shares)),
+        "length_mean": len(versions) / len(lengths),
         "length_max": float(lengths.max()),
-        "finished_frac": float(finished.mean()),
-        "reward": float(np.frombuffer(columns["rewards"], dtype="<f4").astype(np.float64).mean()),
+        "finished_frac": sum(int(share.finished.sum()) for share in shares) / len(lengths),
+        "reward": sum(float(share.rewards.sum(dtype=np.float64)) for share in shares) / len(lengths),
     }
     if len(ages) == 0:
         return stats | {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_tokens_frac": 0.0}
-    bins = np.bincount(np.clip(ages, 0, MAX_AGE_BIN), minlength=1) / len(ages)
+    histogram = np.bincount(np.clip(ages, 0, MAX_AGE_BIN))
     stats |= {
-        "staleness_mean": float(ages.mean()),
+        "staleness_mean": int(ages.sum()) / len(ages),
         "staleness_max": float(ages.max()),
-        "stale_tokens_frac": float((ages > max_staleness).mean()),
+        "stale_tokens_frac": int((ages > max_staleness).sum()) / len(ages),
     }
-    if mask_before > 0:
-        stats["masked_tokens_frac"] = float((ages > version - mask_before).mean())
-    return stats | {f"age_frac/{age}": float(share) for age, share in enumerate(bins)}
+    return stats | {f"age_frac/{age}": int(count) / len(ages) for age, count in enumerate(histogram)}
 
 
 def episode_stats(episodes: Sequence[AcceptedEpisode]) -> dict[str, float]:

@@ -18,13 +18,17 @@ import orjson
 from areal.api.config import InferenceEngineConfig
 from areal.api.data import BatchShare, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.observe.log import get_logger
 from areal.rollout.wire import decode_share, encode_update
 from areal.system.discovery import NameRegistry
 
 ANSWER_S = 60.0
 """A live controller answers any call within this time, if only with "not yet"; well above the app's long poll."""
 RETRY_S = 0.2
+FINISH_S = 5.0
 CONTROLLER = "controller"
+
+_log = get_logger(__name__)
 
 
 class RolloutClient:
@@ -94,18 +98,22 @@ class RolloutClient:
         return orjson.loads(self._call("/status", None, "for its status"))
 
     def finish(self) -> None:
-        """Training is over: the controller ends."""
-        self._call("/finish", {}, "to finish")
+        """Training is over: the controller ends. One that cannot be reached has ended already."""
+        try:
+            self._call("/finish", {}, "to finish", reconnect_s=FINISH_S)
+        except ServerUnavailable as error:
+            _log.warning("the rollout controller is gone already: %s", error)
 
-    def _call(self, path: str, body: dict[str, Any] | None, purpose: str) -> bytes:
-        deadline_s = time.monotonic() + self._reconnect_s
+    def _call(self, path: str, body: dict[str, Any] | None, purpose: str, *, reconnect_s: float | None = None) -> bytes:
+        reconnect_s = self._reconnect_s if reconnect_s is None else reconnect_s
+        deadline_s = time.monotonic() + reconnect_s
         while True:
             try:
                 status, answer = self._exchange(path, body)
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() >= deadline_s:
                     raise ServerUnavailable(
-                        f"the rollout controller could not be reached for {self._reconnect_s:g} s {purpose} "
+                        f"the rollout controller could not be reached for {reconnect_s:g} s {purpose} "
                         f"({type(error).__name__}: {error}); see its log"
                     ) from error
                 time.sleep(RETRY_S)
@@ -114,7 +122,7 @@ class RolloutClient:
                 return answer
             if status != 204:
                 raise _error_of(path, status, answer)
-            deadline_s = time.monotonic() + self._reconnect_s
+            deadline_s = time.monotonic() + reconnect_s
 
     def _exchange(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         address = self._address if isinstance(self._address, str) else self._address()

@@ -22,8 +22,8 @@ from areal.rollout.executor import Executor
 from areal.rollout.gate import GateLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_state import BATCHED, CONSUMED, FAILED, REJECTED
+from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.prompts import PromptStream
-from areal.rollout.rate import RateMeter
 
 _log = get_logger(__name__)
 
@@ -58,12 +58,13 @@ class Controller:
         self._ended = asyncio.Event()
         self._told = asyncio.Event()
         self._publishing: tuple[WeightUpdate, asyncio.Task[None]] | None = None
+        self._producer = ProducerStats()
         self._batches = BatchMaker(
             ledger,
             batch_size=size,
             max_staleness=options.max_head_offpolicyness,
             on_stale=options.on_stale,
-            generated_tokens=lambda: self._executor.generated_tokens,
+            producer=self._producer,
             on_fatal=self.fail,
         )
         self._executor = Executor(
@@ -81,6 +82,7 @@ class Controller:
             on_stale=options.on_stale,
             check_format=options.check_trajectory_format,
             trace=options.enable_rollout_tracing,
+            producer=self._producer,
             on_accepted=self._batches.poke,
             on_fatal=self.fail,
         )
@@ -89,9 +91,8 @@ class Controller:
             workflows=eval_workflows or {},
             rows=eval_rows or [],
             max_concurrent=config.max_concurrent_rollouts,
-            count_tokens=self._executor.count_tokens,
+            count_tokens=self._producer.count_tokens,
         )
-        self._rate = RateMeter()
 
     async def start(self) -> None:
         """Begin writing the ledger and wait for the fleet. Episodes start once a trainer has attached."""
@@ -231,7 +232,6 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """Where the run stands, JSON-ready."""
         state, last = self._ledger.state, self._batches.last
-        tokens = self._executor.generated_tokens
         stats = last.stats if last else {}
         return {
             "step": state.trained_steps or 0,
@@ -248,8 +248,8 @@ class Controller:
             "staleness_mean": stats.get("staleness_mean"),
             "staleness_max": stats.get("staleness_max"),
             "reward_mean": stats.get("reward"),
-            "generated_tokens": tokens,
-            "tokens_per_s": self._rate.per_second(tokens, asyncio.get_running_loop().time()),
+            "generated_tokens": self._producer.generated_tokens,
+            "tokens_per_s": self._producer.tokens_per_s(asyncio.get_running_loop().time()),
             "replicas": self._fleet.status(),
             "waiting_for": self.waiting_for(),
         }

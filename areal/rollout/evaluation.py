@@ -59,7 +59,11 @@ class Evaluations:
             task = asyncio.create_task(self._evaluate(self._workflows[mode]), name=f"evaluate-{mode}-{step}")
             self._tasks[step, mode] = task
         await asyncio.wait([task], timeout=timeout_s)
-        return task.result() if task.done() else None
+        if not task.done():
+            return None
+        if task.exception() is not None:
+            self._tasks.pop((step, mode), None)  # who asks again starts it anew
+        return task.result()
 
     async def _evaluate(self, workflow: RolloutWorkflow) -> dict[str, float]:
         began_s = asyncio.get_running_loop().time()
@@ -91,7 +95,7 @@ class Evaluations:
         """Reward and length of one row; None when it failed or was rejected."""
         engine = EpisodeEngine(self._engine, self._count_tokens)
         try:
-            group: TrajectoryGroup | None = await workflow.arun_episode(engine, self._rows[position])
+            group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
             if group is None:
                 return None
             episode = encode_episode(position, group)

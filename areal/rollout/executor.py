@@ -19,6 +19,7 @@ from areal.rollout.episode import EpisodeEngine, Rejected, judge
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.ledger import Ledger
 from areal.rollout.payload import EncodedEpisode
+from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.prompts import PromptStream
 from areal.rollout.staleness import is_dropped
 
@@ -49,11 +50,11 @@ class Executor:
         on_stale: str,
         check_format: bool,
         trace: bool,
+        producer: ProducerStats,
         on_accepted: Callable[[], None],
         on_fatal: Callable[[Exception], None],
     ) -> None:
         self.limits = limits
-        self.generated_tokens = 0
         self.is_open = False
         """False until a trainer is attached and the fleet holds its version, and again when the run ends."""
         self._engine = engine
@@ -64,6 +65,7 @@ class Executor:
         self._on_stale = on_stale
         self._check_format = check_format
         self._trace = trace
+        self._producer = producer
         self._on_accepted = on_accepted
         self._on_fatal = on_fatal
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -110,6 +112,7 @@ class Executor:
             return
         for episode in list(self._ledger.state.waiting.values()):
             if self._is_dropped(episode.min_version):
+                self._producer.count_dropped(episode.num_tokens)
                 self._ledger.reject(episode.episode_id, "stale")
 
     def _is_dropped(self, min_version: int) -> bool:
@@ -121,15 +124,16 @@ class Executor:
         )
 
     def _start(self, episode_id: int) -> None:
-        self._tasks[episode_id] = asyncio.create_task(self._run(episode_id), name=f"episode-{episode_id}")
+        loop = asyncio.get_running_loop()
+        self._tasks[episode_id] = loop.create_task(self._run(episode_id), name=f"episode-{episode_id}")
 
     async def _run(self, episode_id: int) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        engine = EpisodeEngine(self._engine, self.count_tokens)
+        engine = EpisodeEngine(self._engine, self._producer.count_tokens)
         try:
             try:
-                row = self._rows.row(episode_id)
+                row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 group = await self._workflow.arun_episode(engine, row)
                 verdict = judge(episode_id, group, accept=self._accept, check_format=self._check_format)
             except asyncio.CancelledError:
@@ -148,10 +152,6 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - our own books went wrong: the run must hear of it, and ends
             self._on_fatal(error)
 
-    def count_tokens(self, num_tokens: int) -> None:
-        """Add to the tokens generated so far."""
-        self.generated_tokens += num_tokens
-
     def _ended(
         self,
         episode_id: int,
@@ -162,6 +162,7 @@ class Executor:
     ) -> None:
         self._failed_in_a_row = 0
         if isinstance(verdict, Rejected):
+            self._producer.count_rejected()
             self._reject(episode_id, verdict.reason)
             self._rejected_in_a_row += 1
             if self._rejected_in_a_row >= self._max_rejected:
@@ -169,6 +170,7 @@ class Executor:
             return
         self._rejected_in_a_row = 0
         if self._is_dropped(verdict.min_version):
+            self._producer.count_dropped(verdict.num_tokens)
             self._reject(episode_id, "stale")
             return
         self._ledger.accept(
@@ -194,6 +196,7 @@ class Executor:
         _log.warning(
             "episode %d failed: %s", episode_id, reason, exc_info=None if is_ours or self._failed_in_a_row else error
         )
+        self._producer.count_failed()
         self._ledger.fail(episode_id, reason)
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._max_failed:

@@ -20,7 +20,8 @@ class GateLimits:
 
     def open_until(self, version: int) -> int:
         """How many episodes may be accepted or running while the policy is at `version`."""
-        return min((self.max_staleness + version + 1) * self.batch_size, self.total_episodes)
+        by_version = (self.max_staleness + version + 1) * self.batch_size
+        return by_version if by_version < self.total_episodes else self.total_episodes
 
 
 def room(limits: GateLimits, *, running: int, accepted: int, version: int) -> int:
@@ -30,7 +31,9 @@ def room(limits: GateLimits, *, running: int, accepted: int, version: int) -> in
     number, so its room is back at once.
     """
     by_staleness = limits.open_until(version) - accepted - running
-    return max(0, min(limits.max_concurrent - running, by_staleness))
+    by_concurrency = limits.max_concurrent - running
+    free = by_staleness if by_staleness < by_concurrency else by_concurrency
+    return free if free > 0 else 0
 
 
 def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int) -> str:

@@ -38,6 +38,7 @@ class Ledger:
         self._clock = clock
         self._fresh: dict[int, bytes] = {}  # payloads of episodes that wait for a batch, as far as memory holds them
         self.state = state or LedgerState()
+        self._apply, self._append = self.state.apply, log.append  # looked up once: they run for every event
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -67,8 +68,8 @@ class Ledger:
         await self._log.close()
 
     def _record(self, event: Event) -> None:
-        self.state.apply(event)
-        self._log.append(event)
+        self._apply(event)
+        self._append(event)
 
     def started(self, rows: PromptStream[dict[str, Any]], *, total_steps: int) -> None:
         """A controller begins or goes on. LedgerError when its prompts would not be those of the ledger."""
@@ -96,17 +97,13 @@ class Ledger:
     def admit(self, *, version: int) -> int:
         """The next episode starts; returns its id, which is its place in the prompt stream."""
         episode_id = len(self.state.states)
-        self._record(
-            {"event": "admitted", "id": episode_id, "attempt": 0, "version": version, "at": round(self._clock(), 3)}
-        )
+        self._record({"event": "admitted", "id": episode_id, "attempt": 0, "version": version})
         return episode_id
 
     def admit_again(self, episode_id: int, *, version: int) -> int:
         """An episode that a dead controller left running starts anew; returns the number of the attempt."""
         attempt = self.state.running[episode_id].attempt + 1
-        self._record(
-            {"event": "admitted", "id": episode_id, "attempt": attempt, "version": version, "at": self._clock()}
-        )
+        self._record({"event": "admitted", "id": episode_id, "attempt": attempt, "version": version})
         return attempt
 
     def accept(
@@ -134,21 +131,20 @@ class Ledger:
                 "max_version": episode.max_version,
                 "reward": episode.reward,
                 "stats": stats,
-                "seconds": round(seconds, 4),
+                "seconds": seconds,
                 "replicas": replicas,
                 "interruptions": num_interruptions,
-                "at": round(self._clock(), 3),
             }
         )
 
     def reject(self, episode_id: int, reason: str) -> None:
         """An episode is not trained on: the workflow or the filter said so, or it is too old."""
-        self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason), "at": round(self._clock(), 3)})
+        self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
         self._fresh.pop(episode_id, None)
 
     def fail(self, episode_id: int, reason: str) -> None:
         """An episode broke."""
-        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason), "at": round(self._clock(), 3)})
+        self._record({"event": "failed", "id": episode_id, "reason": _clean(reason)})
 
     def batched(
         self, *, step: int, version: int, mask_before: int, episode_ids: Sequence[int], stats: dict[str, float]

@@ -1,11 +1,12 @@
-"""Owns the bytes of a ledger folder: the format of lines and payload records, reading them back, cutting torn tails.
+"""Owns the bytes of a ledger folder: the format of event files, reading them back, cutting torn tails.
 
-    RUN/ledger/events-000001.jsonl    one JSON object per line; its last key "crc" is the CRC-32 of all before it
+    RUN/ledger/events-000001.jsonl    one JSON object per line, in groups
     RUN/ledger/payload-000001.bin     payload records (see payload.py), found by [segment, offset, size]
 
-Lines are written in groups, and each group is on disk before the next one is written. A group begins with a line
-{"event": "group"}. So a damaged line in the last group was never relied on and is cut; a damaged line followed by a
-later group means that durable data was harmed, which is an error. Every start of a controller opens new files.
+A group is written at once and is on disk before the next one is written. Its first line says how many bytes follow
+and their checksum: {"event": "group", "number": 7, "at": seconds, "bytes": 321, "crc": CRC-32 of line and bytes}. So a
+group counts whole or not at all. A damaged last group was never relied on and is cut; a damaged group before an
+intact one means that durable data was harmed, which is an error. Every start of a controller opens new files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from areal.api.errors import LedgerError
 from areal.rollout.ledger_state import Event
 from areal.system.durable import fsync_dir
 
+_GROUP_START = b'{"event":"group","number":'
 _CRC_KEY = b',"crc":'
 _EVENTS = re.compile(r"events-(\d{6})\.jsonl")
 _PAYLOAD = re.compile(r"payload-(\d{6})\.bin")
@@ -37,23 +39,32 @@ def payload_path(folder: Path, number: int) -> Path:
     return folder / f"payload-{number:06d}.bin"
 
 
-def encode_line(event: Event) -> bytes:
-    """One line with its checksum."""
-    body = orjson.dumps(event)[:-1]
-    return b'%b,"crc":%d}\n' % (body, zlib.crc32(body))
+def encode_group(number: int, at: float, events: Sequence[Event]) -> bytes:
+    """The bytes of one group."""
+    body = b"".join([orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE) for event in events])
+    head = _GROUP_START + b'%d,"at":%.3f,"bytes":%d' % (number, at, len(body))
+    return head + _CRC_KEY + b"%d}\n" % zlib.crc32(body, zlib.crc32(head)) + body
 
 
-def decode_line(line: bytes) -> Event | None:
-    """The event of one line without its line feed; None when the line is damaged."""
-    body, key, tail = line.rpartition(_CRC_KEY)
-    if not key or not tail.endswith(b"}") or not tail[:-1].isdigit() or int(tail[:-1]) != zlib.crc32(body):
+def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
+    """The events of the group at `offset`, its mark first, and the offset behind it; None when it is not whole."""
+    end = data.find(b"\n", offset)
+    head, key, _ = data[offset : max(end, offset)].rpartition(_CRC_KEY)
+    if not key or not head.startswith(_GROUP_START):
         return None
-    return orjson.loads(body + b"}")
+    try:
+        mark: Event = orjson.loads(data[offset:end])
+        body = data[end + 1 : end + 1 + mark["bytes"]]
+        if len(body) != mark["bytes"] or zlib.crc32(body, zlib.crc32(head)) != mark["crc"]:
+            return None
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+    return [mark, *map(orjson.loads, body.splitlines())], end + 1 + len(body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TornTail:
-    """The end of an events file that was not written whole."""
+    """The end of an events file: a group that was not written whole."""
 
     path: Path
     offset: int
@@ -102,34 +113,28 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
 def _read_file(path: Path) -> tuple[list[Event], TornTail | None]:
     data = path.read_bytes()
     events: list[Event] = []
-    for offset, line in _lines(data):
-        event = None if line is None else decode_line(line)
-        if event is None:
-            return events, _torn_tail(path, data, offset)
-        events.append(event)
+    offset = num_groups = 0
+    while offset < len(data):
+        group = _decode_group(data, offset)
+        if group is None:
+            _require_last(path, data, offset)
+            return events, TornTail(path=path, offset=offset, size=len(data) - offset)
+        num_groups += 1
+        if group[0][0]["number"] != num_groups:
+            raise LedgerError(f"{path} lacks group {num_groups} of events before byte {offset}")
+        events.extend(group[0])
+        offset = group[1]
     return events, None
 
 
-def _lines(data: bytes) -> Iterator[tuple[int, bytes | None]]:
-    """Offset and content of each line; None for a last line without its line feed."""
-    offset = 0
-    while offset < len(data):
-        end = data.find(b"\n", offset)
-        if end < 0:
-            yield offset, None
-            return
-        yield offset, data[offset:end]
-        offset = end + 1
-
-
-def _torn_tail(path: Path, data: bytes, offset: int) -> TornTail:
-    for later, line in _lines(data[offset:]):
-        event = None if line is None else decode_line(line)
-        if later > 0 and event is not None and event["event"] == "group":
+def _require_last(path: Path, data: bytes, offset: int) -> None:
+    later = data.find(_GROUP_START, offset + 1)
+    while later >= 0:
+        if _decode_group(data, later) is not None:
             raise LedgerError(
                 f"{path} is damaged at byte {offset}: a later group of events is intact, so this one was on disk"
             )
-    return TornTail(path=path, offset=offset, size=len(data) - offset)
+        later = data.find(_GROUP_START, later + 1)
 
 
 class AppendFile(Protocol):

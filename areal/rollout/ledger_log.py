@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import LedgerError
-from areal.rollout.ledger_files import AppendFile, OsAppendFile, encode_line, events_path, payload_path
+from areal.rollout.ledger_files import AppendFile, OsAppendFile, encode_group, events_path, payload_path
 from areal.rollout.ledger_state import Event
 
 LINGER_S = 0.05
@@ -44,7 +44,7 @@ class EventLog(Protocol):
 
 @dataclass(slots=True)
 class _Group:
-    lines: list[bytes] = field(default_factory=list[bytes])
+    events: list[Event] = field(default_factory=list[Event])
     payloads: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
     num_bytes: int = 0
 
@@ -53,14 +53,14 @@ class GroupWriter:
     """The files of one writer. Used by one thread at a time."""
 
     def __init__(self, folder: Path, number: int, open_file: Callable[[Path], AppendFile] = OsAppendFile) -> None:
-        self._folder = folder
+        self.folder = folder
         self._number = number
         self._open_file = open_file
         self._events: AppendFile | None = None
         self._segment: tuple[int, AppendFile] | None = None
         self._num_groups = 0
 
-    def write(self, lines: list[bytes], payloads: list[tuple[int, bytes]]) -> None:
+    def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
         """Make one group durable. OSError leaves a torn tail at most, which the next reader cuts."""
         position = 0
         while position < len(payloads):
@@ -73,17 +73,16 @@ class GroupWriter:
             file.sync()
             position = end
         if self._events is None:
-            self._events = self._open_file(events_path(self._folder, self._number))
+            self._events = self._open_file(events_path(self.folder, self._number))
         self._num_groups += 1
-        mark = encode_line({"event": "group", "number": self._num_groups, "at": round(time.time(), 3)})
-        self._events.write(mark + b"".join(lines))
+        self._events.write(encode_group(self._num_groups, time.time(), events))
         self._events.sync()
 
     def _segment_file(self, segment: int) -> AppendFile:
         if self._segment is None or self._segment[0] != segment:
             if self._segment is not None:
                 self._segment[1].close()
-            self._segment = (segment, self._open_file(payload_path(self._folder, segment)))
+            self._segment = (segment, self._open_file(payload_path(self.folder, segment)))
         return self._segment[1]
 
     def close(self) -> None:
@@ -116,14 +115,13 @@ class GroupCommitLog:
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
         self._task = asyncio.create_task(self._run(), name="ledger-commit")
-        if self._group.lines:
+        if self._group.events:
             self._wake.set()
 
     def append(self, event: Event) -> None:
-        self._raise_failure()
-        group, line = self._group, encode_line(event)
-        group.lines.append(line)
-        group.num_bytes += len(line)
+        if self._failure is not None:
+            raise self._failure
+        self._group.events.append(event)
         if self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(self._linger_s, self._wake.set)
 
@@ -159,7 +157,7 @@ class GroupCommitLog:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while not (self._closing and not self._group.lines and not self._waiters):
+        while not (self._closing and not self._group.events and not self._waiters):
             await self._wake.wait()
             self._wake.clear()
             if self._timer is not None:
@@ -168,19 +166,19 @@ class GroupCommitLog:
             group, self._group = self._group, _Group()
             waiters, self._waiters = self._waiters, []
             try:
-                if group.lines:
-                    await loop.run_in_executor(self._thread, self._writer.write, group.lines, group.payloads)
-            except OSError as error:
+                if group.events:
+                    await loop.run_in_executor(self._thread, self._writer.write, group.events, group.payloads)
+            except (OSError, TypeError) as error:  # TypeError: an event that JSON cannot hold
                 self._fail(error, waiters)
                 return
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _fail(self, error: OSError, waiters: list[asyncio.Future[None]]) -> None:
-        where = error.filename or "the ledger"
+    def _fail(self, error: OSError | TypeError, waiters: list[asyncio.Future[None]]) -> None:
+        cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         failure = LedgerError(
-            f"cannot write {where}: {error.strerror or error}; the run stops and nothing recorded is lost: "
+            f"cannot write the ledger in {self._writer.folder}: {cause}; the run stops and nothing recorded is lost: "
             "make room or restore access, then start the same command again"
         )
         failure.__cause__ = error

@@ -14,9 +14,9 @@ At every instant admitted = running + waiting + rejected + failed + batched + co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from areal.api.errors import LedgerError
 
@@ -30,8 +30,7 @@ IDENTITY = ("seed", "batch_size", "num_rows", "rows_per_epoch", "shuffle")
 """What decides which row admission k gets: a ledger may only go on with the same values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningEpisode:
+class RunningEpisode(NamedTuple):
     """An episode in flight."""
 
     attempt: int
@@ -39,8 +38,7 @@ class RunningEpisode:
     """Policy version when this attempt started."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptedEpisode:
+class AcceptedEpisode(NamedTuple):
     """A finished, scored and accepted episode and where its trajectories lie."""
 
     episode_id: int
@@ -49,10 +47,8 @@ class AcceptedEpisode:
     min_version: int
     """Oldest policy version that made one of its tokens."""
     num_tokens: int
-    num_generated: int
-    reward: float
-    """Mean over its trajectories."""
     stats: dict[str, float]
+    """What the workflow reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +103,8 @@ class LedgerState:
     @property
     def num_accepted(self) -> int:
         """All ever accepted, less those dropped as stale."""
-        return self.counts[WAITING] + self.counts[BATCHED] + self.counts[CONSUMED]
+        counts = self.counts
+        return counts[WAITING] + counts[BATCHED] + counts[CONSUMED]
 
     @property
     def next_step(self) -> int:
@@ -164,6 +161,13 @@ class LedgerState:
         self.counts[source] -= 1
         self.counts[target] += 1
 
+    def _move_all(self, episode_ids: Sequence[int], source: int, target: int) -> None:
+        states = self.states
+        for episode_id in episode_ids:
+            states[episode_id] = target
+        self.counts[source] -= len(episode_ids)
+        self.counts[target] += len(episode_ids)
+
     def _require(self, episode_id: int, wanted: int, verb: str) -> None:
         if not 0 <= episode_id < len(self.states):
             raise LedgerError(f"episode {episode_id} {verb}, but it was never admitted")
@@ -187,12 +191,13 @@ class LedgerState:
 
     def _attached(self, event: Event) -> None:
         step: int = event["step"]
-        if step > self.next_step:
-            if self.batches:
-                raise LedgerError(
-                    f"the trainer goes on at step {step}, but the ledger holds no batch after step {self.next_step - 1}"
-                )
+        if not self.batches:
             self.skipped_steps = step
+        elif not self.skipped_steps <= step <= self.next_step:
+            raise LedgerError(
+                f"the trainer goes on at step {step}, but this ledger holds the batches of steps "
+                f"{self.skipped_steps} to {self.next_step - 1}: they belong to different runs"
+            )
         self.trained_steps = step
         self.version = event["version"]
 
@@ -213,22 +218,16 @@ class LedgerState:
             if attempt != self.running[episode_id].attempt + 1:
                 previous = self.running[episode_id].attempt
                 raise LedgerError(f"episode {episode_id}: attempt {attempt} follows attempt {previous}")
-        self.running[episode_id] = RunningEpisode(attempt=attempt, version=event["version"])
+        self.running[episode_id] = RunningEpisode(attempt, event["version"])
 
     def _accepted(self, event: Event) -> None:
         episode_id: int = event["id"]
-        self._require(episode_id, RUNNING, "accepted")
+        if episode_id not in self.running:
+            self._require(episode_id, RUNNING, "accepted")
         self._move(episode_id, RUNNING, WAITING)
         del self.running[episode_id]
-        segment, offset, size = event["payload"]
         self.waiting[episode_id] = AcceptedEpisode(
-            episode_id=episode_id,
-            payload=(segment, offset, size),
-            min_version=event["min_version"],
-            num_tokens=event["tokens"],
-            num_generated=event["generated"],
-            reward=event["reward"],
-            stats=event["stats"],
+            episode_id, tuple(event["payload"]), event["min_version"], event["tokens"], event["stats"]
         )
 
     def _rejected(self, event: Event) -> None:
@@ -260,7 +259,8 @@ class LedgerState:
             twice = sorted(episode_id for episode_id, times in Counter(ids).items() if times > 1)
             raise LedgerError(f"batch of step {step} holds episodes {twice} more than once")
         for episode_id in ids:
-            self._require(episode_id, WAITING, f"batched (step {step})")
+            if episode_id not in self.waiting:
+                self._require(episode_id, WAITING, f"batched (step {step})")
         self.batches[step] = BatchRecord(
             step=step,
             version=event["version"],
@@ -269,8 +269,8 @@ class LedgerState:
             payloads=tuple(self.waiting[episode_id].payload for episode_id in ids),
             stats=event["stats"],
         )
+        self._move_all(ids, WAITING, BATCHED)
         for episode_id in ids:
-            self._move(episode_id, WAITING, BATCHED)
             del self.waiting[episode_id]
 
     def _consumed(self, event: Event) -> None:
@@ -279,8 +279,7 @@ class LedgerState:
             raise LedgerError(f"step {step} consumed, but no batch was recorded for it")
         if step in self.consumed_steps:
             raise LedgerError(f"step {step} consumed twice without a trainer going back to it")
-        for episode_id in self.batches[step].episode_ids:
-            self._move(episode_id, BATCHED, CONSUMED)
+        self._move_all(self.batches[step].episode_ids, BATCHED, CONSUMED)
         self.consumed_steps.add(step)
         self.trained_steps = step + 1
 

@@ -1,7 +1,7 @@
 """Owns the binary form of one episode's trajectories: written once when accepted, served from ever after.
 
-Little-endian: a header, then the arrays in the types of BatchShare, so that a batch is a plain concatenation:
-lengths i4[n], rewards f4[n], token_ids i4[T], output_versions i4[T], rollout_logprobs f4[T], loss_mask u1[T],
+Little-endian: a header, then arrays in the types of BatchShare, so that a batch is a plain concatenation:
+lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
 finished u1[n].
 """
 
@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import zlib
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 
-_HEADER = struct.Struct("<4sIQII")  # magic, CRC-32 of the rest, episode id, n, T
-_BODY_START = 8  # the checksum covers everything after itself
+_START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
+_SIZES = struct.Struct("<QII")  # episode id, n, T
+_DATA = _START.size + _SIZES.size
 _MAGIC = b"ARP1"
 
-FIELDS = ("lengths", "rewards", "token_ids", "output_versions", "rollout_logprobs", "loss_mask", "finished")
+FIELDS = ("lengths", "token_ids", "output_versions", "rewards", "rollout_logprobs", "loss_mask", "finished")
 
 
 class TrajectoryError(ValueError):
     """A workflow returned trajectories that cannot be trained on; fails that episode only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedEpisode:
+class EncodedEpisode(NamedTuple):
     """The payload and what the ledger line says about it."""
 
     payload: bytes
@@ -40,6 +41,7 @@ class EncodedEpisode:
     """Oldest version of a generated token; -1 when none was generated."""
     max_version: int
     reward: float
+    """Mean over the trajectories."""
 
 
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
@@ -55,52 +57,52 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
 
 
 def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
+    lengths: list[int] = []
     token_ids: list[int] = []
     versions: list[int] = []
+    rewards: list[float] = []
     logprobs: list[float] = []
-    loss_mask = bytearray()
+    flags: list[int] = []
     for trajectory in trajectories:
-        _check_shape(trajectory)
-        token_ids += trajectory.token_ids
-        versions += trajectory.output_versions
-        logprobs += trajectory.rollout_logprobs
-        loss_mask += bytes(list(trajectory.loss_mask))
-    rewards = [trajectory.reward for trajectory in trajectories]
-    seen = set(versions)
-    seen.discard(-1)
-    body = b"".join(
-        (
-            _HEADER.pack(_MAGIC, 0, episode_id, len(trajectories), len(token_ids))[_BODY_START:],
-            array("i", [len(trajectory.token_ids) for trajectory in trajectories]).tobytes(),
-            array("f", rewards).tobytes(),
-            array("i", token_ids).tobytes(),
-            array("i", versions).tobytes(),
-            array("f", logprobs).tobytes(),
-            loss_mask,
-            bytes([trajectory.finished for trajectory in trajectories]),
-        )
-    )
+        ids, mask, reward = trajectory.token_ids, trajectory.loss_mask, trajectory.reward
+        given, made = trajectory.rollout_logprobs, trajectory.output_versions
+        size = len(ids)
+        if not size or not size == len(mask) == len(given) == len(made):
+            raise _uneven(trajectory)
+        if not math.isfinite(reward):
+            raise TrajectoryError(f"a trajectory has the reward {reward}, which is not a finite number")
+        lengths.append(size)
+        rewards.append(reward)
+        token_ids += ids
+        versions += made
+        logprobs += given
+        flags += mask
+    flags += [trajectory.finished for trajectory in trajectories]
+    num_trajectories, num_tokens = len(lengths), len(token_ids)
+    integers, floats, bits = array("i", lengths + token_ids + versions), array("f", rewards + logprobs), bytes(flags)
+    if sys.byteorder == "big":
+        integers.byteswap()
+        floats.byteswap()
+    body = b"".join((_SIZES.pack(episode_id, num_trajectories, num_tokens), integers, floats, bits))
+    made_by = set(versions)
+    made_by.discard(-1)
     return EncodedEpisode(
-        payload=_MAGIC + zlib.crc32(body).to_bytes(4, "little") + body,
-        num_trajectories=len(trajectories),
-        num_tokens=len(token_ids),
-        num_generated=loss_mask.count(1),
-        min_version=min(seen, default=-1),
-        max_version=max(seen, default=-1),
-        reward=sum(rewards) / len(rewards),
+        _START.pack(_MAGIC, zlib.crc32(body)) + body,
+        num_trajectories,
+        num_tokens,
+        bits.count(1, 0, num_tokens),
+        min(made_by) if made_by else -1,
+        max(made_by) if made_by else -1,
+        sum(rewards) / num_trajectories,
     )
 
 
-def _check_shape(trajectory: Trajectory) -> None:
-    size = len(trajectory.token_ids)
-    columns = (trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions)
-    if size == 0 or not len(columns[0]) == len(columns[1]) == len(columns[2]) == size:
-        raise TrajectoryError(
-            f"a trajectory has {size} token_ids, {len(columns[0])} loss_mask, {len(columns[1])} rollout_logprobs and "
-            f"{len(columns[2])} output_versions: they must be equally long and not empty"
-        )
-    if not math.isfinite(trajectory.reward):
-        raise TrajectoryError(f"a trajectory has the reward {trajectory.reward}, which is not a finite number")
+def _uneven(trajectory: Trajectory) -> TrajectoryError:
+    return TrajectoryError(
+        f"a trajectory has {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask, "
+        f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {len(trajectory.output_versions)} output_versions: "
+        "they must be equally long and not empty"
+    )
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -125,40 +127,34 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def check_payload(episode_id: int, payload: bytes) -> None:
     """LedgerError unless `payload` is the whole, undamaged record of that episode."""
-    if len(payload) < _HEADER.size or payload[:4] != _MAGIC:
+    if len(payload) < _DATA or payload[:4] != _MAGIC:
         raise LedgerError(f"the payload of episode {episode_id} does not start like one")
-    _, checksum, found, _, _ = _HEADER.unpack_from(payload)
-    if checksum != zlib.crc32(memoryview(payload)[_BODY_START:]):
+    if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
         raise LedgerError(f"the payload of episode {episode_id} is damaged: its checksum does not match")
+    found, _, _ = _SIZES.unpack_from(payload, _START.size)
     if found != episode_id:
         raise LedgerError(f"the payload of episode {episode_id} belongs to episode {found}")
 
 
-def num_trajectories(payload: bytes) -> int:
-    return _HEADER.unpack_from(payload)[3]
+def payload_sizes(payload: bytes) -> tuple[int, int]:
+    """Number of trajectories and of tokens."""
+    _, num_trajectories, num_tokens = _SIZES.unpack_from(payload, _START.size)
+    return num_trajectories, num_tokens
 
 
-def num_tokens(payload: bytes) -> int:
-    return _HEADER.unpack_from(payload)[4]
-
-
-def join_columns(payloads: Iterable[bytes]) -> dict[str, bytes]:
+def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:
     """The columns of several episodes, each joined in order, as raw bytes."""
-    lengths, rewards, ids, versions, logprobs, masks, finished = columns = tuple(list[bytes]() for _ in FIELDS)
-    start = _HEADER.size
+    pieces: list[tuple[bytes, ...]] = []
     for payload in payloads:
-        _, _, _, n, t = _HEADER.unpack_from(payload)
-        a = start + 4 * n
-        b = a + 4 * n
+        _, n, t = _SIZES.unpack_from(payload, _START.size)
+        a = _DATA + 4 * n
+        b = a + 4 * t
         c = b + 4 * t
-        d = c + 4 * t
+        d = c + 4 * n
         e = d + 4 * t
         f = e + t
-        lengths.append(payload[start:a])
-        rewards.append(payload[a:b])
-        ids.append(payload[b:c])
-        versions.append(payload[c:d])
-        logprobs.append(payload[d:e])
-        masks.append(payload[e:f])
-        finished.append(payload[f : f + n])
+        pieces.append(
+            (payload[_DATA:a], payload[a:b], payload[b:c], payload[c:d], payload[d:e], payload[e:f], payload[f:])
+        )
+    columns = zip(*pieces, strict=True) if pieces else ((),) * len(FIELDS)
     return {name: b"".join(parts) for name, parts in zip(FIELDS, columns, strict=True)}

@@ -7,6 +7,7 @@ failed episodes take prompts too, so a run may go somewhat beyond its planned ep
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Generic, Self, TypeVar
 
@@ -44,7 +45,7 @@ class PromptStream(Generic[RowT]):
                 f"train_dataset.batch_size={batch_size} is more than its {len(rows)} usable rows: "
                 "lower it or bring more data"
             )
-        self._order: tuple[int, np.ndarray] | None = None
+        self._order: tuple[int, array[int]] = (-1, array("q"))
 
     @classmethod
     def of(cls, rows: Sequence[RowT], config: BaseExperimentConfig) -> Self:
@@ -63,10 +64,11 @@ class PromptStream(Generic[RowT]):
         epoch, position = divmod(k, self.rows_per_epoch)
         if not self.shuffle:
             return position
-        if self._order is None or self._order[0] != epoch:
+        if self._order[0] != epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._order = (epoch, generator.permutation(self.num_rows))
-        return int(self._order[1][position])
+            shuffled = generator.permutation(self.num_rows).astype(np.int64)
+            self._order = (epoch, array("q", shuffled.tobytes()))  # indexing it is faster than an ndarray
+        return self._order[1][position]
 
     def row(self, k: int) -> RowT:
         """The row of admission `k`; do not change it, it is the dataset's own."""

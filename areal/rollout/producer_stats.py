@@ -1,0 +1,62 @@
+"""Owns the counts of what episodes did since the last batch, and the rate at which tokens come in."""
+
+from __future__ import annotations
+
+from collections import deque
+
+RATE_WINDOW_S = 10.0
+
+
+class ProducerStats:
+    """Fed by the executor and the evaluations, read by batches and the status line."""
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        """Tokens generated since this process started, for whatever purpose."""
+        self._num_rejected = 0
+        self._num_failed = 0
+        self._dropped_lengths: list[int] = []
+        self._last_batch: tuple[float, int] | None = None
+        self._readings: deque[tuple[float, int]] = deque()
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self.generated_tokens += num_tokens
+
+    def count_rejected(self) -> None:
+        self._num_rejected += 1
+
+    def count_failed(self) -> None:
+        self._num_failed += 1
+
+    def count_dropped(self, num_tokens: int) -> None:
+        """An accepted episode of `num_tokens` was dropped as stale; long ones are dropped more often."""
+        self._num_rejected += 1
+        self._dropped_lengths.append(num_tokens)
+
+    def since_last_batch(self, now_s: float, kept_lengths: list[int]) -> dict[str, float]:
+        """Statistics of the time since the last call; `kept_lengths`: tokens of the batch's episodes."""
+        stats = {
+            "rejected": float(self._num_rejected),
+            "failed": float(self._num_failed),
+            "dropped": float(len(self._dropped_lengths)),
+        }
+        if self._dropped_lengths:
+            dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
+            stats["dropped_tokens_mean"] = dropped
+            stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
+        if self._last_batch is not None and now_s > self._last_batch[0]:
+            began_s, tokens = self._last_batch
+            stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - began_s)
+        self._last_batch = (now_s, self.generated_tokens)
+        self._num_rejected = self._num_failed = 0
+        self._dropped_lengths = []
+        return stats
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Rate over the window, as far as it was called in it; 0 at first."""
+        readings = self._readings
+        readings.append((now_s, self.generated_tokens))
+        while len(readings) > 2 and readings[0][0] < now_s - RATE_WINDOW_S:
+            readings.popleft()
+        began_s, tokens = readings[0]
+        return (self.generated_tokens - tokens) / (now_s - began_s) if now_s > began_s else 0.0

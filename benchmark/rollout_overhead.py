@@ -1,0 +1,170 @@
+"""CPU time of the rollout controller per episode, ledger on, against a bare asyncio worker pool in the same process.
+
+    python benchmark/rollout_overhead.py [--in-flight 64 256 1024 4096] [--episodes 20000]
+
+An episode does nothing but yield once to the loop, so that all of them are in flight together, and return one short
+trajectory. The controller admits it, writes its events and payload to a ledger on disk (fsynced in groups), composes
+and encodes batches and serves them to a trainer that asks in-process. CPU time is that of the whole process, the
+ledger's writer thread included. Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
+from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.engine import InferenceEngine
+from areal.api.workflow import RolloutWorkflow
+from areal.rollout.controller import Controller
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_audit import audit
+from areal.rollout.prompts import PromptStream
+
+NUM_TOKENS = 16
+
+
+class NoFleet:
+    """A fleet that only has a version."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def start(self) -> None:
+        return None
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        raise NotImplementedError("no-op episodes generate nothing")
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self.version = update.version
+
+    def live_replicas(self) -> list[str]:
+        return []
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        return None
+
+
+class NoOpWorkflow(RolloutWorkflow):
+    """Yields once and returns a ready-made trajectory of the current version."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, TrajectoryGroup] = {}
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
+        await asyncio.sleep(0)
+        version = engine.version
+        if version not in self._made:
+            half = NUM_TOKENS // 2
+            self._made[version] = TrajectoryGroup(
+                trajectories=[
+                    Trajectory(
+                        token_ids=list(range(NUM_TOKENS)),
+                        loss_mask=[0] * half + [1] * half,
+                        rollout_logprobs=[0.0] * half + [-0.5] * half,
+                        output_versions=[-1] * half + [version] * half,
+                        reward=1.0,
+                        finished=True,
+                    )
+                ]
+            )
+        return self._made[version]
+
+
+async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder: Path) -> float:
+    """CPU seconds of a whole run of num_steps batches."""
+    config = GRPOConfig(
+        experiment_name="benchmark",
+        trial_name="rollout_overhead",
+        train_dataset=TrainDatasetConfig(path="none", batch_size=batch_size),
+        rollout=InferenceEngineConfig(
+            max_concurrent_rollouts=in_flight, max_head_offpolicyness=max(0, in_flight // batch_size - 1)
+        ),
+    )
+    controller = Controller(
+        config,
+        fleet=NoFleet(),
+        workflow=NoOpWorkflow(),
+        rows=PromptStream([{"index": index} for index in range(4096)], seed=1, batch_size=batch_size),
+        ledger=Ledger.open(folder),
+        total_steps=num_steps,
+    )
+    began_s = time.process_time()
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    for step in range(num_steps):
+        blob = await controller.next_batch(step, 0, 1, timeout_s=60.0)
+        assert blob is not None
+        await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="none"), timeout_s=60.0)
+        await controller.consumed(step, step + 1)
+    controller.finish()
+    await controller.close()
+    return time.process_time() - began_s
+
+
+async def run_pool(in_flight: int, num_episodes: int) -> float:
+    """CPU seconds of `in_flight` plain asyncio workers running the same episodes and keeping the results."""
+    workflow, fleet, results = NoOpWorkflow(), NoFleet(), list[TrajectoryGroup | None]()
+    numbers = iter(range(num_episodes))
+
+    async def work() -> None:
+        for number in numbers:
+            results.append(await workflow.arun_episode(fleet, {"index": number}))
+
+    began_s = time.process_time()
+    await asyncio.gather(*(work() for _ in range(in_flight)))
+    assert len(results) == num_episodes
+    return time.process_time() - began_s
+
+
+def measure(in_flight: int, args: argparse.Namespace) -> tuple[float, float]:
+    """Best of `repeats`: microseconds per episode of the controller and of the pool."""
+    num_steps = max(8, args.episodes // args.batch_size)
+    num_episodes = num_steps * args.batch_size
+    ours, pool = list[float](), list[float]()
+    for _ in range(args.repeats):
+        with (
+            tempfile.TemporaryDirectory(dir=args.folder) as name,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            ours.append(runner.run(run_controller(in_flight, args.batch_size, num_steps, Path(name))))
+            pool.append(runner.run(run_pool(in_flight, num_episodes)))
+            report = audit(Path(name), check_payloads=False)
+            assert report.is_clean, report
+            assert report.counts["consumed"] == num_episodes, report
+    return min(ours) / num_episodes * 1e6, min(pool) / num_episodes * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--episodes", type=int, default=20_000, help="episodes per measurement")
+    parser.add_argument("--batch-size", type=int, default=64, help="episodes per train batch")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of which the best counts")
+    parser.add_argument("--folder", default=None, help="where the ledgers are written; default: the temporary folder")
+    args = parser.parse_args()
+    us_per_episode: dict[str, float] = {}
+    ratio_to_asyncio: dict[str, float] = {}
+    print(f"{'in flight':>10} {'controller us':>14} {'asyncio us':>11} {'ratio':>6}")
+    for in_flight in args.in_flight:
+        ours, pool = measure(in_flight, args)
+        us_per_episode[str(in_flight)] = round(ours, 2)
+        ratio_to_asyncio[str(in_flight)] = round(ours / pool, 2)
+        print(f"{in_flight:>10} {ours:>14.1f} {pool:>11.1f} {ours / pool:>6.1f}", flush=True)
+    print(json.dumps({"us_per_episode": us_per_episode, "ratio_to_asyncio": ratio_to_asyncio}))
+
+
+if __name__ == "__main__":
+    main()
