@@ -66,10 +66,10 @@ class TokenModel(nn.Module, ABC):
 class PolicyModel(TokenModel):
     """A causal language model that says log-probability and entropy of every next token."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__(model)
         self._temperature = temperature
-        self._chunk = max(max_logits // model.config.get_text_config().vocab_size, 1)
+        self._chunk = max(MAX_LOGITS // model.config.get_text_config().vocab_size, 1)
 
     @property
     def num_outputs(self) -> int:

@@ -1,0 +1,205 @@
+"""What the train-engine tests share, and what each of two ranks does in `test_fsdp_two_ranks.py`.
+
+The two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.errors import ArealError
+from areal.api.metrics import Metric
+from areal.data.pack import rows_to_train_batch
+from areal.data.split import balanced_parts, take
+from areal.engine.build import build_train_engine
+from areal.engine.mesh import TrainerMesh
+from areal.system.discovery import FileNameRegistry
+from areal.system.process import ProcessContext
+
+VOCAB = 23  # odd, so that two shards are uneven
+LENGTHS = [5, 9, 2, 9, 1, 14, 5, 7, 3]
+SGD = OptimizerConfig(type="sgd", lr=1.0, weight_decay=0.0, gradient_clipping=1e9)
+ADAM = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3, gradient_clipping=0.5)
+
+
+def write_models(folder: Path) -> None:
+    """qwen2: tied embeddings, biases, grouped heads; qwen3: untied, norms on q and k; llama: plain."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(1)
+    models = {
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)),
+    }
+    for name, model in models.items():
+        with torch.no_grad():
+            for parameter in model.parameters():  # far from the near-uniform outputs of a fresh model
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text("{}")
+
+
+def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:
+    """Random ids; random loss weights travel as `advantages`, random targets as `returns`."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    batch = rows_to_train_batch(rows, [[0, *[1] * (len(row) - 1)] for row in rows])
+    weights = torch.randn(2, batch.num_tokens, generator=generator)
+    return replace(batch, advantages=weights[0], returns=weights[1])
+
+
+def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    """Neither linear nor the same for every token."""
+    terms = (micro.batch.advantages * outputs.logprobs.mul(0.3).exp())[micro.batch.loss_mask]
+    return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
+
+
+def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    terms = (outputs.values - micro.batch.returns).square()[micro.batch.loss_mask]
+    return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
+
+
+def make_engine(path: Path, mesh: TrainerMesh | None = None, *, role="actor", seed=0, total_steps=10, **options):
+    config = TrainEngineConfig(path=str(path), **{"dtype": "float32", "optimizer": SGD} | options)
+    return build_train_engine(
+        config, role=role, total_steps=total_steps, mesh=mesh or TrainerMesh.open(None), seed=seed
+    )
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.named_weights()}
+
+
+def train(engine, batch: TrainBatch, steps: int = 1, loss_fn=policy_loss):
+    """`steps` optimizer steps on one batch; the metrics of the last."""
+    metrics = {}
+    count = float(engine.all_reduce(batch.loss_mask.sum().double().reshape(1)))
+    for _ in range(steps):
+        metrics = engine.forward_backward(batch, loss_fn, denominator=count) | engine.optimizer_step()
+    return metrics
+
+
+def gradients(engine, batch: TrainBatch, loss_fn=policy_loss) -> dict[str, torch.Tensor]:
+    """By plain descent with rate 1: what the weights lose."""
+    before = weights_of(engine)
+    train(engine, batch, loss_fn=loss_fn)
+    return {name: before[name] - value for name, value in weights_of(engine).items()}
+
+
+def share_of(batch: TrainBatch, mesh: TrainerMesh) -> TrainBatch:
+    return take(batch, balanced_parts(batch.sequence_lengths, mesh.world_size)[mesh.rank])
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {},
+    "micro": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=14)},
+    "checkpointed": {"gradient_checkpointing": True},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
+    """Everything both ranks do; tensors go to files in `folder`, the rest is returned."""
+    models, batch = folder / "models", make_batch()
+    facts: dict[str, object] = {"world_size": mesh.world_size}
+    for model in ("qwen2", "qwen3"):
+        for variant, options in VARIANTS.items():
+            engine = make_engine(models / model, mesh, **options)
+            mine = share_of(batch, mesh)
+            outputs = engine.forward(mine)
+            save_file({"logprobs": outputs.logprobs}, folder / f"forward-{model}-{variant}-{mesh.rank}")
+            metrics = train(engine, mine)
+            facts[f"{model}-{variant}"] = [metrics["loss"].total, metrics["grad_norm"].value]
+            save_file(weights_of(engine), folder / f"weights-{model}-{variant}-{mesh.rank}")
+            save_file({"logprobs": engine.forward(mine).logprobs}, folder / f"after-{model}-{variant}-{mesh.rank}")
+    _uneven(mesh, folder, batch)
+    _critic(mesh, folder, batch)
+    _checkpoints(mesh, folder, batch)
+    facts["errors"] = _errors(mesh, models)
+    return facts
+
+
+def _uneven(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
+    """All sequences on rank 1: rank 0 only takes part in the collectives."""
+    mine = batch if mesh.rank == 1 else take(batch, [])
+    engine = make_engine(folder / "models" / "qwen3", mesh, mb_spec=MicroBatchSpec(max_tokens_per_mb=14))
+    assert engine.forward(mine).logprobs.shape == mine.input_ids.shape
+    train(engine, mine)
+    save_file(weights_of(engine), folder / f"uneven-{mesh.rank}")
+
+
+def _critic(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine(folder / "models" / "qwen3", mesh, role="critic", dtype=dtype)
+        train(engine, share_of(batch, mesh), loss_fn=value_loss)
+        save_file(weights_of(engine), folder / f"critic-{dtype}-{mesh.rank}")
+
+
+def _checkpoints(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
+    mine, path = share_of(batch, mesh), folder / "models" / "qwen2"
+    engine = make_engine(path, mesh, optimizer=ADAM)
+    train(engine, mine, steps=2)
+    engine.save(folder / "recover", with_optimizer=True)
+    train(engine, mine, steps=2)
+    save_file(weights_of(engine), folder / f"unbroken-{mesh.rank}")
+    engine.save(folder / "export", with_optimizer=False)
+    recovered = make_engine(path, mesh, optimizer=ADAM, init_from_scratch=True, seed=7)
+    recovered.load(folder / "recover", with_optimizer=True)
+    train(recovered, mine, steps=2)
+    save_file(weights_of(recovered), folder / f"recovered-{mesh.rank}")
+    recovered = make_engine(path, mesh, init_from_scratch=True, seed=7)
+    save_file(weights_of(recovered), folder / f"scratch-{mesh.rank}")
+    recovered.forward(mine)  # gathers the root's weights, which must not outlive the load
+    recovered.load(folder / "export", with_optimizer=False)
+    assert torch.equal(recovered.forward(mine).logprobs, engine.forward(mine).logprobs)
+    save_file(weights_of(recovered), folder / f"imported-{mesh.rank}")
+
+
+def _errors(mesh: TrainerMesh, models: Path) -> list[str]:
+    """What is wrong on one rank only must end the call on both."""
+    engine = make_engine(models / "llama", mesh, mb_spec=MicroBatchSpec(max_tokens_per_mb=10))
+    lengths = [4, 12] if mesh.rank == 1 else [4]
+    found: list[str] = []
+    for action in (
+        lambda: engine.forward(make_batch(lengths)),
+        lambda: engine.save(Path("/proc/nowhere/export"), with_optimizer=False),
+        lambda: engine.load(models / "absent", with_optimizer=True),
+    ):
+        try:
+            action()
+        except ArealError as error:
+            found.append(str(error))
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=60)
+    facts = two_rank_scenarios(mesh, folder)
+    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
+    mesh.close()
+
+
+if __name__ == "areal_two_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))

@@ -1,0 +1,216 @@
+"""Schedules by hand, packed attention, micro-batch plans, weight files, and models that are refused."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal.api.config import MicroBatchSpec, OptimizerConfig
+from areal.api.errors import ConfigError, InputError
+from areal.engine.hf_model import resolve_model_folder
+from areal.engine.lr_schedule import learning_rate
+from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
+from areal.engine.packed_attention import _sdpa_per_sequence, _varlen, choose_attention, packed_layout
+from areal.engine.weight_files import read_weights, write_weights
+
+
+def rates(total: int, **options) -> list[float]:
+    config = OptimizerConfig(lr=1.0, **options)
+    return [learning_rate(config, step, total) for step in range(total + 1)]
+
+
+def test_schedules_by_hand():
+    assert rates(4, warmup_steps_proportion=0.0) == [1.0] * 5
+    assert rates(4, warmup_steps_proportion=0.5) == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates(5, lr_scheduler_type="linear", warmup_steps_proportion=0.0) == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    warm = rates(6, lr_scheduler_type="linear", warmup_steps_proportion=0.34, min_lr_ratio=0.2)
+    assert warm == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = rates(5, lr_scheduler_type="cosine", warmup_steps_proportion=0.0, min_lr_ratio=0.1)
+    half = 0.1 + 0.9 * 0.5
+    quarter = 0.1 + 0.9 * 0.5 * (1 + math.sqrt(0.5))
+    assert cosine == pytest.approx([1.0, quarter, half, 1.1 - quarter, 0.1, 0.1])
+
+
+def test_schedules_of_degenerate_lengths():
+    for shape in ("constant", "linear", "cosine"):
+        assert rates(1, lr_scheduler_type=shape)[0] == 1.0
+        assert rates(3, lr_scheduler_type=shape, warmup_steps_proportion=1.0)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_layout_groups_equal_neighbours():
+    layout = packed_layout(torch.tensor([0, 2, 4, 7, 9], dtype=torch.int32), [2, 2, 3, 2])
+    assert layout.runs == ((0, 2, 2), (4, 1, 3), (7, 1, 2))
+    assert layout.max_seqlen == 3
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [1, 4, 4, 2], [7]])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_packed_attention_equals_masked_attention(lengths, kv_heads):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    query = torch.randn(1, 4, total, 8, requires_grad=True)
+    key, value = (torch.randn(1, kv_heads, total, 8, requires_grad=True) for _ in range(2))
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    out, _ = _sdpa_per_sequence(
+        nn.Identity(), query, key, value, None, layout=packed_layout(bounds, lengths), scaling=0.3
+    )
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (owner[:, None] == owner[None, :]).tril()
+    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    weights = torch.randn_like(out)
+    found = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_the_kernel_is_called_as_torch_wants_it(monkeypatch, knows_groups):
+    """On a machine without a GPU: shapes and arguments against a stand-in with the kernel's signature."""
+
+    def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), **grouped):
+        assert window_size == (-1, 0)
+        assert cu_seq_q is cu_seq_k
+        assert max_q == max_k == 4
+        assert query.is_contiguous()
+        repeats = query.shape[1] // key.shape[1]
+        assert (repeats > 1) == grouped.get("enable_gqa", False)
+        bounds = cu_seq_q.tolist()
+        parts = [
+            F.scaled_dot_product_attention(
+                *(states[a:b].transpose(0, 1) for states in (query, key, value)),
+                is_causal=True, scale=scale, enable_gqa=repeats > 1,
+            ).transpose(0, 1)
+            for a, b in pairwise(bounds)
+        ]  # fmt: skip
+        return torch.cat(parts)
+
+    def with_groups(*args, enable_gqa=False, **rest):
+        return stand_in(*args, enable_gqa=enable_gqa, **rest)
+
+    def without_groups(*args, return_aux=None, scale=None, window_size=(-1, -1)):
+        return stand_in(*args, scale=scale, window_size=window_size)
+
+    replacement = with_groups if knows_groups else without_groups
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", replacement)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 7, 8) for heads in (4, 2, 2))
+    layout = packed_layout(torch.tensor([0, 3, 7], dtype=torch.int32), [3, 4])
+    expected, _ = _sdpa_per_sequence(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
+    found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_installed_kernel_takes_our_arguments():
+    """Its shape rules run without a GPU, on tensors without data."""
+    query, key, value = (torch.empty(1, heads, 7, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    layout = packed_layout(torch.empty(3, device="meta", dtype=torch.int32), [3, 4])
+    found, _ = _varlen(nn.Identity(), query, key, value, None, layout=layout, scaling=0.3)
+    assert found.shape == (1, 7, 4, 8)
+
+
+def test_attention_refuses_what_would_be_wrong():
+    states, layout = torch.zeros(1, 1, 2, 8), packed_layout(torch.tensor([0, 2]), [2])
+    with pytest.raises(ConfigError, match="sliding-window"):
+        _sdpa_per_sequence(nn.Identity(), states, states, states, None, layout=layout, sliding_window=4)
+    with pytest.raises(RuntimeError, match="mask"):
+        _sdpa_per_sequence(nn.Identity(), states, states, states, torch.zeros(2, 2), layout=layout)
+    both_ways = nn.Identity()
+    both_ways.is_causal = False
+    with pytest.raises(ConfigError, match="not causal"):
+        _sdpa_per_sequence(both_ways, states, states, states, None, layout=layout)
+    with pytest.raises(ConfigError, match="attn_impl=varlen needs CUDA"):
+        choose_attention("varlen", torch.device("cpu"), torch.bfloat16)
+
+
+def test_attention_is_chosen_by_device_and_type():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    on_cpu = choose_attention("auto", cpu, torch.float32)
+    assert choose_attention("flash_attention_2", cpu, torch.bfloat16) == on_cpu
+    assert choose_attention("sdpa", gpu, torch.bfloat16) == on_cpu
+    assert choose_attention("auto", gpu, torch.float32) == on_cpu
+    kernel = choose_attention("varlen", gpu, torch.bfloat16)
+    assert kernel != on_cpu
+    assert choose_attention("auto", gpu, torch.bfloat16) == kernel
+    assert choose_attention("flash_attention_2", gpu, torch.bfloat16) == kernel
+
+
+def test_a_rank_with_little_makes_as_many_micro_batches_as_the_others():
+    def busy_elsewhere(facts):
+        return torch.maximum(facts, torch.tensor([5.0, 0.0, 0.0], dtype=torch.float64))
+
+    plan = plan_micro_batches([3, 4], MicroBatchSpec(max_tokens_per_mb=10), busy_elsewhere)
+    assert len(plan) == 5
+    assert sorted(i for part in plan for i in part) == [0, 1]
+    assert plan_micro_batches([], MicroBatchSpec(), busy_elsewhere) == [[]] * 5
+
+
+def test_a_sequence_too_long_elsewhere_raises_here_too():
+    def long_elsewhere(facts):
+        return torch.maximum(facts, torch.tensor([0.0, 99.0, 0.0], dtype=torch.float64))
+
+    with pytest.raises(InputError, match="99 tokens"):
+        plan_micro_batches([3], MicroBatchSpec(max_tokens_per_mb=10), long_elsewhere)
+
+
+def test_micro_batch_is_sorted_by_length_and_says_where_it_came_from(cases):
+    batch = cases.make_batch([4, 2, 3, 2])
+    micro, inputs = make_micro_batch(batch, [0, 1, 3], torch.device("cpu"))
+    assert micro.source_index == [1, 3, 0]
+    assert micro.max_seqlen == 4
+    assert micro.position_ids.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
+    ids = micro.batch.input_ids.tolist()
+    assert ids[:2] == batch.input_ids[4:6].tolist()
+    assert inputs.has_label.tolist() == [True, False, True, False, True, True, True, False]
+    assert inputs.labels.tolist() == [ids[1], 0, ids[3], 0, ids[5], ids[6], ids[7], 0]
+    assert inputs.layout.runs == ((0, 2, 2), (4, 1, 4))
+
+
+def test_weights_survive_the_files_they_are_cut_into(tmp_path):
+    weights = {f"layer.{i}.weight": torch.randn(10, 10) for i in range(5)}
+    for limit, files in ((10**9, 1), (900, 3), (1, 5)):
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        write_weights(folder, weights.items(), max_file_bytes=limit)
+        assert len(list(folder.glob("*.safetensors"))) == files
+        found = dict(read_weights(folder))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+    index = json.loads((tmp_path / "1" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["layer.4.weight"] == "model-00005-of-00005.safetensors"
+    with pytest.raises(InputError, match=r"no \.safetensors"):
+        list(read_weights(tmp_path))
+
+
+def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):
+    shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    MistralForCausalLM(MistralConfig(**shape, sliding_window=4)).save_pretrained(tmp_path / "m")
+    with pytest.raises(ConfigError, match="sliding"):
+        cases.make_engine(tmp_path / "m")
+    config = Qwen3Config(**shape, head_dim=4, use_sliding_window=True, max_window_layers=1)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "q")
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        cases.make_engine(tmp_path / "q")
+
+
+def test_checkpoints_that_are_broken_are_refused(cases, models, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        resolve_model_folder(str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="neither a folder here nor"):
+        resolve_model_folder(str(tmp_path / "absent"))
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    (partial / "config.json").write_text((models / "qwen3" / "config.json").read_text())
+    weights = dict(read_weights(models / "qwen3"))
+    del weights["model.norm.weight"]
+    write_weights(partial, weights.items())
+    with pytest.raises(InputError, match=r"lacks 1 weights of the model, among them model\.norm\.weight"):
+        cases.make_engine(partial)

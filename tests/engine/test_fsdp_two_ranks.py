@@ -1,0 +1,127 @@
+"""One rank against two: outputs, losses, gradients, checkpoints. Both ranks run `two_rank_scenarios` once."""
+
+import json
+import multiprocessing
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from areal.api.errors import InputError
+from areal.data.split import balanced_parts
+from areal.system.durable import is_complete
+
+
+@pytest.fixture(scope="module")
+def folder(cases, tmp_path_factory) -> Path:
+    """The folder that two ranks have filled."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    cases.write_models(folder / "models")
+    (folder / "names" / "trainer").mkdir(parents=True)
+    # an older attempt's store must not be taken for this one's
+    stale = {"host": "127.0.0.1", "port": 1, "run_id": 0}
+    (folder / "names" / "trainer" / "store.json").write_text(json.dumps(stale))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    script = str(Path(__file__).with_name("engine_cases.py"))
+    ranks = [
+        context.Process(target=runpy.run_path, args=(script, {"RANK": rank, "FOLDER": str(folder)}, "areal_two_ranks"))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def facts(folder) -> list[dict]:
+    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["plain", "micro", "checkpointed", "bf16"])
+def test_one_rank_equals_two(cases, folder, facts, model, variant):
+    options = cases.VARIANTS[variant]
+    engine, batch = cases.make_engine(folder / "models" / model, **options), cases.make_batch()
+    tolerance = 0.02 if variant == "bf16" else 1e-6
+    before = engine.forward(batch).logprobs
+    metrics = cases.train(engine, batch)
+    after = engine.forward(batch).logprobs
+    losses = [facts[rank][f"{model}-{variant}"][0] for rank in range(2)]
+    assert sum(losses) == pytest.approx(metrics["loss"].total, abs=1e-5 if variant != "bf16" else 0.1)
+    for rank, part in enumerate(balanced_parts(batch.sequence_lengths, 2)):
+        assert facts[rank][f"{model}-{variant}"][1] == pytest.approx(metrics["grad_norm"].value, rel=10 * tolerance)
+        assert_same(load_file(folder / f"weights-{model}-{variant}-{rank}"), cases.weights_of(engine), tolerance)
+        positions = [t for i in part for t in range(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))]
+        for name, expected in (("forward", before), ("after", after)):
+            found = load_file(folder / f"{name}-{model}-{variant}-{rank}")["logprobs"]
+            torch.testing.assert_close(found, expected[positions], rtol=0, atol=3 * tolerance)
+
+
+def test_a_rank_without_sequences_takes_part(cases, folder):
+    engine = cases.make_engine(folder / "models" / "qwen3")
+    cases.train(engine, cases.make_batch())
+    for rank in range(2):
+        assert_same(load_file(folder / f"uneven-{rank}"), cases.weights_of(engine), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_critic_on_two_ranks(cases, folder, dtype):
+    engine = cases.make_engine(folder / "models" / "qwen3", role="critic", dtype=dtype)
+    cases.train(engine, cases.make_batch(), loss_fn=cases.value_loss)
+    for rank in range(2):
+        found = load_file(folder / f"critic-{dtype}-{rank}")
+        assert found["score.weight"].dtype == torch.float32
+        assert_same(found, cases.weights_of(engine), 1e-6 if dtype == "float32" else 0.1)
+
+
+def test_recovery_is_bitwise(folder):
+    for rank in range(2):
+        unbroken, recovered = (load_file(folder / f"{name}-{rank}") for name in ("unbroken", "recovered"))
+        assert unbroken.keys() == recovered.keys()
+        assert all(torch.equal(unbroken[name], recovered[name]) for name in unbroken)
+
+
+def test_recovery_refuses_another_number_of_ranks(cases, folder):
+    engine = cases.make_engine(folder / "models" / "qwen2", optimizer=cases.ADAM)
+    with pytest.raises(InputError, match="2 trainer ranks, this run has 1"):
+        engine.load(folder / "recover", with_optimizer=True)
+
+
+def test_export_of_two_ranks_is_a_checkpoint(folder):
+    assert is_complete(folder / "export")
+    exported = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+    gathered = load_file(folder / "unbroken-0")
+    assert all(torch.equal(exported[name], value) for name, value in gathered.items())
+    for rank in range(2):
+        imported = load_file(folder / f"imported-{rank}")
+        assert all(torch.equal(imported[name], value) for name, value in gathered.items())
+
+
+def test_random_weights_are_the_same_on_both_ranks(cases, folder):
+    alone = cases.make_engine(folder / "models" / "qwen2", init_from_scratch=True, seed=7)
+    for rank in range(2):
+        assert_same(load_file(folder / f"scratch-{rank}"), cases.weights_of(alone), 0.0)
+
+
+def test_an_error_on_one_rank_ends_the_call_on_both(facts):
+    for rank in range(2):
+        too_long, unwritable, absent = facts[rank]["errors"]
+        assert "12 tokens does not fit into mb_spec.max_tokens_per_mb=10" in too_long
+        assert "cannot be written" in unwritable
+        assert "holds no recovery state" in absent
