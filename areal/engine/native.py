@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from areal.engine.replica import GenerationPart, PartChunk, PauseMode, ReplicaIn
 STREAM_FROM_TOKENS = 64
 """A part that may get this long is streamed, so that the death of the server costs few tokens. Shorter ones come in
 one piece: making them again costs less than an event per token."""
+TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
+"""Environment variable with the secret that servers off loopback demand (areal.inference.server has it too, but
+importing that would import torch)."""
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; the wire says -1."""
 _TRY_ELSEWHERE = (408, 429)
@@ -200,5 +204,5 @@ def _refusal(name: str, path: str, status: int, answer: bytes) -> RequestError |
 
 
 def make_native_replica(name: str, address: str) -> NativeReplica:
-    """The factory the fleet uses for native servers."""
-    return NativeReplica(name, address)
+    """The factory the fleet uses for native servers; the launcher gives every process of a run the same token."""
+    return NativeReplica(name, address, token=os.environ.get(TOKEN_VARIABLE, ""))
