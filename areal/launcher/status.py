@@ -34,6 +34,13 @@ class StatusSource:
         """The text of the line; None when nothing is known yet or the controller is too busy to answer."""
         return self._from_controller() if self._has_controller else self._from_metrics()
 
+    def read_last(self) -> str | None:
+        """The text once all processes have ended: from the metrics they left."""
+        last = last_record(self._metrics)
+        if last is None:
+            return None
+        return finished_line(last, self._total_steps) if self._has_controller else self._from_metrics()
+
     def _from_controller(self) -> str | None:
         found = self._registry.get("controller")
         if found is None:
@@ -77,6 +84,17 @@ def rollout_line(status: dict[str, Any], total_steps: int | None) -> str:
     )
 
 
+def finished_line(record: dict[str, Any], total_steps: int | None) -> str:
+    """One line on an asynchronous run that ended."""
+    return " | ".join(
+        [
+            f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
+            f"reward {_number(record.get('rollout/reward'), '.3f')}",
+            f"staleness {_number(record.get('rollout/staleness_mean'), '.2f')}",
+        ]
+    )
+
+
 def training_line(record: dict[str, Any], total_steps: int | None) -> str:
     """One line on a run without rollouts."""
     return " | ".join(
@@ -100,9 +118,9 @@ class StatusLine:
     """Shows one line: refreshed in place on a terminal, else as a plain line now and then."""
 
     def __init__(self, stream: TextIO | None = None, *, width: Callable[[], int] | None = None) -> None:
-        self._stream = stream = stream or sys.stderr
+        self._stream = sys.stderr if stream is None else stream
         self._width = width or (lambda: shutil.get_terminal_size().columns)
-        self._live = stream.isatty()
+        self._live = self._stream.isatty()
         self._shown = ""
         self._shown_s = float("-inf")
 
@@ -126,9 +144,10 @@ class StatusLine:
 
     def end(self, text: str | None) -> None:
         """Leave `text`, or what is shown, as the last line."""
-        if self._live and text is None and self._shown:
-            self._stream.write("\n")
-        elif text is not None:
-            self.say(text)
+        shown, self._shown = self._shown, ""
+        if self._live and shown:
+            self._stream.write("\n" if text is None else "\r\x1b[K")
+            shown = "" if text is not None else shown
+        if text is not None and text != shown:
+            self._stream.write(text + "\n")
         self._stream.flush()
-        self._shown = ""

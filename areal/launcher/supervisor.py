@@ -242,8 +242,4 @@ class Supervisor:
             child.wait()
             child.end_group()
         if self._was_ready and not self._interruptions.count:
-            self._line.end(self._source.read() if not self._has_controller else None)
-
-    @property
-    def _has_controller(self) -> bool:
-        return any(child.planned.role == "controller" for child in self._children)
+            self._line.end(self._source.read_last())

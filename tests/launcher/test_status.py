@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from areal.launcher import status as status_module
-from areal.launcher.status import StatusLine, StatusSource, last_record, rollout_line, training_line
+from areal.launcher.status import StatusLine, StatusSource, finished_line, last_record, rollout_line, training_line
 from areal.system.discovery import FileNameRegistry
 
 
@@ -36,6 +36,8 @@ def test_lines():
     assert training_line({"step": 2, "loss": 0.5, "trained_tokens_per_s": 10.0}, None) == (
         "step 2/? | loss 0.5000 | 10 tokens/s"
     )
+    last = {"step": 9, "rollout/reward": 0.5, "rollout/staleness_mean": 2}
+    assert finished_line(last, 9) == "step 9/9 | reward 0.500 | staleness 2.00"
     assert "loss -" in training_line({"step": 2, "loss": None}, 4)
 
 
@@ -56,6 +58,16 @@ def test_terminal_line_is_refreshed_in_place_and_cut_to_its_width():
     line.say("lasting")
     line.end(None)
     assert screen.getvalue() == "\r" + "a" * 9 + "\x1b[K\rshort\x1b[K\r\x1b[Klasting\n"
+
+
+def test_last_line_is_not_repeated():
+    for screen, expected in ((io.StringIO(), "one\ntwo\n"), (_Terminal(), "\rone\x1b[K\r\x1b[Kone\ntwo\n")):
+        line = StatusLine(screen, width=lambda: 80)
+        line.show("one")
+        line.end("one")
+        line.end(None)
+        line.end("two")
+        assert screen.getvalue() == expected
 
 
 def test_plain_lines_come_now_and_then(monkeypatch):
@@ -113,3 +125,4 @@ def test_run_without_controller_reads_the_metrics(tmp_path):
     registry = FileNameRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=False, total_steps=9)
     assert source.read() == "step 6/9 | loss 1.0000 | - tokens/s"
+    assert source.read_last() == source.read()
