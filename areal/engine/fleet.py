@@ -23,6 +23,7 @@ from areal.engine.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet, Slot
 from areal.engine.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
+from areal.system.open_files import raise_open_file_limit
 
 log = get_logger(__name__)
 
@@ -58,6 +59,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Wait until each replica is healthy. ServerUnavailable, naming the missing ones, after setup_timeout."""
+        raise_open_file_limit()
         await self._replicas.start()
 
     async def close(self) -> None:
