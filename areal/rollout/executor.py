@@ -18,7 +18,7 @@ from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, Rejected, judge
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.ledger import Ledger
-from areal.rollout.payload import EncodedEpisode
+from areal.rollout.payload import EncodedEpisode, TrajectoryError
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.prompts import PromptStream
 from areal.rollout.staleness import is_dropped
@@ -192,10 +192,8 @@ class Executor:
 
     def _failed(self, episode_id: int, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
-        is_ours = isinstance(error, ArealError | ValueError)  # their message says enough
-        _log.warning(
-            "episode %d failed: %s", episode_id, reason, exc_info=None if is_ours or self._failed_in_a_row else error
-        )
+        says_enough = isinstance(error, ArealError | TrajectoryError) or self._failed_in_a_row > 0
+        _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if says_enough else error)
         self._producer.count_failed()
         self._ledger.fail(episode_id, reason)
         self._failed_in_a_row += 1

@@ -89,7 +89,7 @@ class LedgerState:
     identity: Event | None = None
     reasons: Counter[str] = field(default_factory=Counter[str])
     """How often each "rejected: reason" and "failed: reason" occurred."""
-    first_open: int = 0
+    first_open: int = field(default=0, compare=False)
     """No episode below this id is running or waiting."""
 
     def counts_by_name(self) -> dict[str, int]:

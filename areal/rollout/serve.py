@@ -65,10 +65,10 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    runner = web.AppRunner(make_app(controller, token=token), access_log=None)
+    runner = web.AppRunner(make_app(controller, token=token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.SockSite(runner, bound, shutdown_timeout=1.0).start()
+        await web.SockSite(runner, bound).start()
         value = {"address": http_address(bound), "pid": os.getpid()}
         registry.add(CONTROLLER, orjson.dumps(value).decode(), replace=True)
         starting = asyncio.ensure_future(controller.start())

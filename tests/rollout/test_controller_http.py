@@ -1,0 +1,258 @@
+"""Controller, app and client over real loopback HTTP, with a fake fleet behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+
+import numpy as np
+import orjson
+import pytest
+from aiohttp import ClientSession, web
+
+from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.rollout.app import make_app
+from areal.rollout.client import RolloutClient
+from areal.rollout.executor import ProducerStopped
+from areal.rollout.ledger import Ledger
+from areal.rollout.serve import serve
+from areal.rollout.wire import decode_share, decode_update, encode_update
+from areal.system.discovery import FileNameRegistry
+from areal.system.network import bind_socket, http_address
+
+
+@contextlib.asynccontextmanager
+async def listening(app):
+    bound = bind_socket()
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, bound).start()
+    try:
+        yield http_address(bound)
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def running(controller, **options):
+    await controller.start()
+    async with listening(make_app(controller, **options)) as address:
+        yield address
+    await controller.close()
+
+
+def update(version):
+    return WeightUpdate(version=version, kind="disk", path=f"/weights/v{version}")
+
+
+async def test_a_whole_run_through_the_client(kit, tmp_path):
+    workflow = kit.ScriptedWorkflow()
+    controller = kit.make_controller(
+        Ledger.open(tmp_path),
+        workflow=workflow,
+        total_steps=3,
+        eval_rows=[{"index": 2}, {"index": 4}],
+        eval_workflows={"greedy": workflow},
+    )
+
+    def train(address):
+        client = RolloutClient(address)
+        client.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        result = client.evaluate(0, "greedy")
+        assert (result["reward"], result["num"], result["failed"]) == (3.0, 2.0, 0.0)
+        assert client.live_replicas() == ["server-0"]
+        for step in range(3):
+            share = client.next_batch(step)
+            assert (share.step, share.version) == (step, step)
+            assert len(share.lengths) == 4
+            assert share.token_ids.dtype == share.output_versions.dtype == np.int32
+            assert share.stats["reward"] == pytest.approx(float(share.rewards.mean()))
+            client.publish(update(step + 1))
+            client.consumed(step, step + 1)
+        client.committed(3, "/recover/step-000003")
+        with pytest.raises(RequestError, match=r"step 3 is past the end of the run: it has 3 steps"):
+            client.next_batch(3)
+        status = client.status()
+        client.finish()
+        return status
+
+    async with running(controller) as address:
+        status = await asyncio.to_thread(train, address)
+        await controller.ended()
+    assert (status["step"], status["version"], status["consumed"]) == (3, 3, 12)
+    assert (status["running"], status["waiting"]) == (0, 0)
+    assert status["staleness_max"] <= 1
+    assert "all that the run needs (12)" in status["waiting_for"]
+
+
+async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(kit, tmp_path):
+    body = {"step": 0, "dp_rank": 1, "dp_size": 2}
+    blobs = []
+    for start in range(2):
+        controller = kit.make_controller(Ledger.open(tmp_path))
+        async with running(controller) as address, ClientSession() as session:
+            if start == 0:
+                attach = {"rank": 0, "world_size": 2, "dp_size": 2, "step": 0, "version": 0}
+                assert (await session.post(address + "/attach", json=attach)).status == 200
+            for _ in range(2):
+                answer = await session.post(address + "/batch", json=body)
+                assert answer.status == 200
+                blobs.append(await answer.read())
+    assert len(set(blobs)) == 1
+    assert list(decode_share(blobs[0]).group_index) != []
+
+
+async def test_shares_of_all_ranks_make_the_batch(kit, tmp_path):
+    sizes = {index: 1 + index % 7 for index in range(40)}
+    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(num_tokens=sizes[index], num_trajectories=3))
+    ledger = Ledger.open(tmp_path)
+    controller = kit.make_controller(ledger, workflow=workflow, config=kit.make_config(batch_size=10))
+    async with running(controller):
+        await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
+        blobs = [await controller.next_batch(0, rank, 4, timeout_s=10.0) for rank in range(4)]
+    shares = [decode_share(blob) for blob in blobs]
+    groups = [set(share.group_index.tolist()) for share in shares]
+    assert set.union(*groups) == set(range(10))
+    assert sum(len(group) for group in groups) == 10, "a group lies on one rank"
+    loads = [len(share.token_ids) for share in shares]
+    assert max(loads) - min(loads) <= 3 * 8, "balanced within one group"
+    assert all(share.stats == shares[0].stats for share in shares)
+    for share in shares:
+        assert share.lengths.sum() == len(share.token_ids) == len(share.loss_mask)
+        assert share.group_index.tolist() == sorted(share.group_index.tolist())
+
+
+async def test_not_yet_is_204_and_the_client_asks_again(kit, tmp_path):
+    gate = asyncio.Event()
+
+    class Workflow(kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            await gate.wait()
+            return await super().arun_episode(engine, data)
+
+    controller = kit.make_controller(Ledger.open(tmp_path), workflow=Workflow())
+    async with running(controller, poll_s=0.01) as address, ClientSession() as session:
+        await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        answer = await session.post(address + "/batch", json={"step": 0, "dp_rank": 0, "dp_size": 1})
+        assert (answer.status, await answer.read()) == (204, b"")
+        assert "trainer waits for batch 0: 0 of 4 episodes accepted, 8 running" in controller.waiting_for()
+        waiting = asyncio.create_task(asyncio.to_thread(RolloutClient(address).next_batch, 0))
+        gate.set()
+        assert (await waiting).step == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/batch", {"step": 0}, "expected ['dp_rank', 'dp_size', 'step']"),
+        ("/batch", {"step": "0", "dp_rank": 0, "dp_size": 1}, "step is '0', expected int"),
+        ("/batch", {"step": 0, "dp_rank": 1, "dp_size": 1}, "dp_rank=1 is not below dp_size=1"),
+        ("/evaluate", {"step": 0, "mode": "wild"}, "no evaluation mode 'wild'"),
+        ("/publish", {"version": 1, "kind": "disk", "colour": "red"}, "not a weight update"),
+        ("/finish", [], "not a JSON object"),
+    ],
+)
+async def test_bad_requests_are_refused_with_one_line(kit, tmp_path, path, body, message):
+    controller = kit.make_controller(Ledger.open(tmp_path))
+    async with running(controller) as address, ClientSession() as session:
+        answer = await session.post(address + path, json=body)
+        assert answer.status == 400
+        assert message in (await answer.json())["error"]
+
+
+async def test_a_token_is_required_where_one_is_set(kit, tmp_path):
+    controller = kit.make_controller(Ledger.open(tmp_path))
+    async with running(controller, token="secret") as address:
+        with pytest.raises(RequestError, match="bearer token"):
+            await asyncio.to_thread(RolloutClient(address).status)
+        status = await asyncio.to_thread(RolloutClient(address, token="secret").status)
+        assert status["waiting_for"] == "a trainer to attach"
+
+
+@pytest.mark.parametrize("outcome", ["fail", "reject"])
+async def test_a_producer_without_any_success_stops_with_its_reason(kit, tmp_path, outcome):
+    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcome, token_s=0.0))
+    controller = kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
+    async with running(controller) as address:
+        client = RolloutClient(address)
+        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+        reason = {"fail": r"50 episodes all failed.*ValueError: row \d+ is broken", "reject": "400 episodes were all"}
+        with pytest.raises(RequestError, match=reason[outcome]):
+            await asyncio.to_thread(client.next_batch, 0)
+        with pytest.raises(ProducerStopped, match=reason[outcome]):
+            await controller.ended()
+
+
+async def test_a_failed_publication_is_an_error_and_may_be_tried_again(kit, tmp_path):
+    class Fleet(kit.FakeFleet):
+        async def update_weights(self, update):
+            if not self.updates:
+                self.updates.append(update)
+                raise WeightSyncError("no replica took it")
+            await super().update_weights(update)
+
+    fleet = Fleet()
+    controller = kit.make_controller(Ledger.open(tmp_path), fleet=fleet)
+    async with running(controller) as address:
+        client = RolloutClient(address)
+        with pytest.raises(WeightSyncError, match="no replica took it"):
+            await asyncio.to_thread(client.publish, update(1))
+        await asyncio.to_thread(client.publish, update(1))
+        assert fleet.version == 1
+        await asyncio.to_thread(client.publish, update(1))
+        assert len(fleet.updates) == 2, "a repeated publication is not done again"
+
+
+async def test_the_client_finds_a_controller_that_moved(kit, tmp_path):
+    controller = kit.make_controller(Ledger.open(tmp_path))
+    with bind_socket() as dead:
+        async with running(controller) as address:
+            addresses = iter([http_address(dead), address, address])
+            status = await asyncio.to_thread(RolloutClient(lambda: next(addresses)).status)
+            assert status["step"] == 0
+        gone = RolloutClient(http_address(dead), reconnect_s=0.0)
+        with pytest.raises(ServerUnavailable, match="could not be reached for 0 s for batch 7"):
+            await asyncio.to_thread(gone.next_batch, 7)
+
+
+async def test_serving_registers_and_sigterm_closes_cleanly(kit, tmp_path):
+    registry = FileNameRegistry(tmp_path / "names")
+    controller = kit.make_controller(
+        Ledger.open(tmp_path / "ledger"), workflow=kit.ScriptedWorkflow(lambda index: kit.Script(token_s=3600.0))
+    )
+    serving = asyncio.create_task(serve(controller, bind_socket(), registry))
+    await asyncio.to_thread(registry.wait, "ready/controller", 10.0)
+    assert orjson.loads(registry.get("controller") or "")["pid"] == os.getpid()
+    client = RolloutClient.from_registry(registry, kit.make_config().rollout)
+    await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+    assert (await asyncio.to_thread(client.status))["running"] == 8
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(serving, 10.0)
+    assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
+
+
+async def test_serving_ends_when_the_fleet_never_gets_healthy(kit, tmp_path):
+    class Fleet(kit.FakeFleet):
+        async def start(self):
+            raise ServerUnavailable("server-1 did not become healthy within 120 s")
+
+    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
+    with pytest.raises(ServerUnavailable, match="server-1"):
+        await serve(controller, bind_socket(), FileNameRegistry(tmp_path / "names"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
+
+
+def test_a_weight_update_survives_the_wire():
+    sent = WeightUpdate(
+        version=3,
+        kind="collective",
+        master_address="127.0.0.1",
+        master_port=4711,
+        backend="gloo",
+        buckets=[[WeightSpec(name="w", shape=[2, 3], dtype="bfloat16")], []],
+        group_name="g1",
+        replicas=["server-0"],
+    )
+    assert decode_update(orjson.loads(encode_update(sent))) == sent

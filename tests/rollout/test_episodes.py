@@ -1,0 +1,223 @@
+"""What becomes of the results of workflows, and the executor's way with errors."""
+
+import asyncio
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.rollout.batching import split_balanced
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_log import MemoryLog
+from areal.rollout.payload import (
+    TrajectoryError,
+    check_payload,
+    check_trajectory,
+    encode_episode,
+    join_columns,
+    payload_sizes,
+)
+
+GOOD = Trajectory(
+    token_ids=[5, 6, 7],
+    loss_mask=[0, 1, 1],
+    rollout_logprobs=[0.0, -0.5, -0.25],
+    output_versions=[-1, 3, 4],
+    reward=0.5,
+    finished=True,
+)
+
+
+def memory_ledger():
+    log = MemoryLog()
+    return Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+
+
+def test_a_payload_holds_the_columns_of_its_trajectories():
+    other = dataclasses.replace(GOOD, token_ids=[9, 8, 1], reward=1.5, finished=False)
+    episode = encode_episode(12, TrajectoryGroup(trajectories=[GOOD, other]))
+    assert payload_sizes(episode.payload) == (2, 6)
+    assert (episode.num_generated, episode.min_version, episode.max_version, episode.reward) == (4, 3, 4, 1.0)
+    check_payload(12, episode.payload)
+    columns = join_columns([episode.payload, episode.payload])
+    assert np.frombuffer(columns["lengths"], "<i4").tolist() == [3, 3, 3, 3]
+    assert np.frombuffer(columns["token_ids"], "<i4").tolist() == [5, 6, 7, 9, 8, 1] * 2
+    assert np.frombuffer(columns["output_versions"], "<i4").tolist() == [-1, 3, 4] * 4
+    assert np.frombuffer(columns["rewards"], "<f4").tolist() == [0.5, 1.5] * 2
+    assert np.frombuffer(columns["rollout_logprobs"], "<f4").tolist() == [0.0, -0.5, -0.25] * 4
+    assert list(columns["loss_mask"]) == [0, 1, 1] * 4
+    assert list(columns["finished"]) == [1, 0] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": [0, 1]}, "equally long"),
+        ({"token_ids": [], "loss_mask": [], "rollout_logprobs": [], "output_versions": []}, "not empty"),
+        ({"reward": float("nan")}, "reward nan"),
+        ({"reward": float("inf")}, "reward inf"),
+        ({"reward": None}, "wrong kind"),
+        ({"token_ids": [5, 6, "x"]}, "wrong kind"),
+        ({"token_ids": [5, 6, 2**40]}, "wrong kind"),
+        ({"loss_mask": [0, 1, 300]}, "wrong kind"),
+    ],
+)
+def test_unusable_trajectories_are_refused(change, message):
+    with pytest.raises(TrajectoryError, match=message):
+        encode_episode(0, TrajectoryGroup(trajectories=[dataclasses.replace(GOOD, **change)]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": [5, -6, 7]}, "negative"),
+        ({"loss_mask": [0, 2, 1]}, "only 0 and 1"),
+        ({"loss_mask": [0, 0, 0], "rollout_logprobs": [0.0] * 3}, "no token to learn from"),
+        ({"loss_mask": [1, 1, 1]}, "the first token"),
+        ({"rollout_logprobs": [0.0, float("nan"), -1.0]}, "no log-probability"),
+        ({"rollout_logprobs": [0.0, 1.0, -1.0]}, "no log-probability"),
+        ({"output_versions": [-1, -1, 4]}, "trained on, but"),
+        ({"loss_mask": [0, 0, 1]}, "must be 0.0"),
+    ],
+)
+def test_the_format_check_names_the_rule_broken(change, message):
+    check_trajectory(GOOD)
+    with pytest.raises(TrajectoryError, match=message):
+        check_trajectory(dataclasses.replace(GOOD, **change))
+
+
+def test_split_balanced_by_hand():
+    # 7 | 5 | 4, then 3 joins the 4 and 2 the 5: all have 7, and 1 goes to the first
+    assert split_balanced([7, 5, 4, 3, 2, 1], 3) == [[0, 5], [1, 4], [2, 3]]
+    assert split_balanced([1, 1], 3) == [[0], [1], []]
+
+
+def test_split_balanced_is_within_one_item_of_even():
+    generator = random.Random(1)
+    for _ in range(200):
+        sizes = [generator.randint(1, 100) for _ in range(generator.randint(4, 40))]
+        loads = [sum(sizes[index] for index in part) for part in split_balanced(sizes, 4)]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+async def run_one_batch(kit, workflow, ledger, **options):
+    controller = kit.make_controller(ledger, workflow=workflow, **options)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    blob = await controller.next_batch(0, 0, 1, timeout_s=10.0)
+    await controller.close()
+    return blob
+
+
+async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_its_episode(kit):
+    class Workflow(kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            if data["index"] % 8 == 0:
+                raise asyncio.CancelledError
+            if data["index"] % 8 == 1:
+                raise KeyError("answer")
+            return await super().arun_episode(engine, data)
+
+    ledger = memory_ledger()
+    script = kit.Script
+    workflow = Workflow(lambda index: script(outcome="nan" if index % 4 == 2 else "accept", token_s=0.0))
+    assert await run_one_batch(kit, workflow, ledger, config=kit.make_config(batch_size=8), num_rows=40) is not None
+    reasons = set(ledger.state.reasons)
+    assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: TrajectoryError"}
+    ledger.state.check_integrity()
+
+
+async def test_the_filter_rejects_and_another_prompt_takes_the_place(kit):
+    ledger = memory_ledger()
+    blob = await run_one_batch(
+        kit, kit.ScriptedWorkflow(), ledger, accept=lambda group: group.trajectories[0].reward % 2 == 0
+    )
+    assert blob is not None
+    assert ledger.state.reasons.keys() == {"rejected: filter"}
+
+
+async def test_a_filter_that_raises_fails_the_episode(kit):
+    ledger = memory_ledger()
+
+    def accept(group):
+        if group.trajectories[0].reward < 30:
+            raise ZeroDivisionError("no spread")
+        return True
+
+    assert await run_one_batch(kit, kit.ScriptedWorkflow(), ledger, accept=accept) is not None
+    assert ledger.state.reasons.keys() == {"failed: ZeroDivisionError"}
+
+
+async def test_a_workflow_may_change_its_row_without_changing_the_dataset(kit):
+    class Workflow(kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            index = data.pop("index")
+            return await super().arun_episode(engine, {"index": index})
+
+    ledger = memory_ledger()
+    controller = kit.make_controller(ledger, workflow=Workflow(), num_rows=4, total_steps=3)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+    assert ledger.state.counts[3] == 0
+
+
+async def test_nothing_runs_before_a_trainer_attached_nor_beyond_the_end_of_the_run(kit):
+    ledger = memory_ledger()
+    controller = kit.make_controller(ledger, total_steps=3)
+    await controller.start()
+    assert ledger.state.num_admitted == 0
+    assert controller.waiting_for() == "a trainer to attach"
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+    assert ledger.state.num_admitted == 3 * 4
+
+
+async def test_a_recovered_trainer_with_a_new_ledger_does_not_open_a_burst(kit):
+    """Its version counts as if the steps before had been accepted here."""
+    ledger = memory_ledger()
+    fleet = kit.FakeFleet(version=5)
+    controller = kit.make_controller(ledger, total_steps=8, fleet=fleet)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=5, version=5)
+    assert len(ledger.state.running) == 8  # (1 + 5 + 1) x 4 - 5 x 4
+    await kit.train(controller, range(5, 8))
+    await controller.close()
+    assert ledger.state.num_admitted == 3 * 4
+
+
+async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed(kit):
+    ledger = memory_ledger()
+    controller = kit.make_controller(ledger, fleet=kit.FakeFleet(version=0))
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=5, version=5)
+    assert ledger.state.num_admitted == 0
+    assert controller.waiting_for() == "policy version 5: the servers hold version 0"
+    await controller.close()
+
+
+async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do(kit):
+    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail" if index == 3 else "accept"))
+    broken = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail"))
+    controller = kit.make_controller(
+        memory_ledger(),
+        workflow=workflow,
+        eval_rows=[{"index": index} for index in range(5)],
+        eval_workflows={"sampled": workflow, "greedy": broken},
+    )
+    await controller.start()
+    first, second = await asyncio.gather(
+        controller.evaluate(4, "sampled", timeout_s=10.0), controller.evaluate(4, "sampled", timeout_s=10.0)
+    )
+    assert first == second
+    assert first is not None
+    assert (first["reward"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
+    assert len(workflow.seen) == 5
+    with pytest.raises(RuntimeError, match="none of the 5 held-out rows"):
+        await controller.evaluate(4, "greedy", timeout_s=10.0)
+    assert await controller.evaluate(5, "sampled", timeout_s=0.0) is None
+    await controller.close()

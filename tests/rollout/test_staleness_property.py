@@ -1,0 +1,150 @@
+"""The promises of admission and of each rollout.on_stale policy, over random durations on a virtual clock."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_log import MemoryLog
+from areal.rollout.wire import decode_share
+
+OUTCOMES = st.sampled_from(["accept"] * 6 + ["reject", "fail"])
+DURATIONS = st.sampled_from([0.001, 0.01, 0.1, 0.5, 3.0])
+
+
+@st.composite
+def runs(draw):
+    return {
+        "batch_size": draw(st.integers(1, 5)),
+        "max_staleness": draw(st.integers(0, 3)),
+        "max_concurrent": draw(st.integers(1, 20)),
+        "step_s": draw(st.sampled_from([0.0, 0.05, 1.0])),
+        "dp_size": draw(st.integers(1, 3)),
+        "episodes": draw(st.lists(st.tuples(OUTCOMES, DURATIONS, st.integers(1, 4)), min_size=25, max_size=40)),
+    }
+
+
+def play(kit, run, on_stale, num_steps=6, workflow_class=None):
+    """One whole run; the events, and per step the shares and the ids of the batch."""
+    config = kit.make_config(
+        batch_size=run["batch_size"],
+        max_staleness=run["max_staleness"],
+        on_stale=on_stale,
+        max_concurrent=run["max_concurrent"],
+    )
+    scripts = [
+        kit.Script(outcome=outcome, token_s=seconds, num_tokens=tokens) for outcome, seconds, tokens in run["episodes"]
+    ]
+
+    def check_after_every_event(event):
+        state = ledger.state
+        state.check_integrity()
+        assert sum(state.counts) == state.num_admitted
+        if event["event"] == "admitted":
+            assert len(state.running) <= run["max_concurrent"]
+            limit = (run["max_staleness"] + state.version + 1) * run["batch_size"]
+            assert state.num_accepted + len(state.running) <= limit
+
+    log = MemoryLog(check_after_every_event)
+    ledger = Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+
+    async def main():
+        controller = kit.make_controller(
+            ledger,
+            config=config,
+            workflow=(workflow_class or kit.ScriptedWorkflow)(lambda index: scripts[index]),
+            num_rows=len(scripts),
+            total_steps=num_steps,
+        )
+        await controller.start()
+        await controller.attach(rank=0, world_size=1, dp_size=run["dp_size"], step=0, version=0)
+        blobs = await kit.train(controller, range(num_steps), step_s=run["step_s"], dp_size=run["dp_size"])
+        controller.finish()
+        await controller.ended()
+        await controller.close()
+        return blobs
+
+    blobs = kit.run_virtual(main())
+    return ledger.state, [[decode_share(blob) for blob in shares] for shares in blobs]
+
+
+def trained_ages(shares):
+    """Ages of the tokens that are trained on, over the shares of one batch."""
+    return np.concatenate([share.version - share.output_versions[share.loss_mask == 1] for share in shares])
+
+
+@pytest.mark.parametrize("on_stale", ["train", "mask", "drop", "wait"])
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_nothing_is_lost_or_used_twice(kit, on_stale, run):
+    state, steps = play(kit, run, on_stale)
+    ids = [state.batches[step].episode_ids for step in range(6)]
+    flat = list(itertools.chain(*ids))
+    assert len(flat) == len(set(flat)) == 6 * run["batch_size"]
+    assert all(len(batch) == run["batch_size"] for batch in ids)
+    assert state.num_accepted == len(state.waiting) + len(flat)
+    for shares in steps:  # every group arrived whole, on one rank
+        groups = np.concatenate([share.group_index for share in shares])
+        assert sorted(groups) == list(range(run["batch_size"]))
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_no_token_older_than_the_bound_is_trained_on(kit, on_stale, run):
+    _, steps = play(kit, run, on_stale)
+    for shares in steps:
+        ages = trained_ages(shares)
+        assert ages.size == 0 or ages.max() <= run["max_staleness"]
+        assert ages.size == 0 or ages.min() >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(run=runs())
+def test_wait_consumes_in_order_of_admission(kit, run):
+    state, _ = play(kit, run, "wait")
+    flat = list(itertools.chain(*(state.batches[step].episode_ids for step in range(6))))
+    assert flat == sorted(flat)
+    # and nothing that could have been trained on was passed over
+    assert not [episode_id for episode_id in state.waiting if episode_id < flat[-1]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(run=runs())
+def test_eta_zero_trains_on_its_own_version_only(kit, run):
+    _, steps = play(kit, run | {"max_staleness": 0}, "train")
+    for shares in steps:
+        assert set(trained_ages(shares)) <= {0}
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "num_dropped"),
+    [
+        ("train", 0),
+        ("mask", 0),
+        ("drop", 1),
+        ("wait", 0),
+    ],
+)
+def test_a_straggler_is_old_under_train_and_dealt_with_by_the_others(kit, on_stale, num_dropped):
+    """Style guide, appendix B: admission alone does not bound the age of one episode."""
+
+    class Workflow(kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            group = await super().arun_episode(engine, data)  # its tokens are made at once, under version 0 or 1
+            if data["index"] == 7:
+                await asyncio.sleep(8.0)
+            return group
+
+    run = {"batch_size": 2, "max_staleness": 1, "max_concurrent": 4, "step_s": 1.0, "dp_size": 1}
+    run["episodes"] = [("accept", 0.01, 1)] * 40
+    state, steps = play(kit, run, on_stale, num_steps=16, workflow_class=Workflow)
+    ages = [float(share.stats["staleness_max"]) for shares in steps for share in shares]
+    assert max(ages) <= 1 if on_stale in ("drop", "wait") else max(ages) >= 7
+    assert state.reasons["rejected: stale"] == num_dropped
+    trained = max(float(trained_ages(shares).max()) for shares in steps)
+    assert trained <= 1 or on_stale == "train"
