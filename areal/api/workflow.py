@@ -26,6 +26,9 @@ class RolloutWorkflow(ABC):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
         """Run one episode on row `data`. None rejects it; an exception fails it, and only it."""
 
+    def check_row(self, row: dict[str, Any]) -> None:  # noqa: B027 - a workflow may have nothing to check
+        """Raise InputError when no episode can be run on `row`. Called on the first rows before anything starts."""
+
     async def aclose(self) -> None:  # noqa: B027 - most workflows own nothing
         """Release what the workflow owns (worker pools, sandboxes). Called once, by the controller."""
 

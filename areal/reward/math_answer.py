@@ -23,6 +23,8 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}
 _LATEX_NOISE = re.compile(r"\\(?:left|right|!|,|;|:|quad|displaystyle)|~")
 _UNIT = re.compile(r"[\s°]*[A-Za-z][A-Za-z\s./^²³]*$|\s*°\s*[CF]?$|\^\\circ$")
 _RELATIVE_TOLERANCE = 1e-4
+_MAX_NUMBER_CHARS = 500
+"""Longer answers are no numbers; the patterns for units would take quadratic time on them."""
 
 
 def math_reward(
@@ -91,6 +93,8 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """The number an answer stands for and whether it has a percent sign; None when it is not one number."""
+    if len(text) > _MAX_NUMBER_CHARS:
+        return None
     plain = _plain(text)
     plain = plain.rpartition("=")[2].strip()
     percent = plain.endswith("%")

@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from areal.api.errors import ArealError, ConfigError, InputError
 from areal.api.functions import FunctionRef, load_function
 from areal.reward.wire import HEADER_BYTES, body_length, frame
 from areal.system.process import watch_parent
@@ -36,7 +37,7 @@ class LoadedReward:
         self._name = str(ref)
         self._function = load_function(ref)
         if inspect.iscoroutinefunction(self._function):
-            raise TypeError(f"{ref} is an async function: a reward is a plain function (def)")
+            raise ConfigError(f"{ref} is an async function: a reward is a plain function (def)")
         parameters = list(inspect.signature(self._function).parameters.values())
         kinds = inspect.Parameter
         self._taken = {p.name for p in parameters[:_POSITIONAL] if p.kind is not kinds.VAR_KEYWORD}
@@ -49,7 +50,7 @@ class LoadedReward:
         """The columns passed by name: all but those that share a name with the first four parameters."""
         missing = [name for name in self._required if name not in row]
         if missing:
-            raise KeyError(f"{self._name} needs the column {missing[0]!r}, the row has {sorted(row)}")
+            raise InputError(f"{self._name} needs the column {missing[0]!r}, a row has only {sorted(row)}")
         if self._takes_all:
             return {name: value for name, value in row.items() if name not in self._taken}
         return {name: value for name, value in row.items() if name in self._accepted}
@@ -70,7 +71,9 @@ def judged(value: Any) -> tuple[str, float, str]:
 
 
 def described(error: BaseException) -> str:
-    """One line for an exception: its kind, its text and the user's line it came from."""
+    """One line for an exception: its kind, its text and the line of code it came from."""
+    if isinstance(error, ArealError):
+        return str(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     places = traceback.extract_tb(error.__traceback__)
     place = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
@@ -133,7 +136,7 @@ class Worker:
         return self._functions[key]
 
     def _explained(self, error: BaseException) -> str:
-        if self._tracebacks_left > 0:
+        if self._tracebacks_left > 0 and not isinstance(error, ArealError):
             self._tracebacks_left -= 1
             traceback.print_exception(error, file=sys.stderr)
             sys.stderr.flush()

@@ -1,6 +1,11 @@
-import pytest
+import time
+from fractions import Fraction
 
-from areal.reward.math_answer import answers_equal, extract_answer, math_reward
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.reward.math_answer import answers_equal, extract_answer, math_reward, parse_number
 
 
 @pytest.mark.parametrize(
@@ -88,3 +93,24 @@ def test_reward_reads_the_answer_column_of_gsm8k():
     assert math_reward("", "#### 9", [], [], answer=answer) == 0.0
     assert math_reward("", "", [], [], answer=answer) == 0.0
     assert math_reward("", "The answer is 18.", [], [], answer="18") == 1.0
+
+
+@given(
+    st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "{}.0", "{:,}.00", "{} dollars", "x = {}"])
+)
+def test_a_whole_number_is_read_back_from_any_of_its_forms(number, form):
+    assert parse_number(form.format(number)) == (Fraction(number), False)
+    assert answers_equal(form.format(number), str(number))
+    assert not answers_equal(form.format(number), str(number + 1))
+
+
+@given(st.text(alphabet="0123456789.,-+/%$#\\{}boxedfrac= \n", max_size=60), st.text(max_size=20))
+def test_any_text_is_scored(completion, answer):
+    assert math_reward("", completion, [], [], answer=answer) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("text", ["#### " + "a b " * 30_000 + "1", "\\boxed{" * 20_000, "1," * 50_000, "9" * 100_000])
+def test_long_junk_takes_no_long_time(text):
+    began_s = time.process_time()
+    math_reward("", text, [], [], answer="#### 5")
+    assert time.process_time() - began_s < 1.0
