@@ -9,7 +9,6 @@ import orjson
 
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
-MAX_FRAME_BYTES = 1 << 30
 
 
 def frame(message: Any) -> bytes:
