@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.engine.fsdp import FSDPEngine
-from areal.engine.hf_model import load_model, resolve_model_folder, shard_units
+from areal.engine.hf_model import enable_checkpointing, load_model, resolve_model_folder, shard_units
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
@@ -34,10 +34,10 @@ def build_train_engine(
     folder = resolve_model_folder(config.path)
     attention = choose_attention(config.attn_impl, mesh.device, compute)
     hf_model = load_model(folder, config, is_critic=role == "critic", seed=seed, dtype=stored, attention=attention)
-    if config.gradient_checkpointing:
-        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.optimizer is None:
         hf_model.requires_grad_(False)
+    elif config.gradient_checkpointing:
+        enable_checkpointing(hf_model)
     model = ValueModel(hf_model) if role == "critic" else PolicyModel(hf_model, config.temperature)
     if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)

@@ -70,7 +70,7 @@ class FSDPEngine:
                 for target, values in zip(whole, self._model(inputs), strict=True):
                     target[positions] = values.cpu()
         if isinstance(self._model, FSDPModule):
-            self._model.reshard()  # the root stays gathered otherwise, and would not see weights loaded later
+            self._model.reshard()  # without a backward pass the root's full weights would stay in memory
         return self._model.as_outputs(whole)
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:

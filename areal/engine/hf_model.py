@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -15,9 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig
-from areal.api.errors import ConfigError, InputError
+from areal.api.errors import ArealError, ConfigError, InputError
 
 
 def resolve_model_folder(path: str) -> Path:
@@ -47,15 +51,17 @@ def load_model(
     if config.disable_dropout:
         _disable_dropout(model_config)
     auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
         try:
             if config.init_from_scratch:
                 model = auto.from_config(model_config, attn_implementation=attention, dtype=dtype)
             else:
                 model = _from_weights(auto, folder, model_config, attention, dtype, is_critic=is_critic)
-        except (OSError, ValueError) as error:
-            raise InputError(f"model in {folder} cannot be loaded: {_first_line(error)}") from error
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            if isinstance(error, ArealError):
+                raise
+            raise InputError(f"model in {folder} cannot be loaded: {_first_lines(error)}") from error
     _refuse_unsupported_model(model, is_critic=is_critic)
     return model
 
@@ -74,11 +80,23 @@ def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[n
     return units
 
 
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute the activations of every block in the backward pass."""
+    options = {"use_reentrant": False}
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.2x
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise ConfigError(f"gradient_checkpointing=true: {error}") from error
+
+
 def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"config.json in {folder} cannot be used: {_first_line(error)}") from error
+        raise InputError(f"config.json in {folder} cannot be used: {_first_lines(error)}") from error
     if is_critic:
         config.num_labels = 1
     return config
@@ -95,7 +113,10 @@ def _from_weights(
         output_loading_info=True,
         local_files_only=True,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # refused below, in one line
     )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise InputError(f"checkpoint {folder}: {name} has shape {list(found)}, config.json makes it {list(wanted)}")
     missing = sorted(info["missing_keys"])
     if is_critic and missing == ["score.weight"]:
         nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
@@ -146,5 +167,20 @@ def _disable_dropout(config: PretrainedConfig) -> None:
             setattr(config.get_text_config(), name, 0.0)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bar in logs, and no report of missing and superfluous weights: we check those and say it shorter."""
+    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bar:
+            hf_logging.enable_progress_bar()
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -214,3 +214,13 @@ def test_checkpoints_that_are_broken_are_refused(cases, models, tmp_path, monkey
     write_weights(partial, weights.items())
     with pytest.raises(InputError, match=r"lacks 1 weights of the model, among them model\.norm\.weight"):
         cases.make_engine(partial)
+
+    write_weights(partial, [(name, value[:5]) for name, value in read_weights(models / "qwen3")])
+    with pytest.raises(InputError, match=r"shape \[5.*config\.json makes it \["):
+        cases.make_engine(partial)
+    (partial / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        cases.make_engine(partial)
+    (partial / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json in .* cannot be used"):
+        cases.make_engine(partial)
