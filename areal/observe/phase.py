@@ -37,10 +37,12 @@ class PhaseClock:
         if self._tracer is not None:
             self._tracer.add_span(name, start_ns, end_ns)
 
-    def pop_seconds(self) -> dict[str, float]:
-        """Seconds per phase since the last call; a phase that ran inside another counts in both."""
+    def end_step(self) -> dict[str, float]:
+        """A train step ended: seconds per phase since the last call; a phase inside another counts in both."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
+        if self._tracer is not None:
+            self._tracer.end_step()
         return seconds
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 from areal.api.config import PPOConfig, SFTConfig
 from areal.api.config.load import load_experiment
@@ -61,6 +62,7 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv and argv[0].endswith(".py"):
         sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).resolve().parent))  # as `python SCRIPT` would
         runpy.run_path(argv[0], run_name="__main__")
     else:
         run_configured(argv)

@@ -18,6 +18,7 @@ from areal.data.pack import to_train_batch
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock, phase
+from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
 from areal.rollout.client import RolloutClient
 from areal.system.discovery import NameRegistry, registry_of
@@ -28,7 +29,7 @@ from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.critic import Critic
 from areal.trainer.evaluator import Evaluator
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.rank import announce_ready, open_tracer, prepare_process
+from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.reference import Reference
 from areal.trainer.saver import Saver
@@ -97,7 +98,7 @@ class PPOLoop:
 
     def _finish_step(self, info: StepInfo, metrics: Metrics) -> bool:
         with phase("after_step"):
-            return self._after_step(info, metrics, self._clock.pop_seconds())
+            return self._after_step(info, metrics, self._clock.end_step())
 
 
 def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
@@ -134,8 +135,10 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     """What a trainer rank does from its start to its end."""
     prepare_process(context, config.seed)
     registry = registry_of(config)
-    clock = PhaseClock(open_tracer(config, context))
+    tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
+    clock = PhaseClock(tracer)
     with contextlib.ExitStack() as stack:
+        stack.callback(tracer.close if tracer else lambda: None)
         stack.enter_context(clock.active())
         mesh = TrainerMesh.open(context, registry)
         stack.callback(mesh.close)

@@ -1,4 +1,4 @@
-"""Owns what every trainer rank does before it trains: threads, seeds, its ready sign, its tracer."""
+"""Owns what every trainer rank does before it trains: threads, seeds, its ready sign."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import numpy as np
 import orjson
 import torch
 
-from areal.api.config import BaseExperimentConfig
-from areal.observe.trace import ChromeTracer
 from areal.system.discovery import NameRegistry
 from areal.system.process import ProcessContext
-from areal.system.run_paths import RunPaths
 
 
 def prepare_process(context: ProcessContext, seed: int) -> None:
@@ -27,10 +24,3 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 def announce_ready(registry: NameRegistry, context: ProcessContext) -> None:
     """Tell the launcher that this rank is ready for work."""
     registry.add(f"ready/{context.name}", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
-
-
-def open_tracer(config: BaseExperimentConfig, context: ProcessContext) -> ChromeTracer | None:
-    """The span writer of this process, or None when tracing is off."""
-    if config.perf_tracer is None or not config.perf_tracer.enabled:
-        return None
-    return ChromeTracer(RunPaths.of(config).trace / f"{context.name}.jsonl", context.name)

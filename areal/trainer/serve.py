@@ -38,6 +38,8 @@ def serve_rollouts(
 ) -> None:
     """Serve episodes, batches and evaluations to the trainers of this run until they finish."""
     registry = registry_of(config)
+    for row in [*train_rows[:1], *(valid_rows or ())[:1]]:
+        workflow.check_row(row)
 
     def make_controller() -> Controller:
         return Controller(

@@ -21,6 +21,7 @@ from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.log import configure_logging
 from areal.observe.phase import PhaseClock, phase
+from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
 from areal.rollout.prompts import PromptStream
 from areal.system.discovery import registry_of
@@ -28,7 +29,7 @@ from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.rank import announce_ready, open_tracer, prepare_process
+from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.saver import Saver
 
@@ -79,8 +80,10 @@ class SFTTrainer:
         config, context = self._config, self._context
         prepare_process(context, config.seed)
         paths, registry = RunPaths.of(config), registry_of(config)
-        clock = PhaseClock(open_tracer(config, context))
+        tracer = open_tracer(config.perf_tracer, paths, context.name)
+        clock = PhaseClock(tracer)
         with contextlib.ExitStack() as stack:
+            stack.callback(tracer.close if tracer else lambda: None)
             stack.enter_context(clock.active())
             mesh = TrainerMesh.open(context, registry)
             stack.callback(mesh.close)
@@ -127,7 +130,7 @@ class SFTTrainer:
             seconds = time.monotonic() - began_s
             metrics["trained_tokens_per_s"] = Metric(batch.num_tokens / seconds, 1.0, "sum")
             with phase("after_step"):
-                after_step(info, metrics, clock.pop_seconds())
+                after_step(info, metrics, clock.end_step())
 
     def _row_order(self) -> PromptStream:
 

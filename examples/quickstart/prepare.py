@@ -1,4 +1,4 @@
-"""Writes what the quickstart needs: a character tokenizer, a random Qwen3-style model, the data. No network.
+"""Writes what the quickstart needs: a character tokenizer, a random Qwen2-style model, the data. No network.
 
 python examples/quickstart/prepare.py FOLDER [--seed 0]
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 import task
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-NUM_SFT_ROWS = 55 * 256
+NUM_SFT_ROWS = 45 * 256
 NUM_RL_ROWS = 8192
 NUM_HELD_OUT = 256
 
@@ -30,17 +30,16 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """2 layers of width 64; head_dim 32, so that vLLM can serve the same checkpoint."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """2 layers of width 64, 2 heads of 32, so that vLLM can serve the same checkpoint."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config = Qwen2Config(
         vocab_size=16,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -48,7 +47,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         bos_token_id=None,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config)
+    return Qwen2ForCausalLM(config)
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

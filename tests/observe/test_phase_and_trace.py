@@ -22,8 +22,8 @@ def test_phases_are_summed_and_popped(monkeypatch):
             pass
         with pytest.raises(ValueError, match="x"), phase("update"):  # 100..150
             raise ValueError("x")
-    assert clock.pop_seconds() == {"inner": 20.0, "update": 110.0}
-    assert clock.pop_seconds() == {}
+    assert clock.end_step() == {"inner": 20.0, "update": 110.0}
+    assert clock.end_step() == {}
 
 
 def test_phase_without_a_clock_does_nothing():
@@ -42,7 +42,7 @@ def test_clock_is_active_only_where_it_was_made_active():
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert clock.pop_seconds() == {}
+    assert clock.end_step() == {}
 
 
 def test_tracer_writes_by_interval_and_on_close(tmp_path):
