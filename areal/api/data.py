@@ -1,7 +1,7 @@
 """Owns the records that cross process and package borders before tensors exist: frozen, of lists and numbers.
 
 Alignment: every per-token list of a record is *token aligned*: entry t speaks about token t itself.
-The shift to next-token alignment happens once, in `areal.data.packing`.
+The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import SFTConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import LaunchError
-from areal.api.metrics import Metric, Metrics
+from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import rows_to_train_batch
 from areal.data.sft import EncodedRow
 from areal.data.split import balanced_parts
@@ -160,5 +160,6 @@ def train_one_batch(engine: TrainEngine, batch: TrainBatch) -> Metrics:
     """One optimiser step on one batch: the mean over the trained tokens of all ranks."""
 
     count = engine.all_reduce(torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64))
+    nothing = {"loss": Metric(0.0, 0.0)}  # a rank without rows reports the same names
     metrics = engine.forward_backward(batch, sft_loss, denominator=max(float(count), 1.0))
-    return metrics | engine.optimizer_step()
+    return merge_metrics(nothing, metrics, engine.optimizer_step())
