@@ -7,13 +7,14 @@ events calls what it may unblock. `ended` is what the process waits for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.data import WeightUpdate
 from areal.api.engine import InferenceFleet
-from areal.api.errors import RequestError
+from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.observe.log import get_logger
 from areal.rollout.batch_maker import BatchMaker
@@ -103,13 +104,19 @@ class Controller:
         self._open()
 
     async def _restore_weights(self) -> None:
-        """After a restart: bring the fleet back to the ledger's version where the files for that still exist."""
+        """After a restart: bring the fleet back to the ledger's version where the files for that still exist.
+
+        Where they do not, no episode starts until the trainer publishes.
+        """
         state, last = self._ledger.state, self._ledger.state.last_publication
         if last is None or last["version"] != state.version or self._fleet.version == state.version:
             return
         if last["kind"] == "disk":
             _log.info("bringing the servers back to policy version %d from %s", state.version, last["path"])
-            await self._fleet.update_weights(WeightUpdate(version=state.version, kind="disk", path=last["path"]))
+            try:
+                await self._fleet.update_weights(WeightUpdate(version=state.version, kind="disk", path=last["path"]))
+            except ArealError as error:
+                _log.warning("the servers could not go back to version %d: %s", state.version, error)
 
     def _open(self) -> None:
         """Admit episodes while a trainer is there and the fleet holds the version that the ledger counts with."""
@@ -117,7 +124,6 @@ class Controller:
         is_over = self._failure is not None or self._ended.is_set()
         executor.is_open = not is_over and state.trained_steps is not None and self._fleet.version == state.version
         if executor.is_open:
-            executor.readmit()
             executor.admit()
 
     def fail(self, error: Exception) -> None:
@@ -133,7 +139,8 @@ class Controller:
         await self._ended.wait()
         if self._failure is not None:
             if self._ledger.state.trained_steps is not None:
-                await asyncio.wait([asyncio.ensure_future(self._told.wait())], timeout=tell_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._told.wait(), tell_s)
             raise self._failure
 
     def _require_alive(self) -> None:

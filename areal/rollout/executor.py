@@ -8,6 +8,7 @@ rejections come back, the producer stops with an error instead of running throug
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,7 @@ class Executor:
         self._on_accepted = on_accepted
         self._on_fatal = on_fatal
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
         self._rejected_in_a_row = 0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
@@ -81,30 +83,25 @@ class Executor:
     def why_closed(self) -> str:
         """One sentence on why no episode may start; empty while one may."""
         state = self._ledger.state
-        return why_closed(
-            self.limits, running=len(state.running), accepted=self._gate_accepted(), version=state.version
-        )
+        return why_closed(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=state.version)
 
     def _gate_accepted(self) -> int:
         state = self._ledger.state
         return state.num_accepted + state.skipped_steps * self.limits.batch_size
 
     def admit(self) -> None:
-        """Start as many episodes as the gate lets in."""
+        """Start as many episodes as the gate lets in, those first that a dead controller left running."""
         if not self.is_open:
             return
-        state = self._ledger.state
-        free = room(self.limits, running=len(state.running), accepted=self._gate_accepted(), version=state.version)
+        version = self._ledger.state.version
+        free = room(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=version)
+        while free > 0 and self._left_running:
+            episode_id = self._left_running.popleft()
+            self._ledger.admit_again(episode_id, version=version)
+            self._start(episode_id)
+            free -= 1
         for _ in range(free):
-            self._start(self._ledger.admit(version=state.version))
-
-    def readmit(self) -> None:
-        """Start the episodes again that a dead controller left running: same ids, next attempt."""
-        state = self._ledger.state
-        for episode_id in list(state.running):
-            if episode_id not in self._tasks:
-                self._ledger.admit_again(episode_id, version=state.version)
-                self._start(episode_id)
+            self._start(self._ledger.admit(version=version))
 
     def drop_stale(self) -> None:
         """Reject waiting episodes that are too old for any batch to come (rollout.on_stale=drop)."""

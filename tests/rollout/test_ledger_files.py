@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from areal.api.data import WeightUpdate
-from areal.api.errors import ArealError, LedgerError
+from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
 from areal.rollout.ledger_files import events_path, payload_path, read_contents
@@ -150,6 +150,38 @@ async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
     assert not [index for index in workflow.seen if workflow.seen.count(index) > 1]
     attempts = [event["attempt"] for event in read_contents(folder).events if event["event"] == "admitted"]
     assert attempts.count(1) == len(before.running)
+
+
+async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(kit, tmp_path):
+    """Everything dies and the trainer goes back: run again at once, they would be older than the bound."""
+    folder = tmp_path / "ledger"
+    ledger = Ledger.open(folder)
+    workflow = kit.ScriptedWorkflow()
+    controller = kit.make_controller(ledger, workflow=workflow, total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    workflow.script_of = lambda index: kit.Script(token_s=3600.0)
+    await kit.train(controller, range(3, 4))
+    await controller.close()
+    assert ledger.state.running
+
+    class Fleet(kit.FakeFleet):
+        async def update_weights(self, update):
+            if update.version == 4 and self.version == 0:
+                raise WeightSyncError("the files of version 4 are gone")
+            await super().update_weights(update)
+
+    again = Ledger.open(folder)
+    config = kit.make_config(on_stale="wait")
+    controller = kit.make_controller(again, config=config, fleet=Fleet(), total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    assert {episode.attempt for episode in again.state.running.values()} == {0}
+    blobs = await kit.train(controller, range(10))
+    await controller.close()
+    assert max(decode_share(blob).stats["staleness_max"] for shares in blobs for blob in shares) <= 1
+    assert audit(folder).is_clean
 
 
 async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_new_ones(kit, tmp_path):
