@@ -113,19 +113,25 @@ class NativeReplica:
         )
         self._group_name = update.group_name
 
-    async def health(self) -> None:
-        await self._request("GET", "/health")
-
     async def info(self) -> ReplicaInfo:
-        answer = orjson.loads(await self._request("GET", "/get_model_info"))
+        status, _ = await self._exchange("GET", "/health")
+        if status not in (200, 503):
+            raise ServerUnavailable(f"{self.name} answered /health with status {status}")
+        answer = await self._request("GET", "/get_model_info")
         try:
+            model = orjson.loads(answer)
             return ReplicaInfo(
-                version=int(answer["weight_version"]),
-                vocab_size=int(answer["vocab_size"]),
-                context_length=int(answer["context_length"]),
+                version=int(model["weight_version"]),
+                vocab_size=int(model["vocab_size"]),
+                context_length=int(model["context_length"]),
+                weights_whole=status == 200,  # 503: alive, but an update stopped midway
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerUnavailable(f"{self.name} described itself in a way that cannot be read: {error!r}") from error
+
+    @property
+    def answers_during_update(self) -> bool:
+        return True
 
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
@@ -135,13 +141,18 @@ class NativeReplica:
         return await self._request("POST", path, orjson.dumps(body))
 
     async def _request(self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None) -> bytes:
-        try:
-            status, answer = await self._client.request(method, path, body, on_data)
-        except ServerUnavailable as error:
-            raise ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {error}") from error
+        status, answer = await self._exchange(method, path, body, on_data)
         if status != 200:
             raise _refusal(self.name, path, status, answer)
         return answer
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
+    ) -> tuple[int, bytes]:
+        try:
+            return await self._client.request(method, path, body, on_data)
+        except ServerUnavailable as error:
+            raise ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {error}") from error
 
 
 def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class ReplicaInfo:
     version: int
     vocab_size: int
     context_length: int
+    weights_whole: bool | None
+    """False: an update stopped midway, its weights are a mixture. None: the server cannot tell."""
 
 
 class Replica(Protocol):
@@ -65,11 +67,15 @@ class Replica(Protocol):
         """Make the server hold `update.version`; `rank` is its place in the group of a collective update."""
         ...
 
-    async def health(self) -> None:
-        """Return when the server is well."""
+    async def info(self) -> ReplicaInfo:
+        """What a health check asks; an answer means that the server is well enough to take in weights."""
         ...
 
-    async def info(self) -> ReplicaInfo: ...
+    @property
+    def answers_during_update(self) -> bool:
+        """Whether `info` may be expected to answer while weights are taken in, so that silence means a hang."""
+        ...
+
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         ...

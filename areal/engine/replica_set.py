@@ -208,6 +208,8 @@ class ReplicaSet:
         slot.version = version
         if slot.half_updated:
             self.move(slot, "stale", refusal or "an update failed midway, its weights are a mixture")
+        elif self.target_version == ANY_VERSION:
+            self.move(slot, "stale", "waits for the other replicas to come in")
         elif version == self.target_version:
             self.move(slot, "serving")
         else:
@@ -227,9 +229,11 @@ class ReplicaSet:
                 pass
 
     async def _look(self, slot: Slot) -> None:
-        if slot.state == "updating":
-            return  # the update has a time limit of its own
-        await self._meet(slot)
+        """One health check and what follows from it."""
+        if slot.state != "updating":
+            await self._meet(slot)
+        elif slot.replica is None or not slot.replica.answers_during_update:
+            return
         replica, changes = slot.replica, slot.changes
         if replica is None:
             return
@@ -237,18 +241,20 @@ class ReplicaSet:
         limit = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
         try:
             async with asyncio.timeout(limit):
-                await replica.health()
-                version = (await replica.info()).version
+                info = await replica.info()
                 if fresh and slot.changes == changes:
                     await replica.resume()  # whoever paused it may be gone
         except (ArealError, TimeoutError) as error:
-            if slot.replica is replica and slot.state != "updating":
+            if slot.replica is replica:
                 await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")
             return
-        if slot.changes != changes:
+        if slot.changes != changes or slot.state == "updating":
             return
-        if fresh or version != slot.version:
-            self._settle(slot, version)
+        was_half_updated = slot.half_updated
+        if info.weights_whole is not None:
+            slot.half_updated = not info.weights_whole
+        if fresh or info.version != slot.version or slot.half_updated != was_half_updated:
+            self._settle(slot, info.version)
         if slot.state == "stale":
             await self._refit(slot)
 

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.engine import TrainEngine
 from areal.api.errors import WeightSyncError
-from areal.engine.weight_sync.control import PublishControl, all_well, raise_together
+from areal.engine.weight_sync.control import PublishControl, agree
 from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store, spec_bytes
 from areal.observe.log import get_logger
 
@@ -62,14 +62,13 @@ class CollectiveChannel:
         """Send the weights to every replica; every rank calls it. WeightSyncError on all when no attempt succeeds."""
         if self._plan is None:  # names, shapes and dtypes never change
             self._plan = plan_buckets(self._engine.named_weights(), self._bucket_bytes)
-        error: BaseException | None = None
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             error = self._attempt(version, self._plan)
-            if all_well(self._engine, error is None):
+            may_retry = attempt < MAX_ATTEMPTS and isinstance(error, WeightSyncError)
+            if agree(self._engine, error, version, may_retry=may_retry):
                 return
             if self._is_rank0:
-                log.warning("attempt %d to publish version %d failed: %s", attempt + 1, version, error)
-        raise_together(self._engine, error, version)
+                log.warning("attempt %d to publish version %d failed: %s", attempt, version, error)
 
     def close(self) -> None:
         if self._sender is not None:
@@ -100,6 +99,7 @@ class _Sender:
         self._replicas: list[str] = []
         self._buffer: Tensor | None = None
         self._store: TCPStore | None = None
+        self._joining: threading.Thread | None = None
         self._has_failed = False
 
     def send(self, version: int, plan: list[list[WeightSpec]], weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -145,6 +145,9 @@ class _Sender:
         self._store = None
         if group is not None:
             group.close()
+        if self._joining is not None:
+            self._joining.join(JOIN_TIMEOUT_S)  # a thread left in torch at exit would abort the process
+            self._joining = None
 
     def _wait_for_replicas(self) -> list[str]:
         """After a failure the fleet looks at its replicas anew, one by one: wait until their list stands still."""
@@ -162,28 +165,29 @@ class _Sender:
         return replicas
 
     def _join(self, publication: _Publication, group_name: str, world_size: int) -> UpdateGroup:
-        """Meet the replicas, in a thread: the meeting cannot be called off, but it need not be waited for."""
+        """Meet the replicas, in a thread, so that a failed request to the controller ends the meeting."""
         made: list[UpdateGroup | BaseException] = []
-        store = self._store
-        assert store is not None
+        assert self._store is not None
+        port = self._store.port
 
         def join() -> None:
             try:
-                made.append(
-                    UpdateGroup(
-                        store,
-                        rank=0,
-                        world_size=world_size,
-                        group_name=group_name,
-                        backend=self._backend,
-                        timeout_s=self._timeout_s,
-                        join_timeout_s=JOIN_TIMEOUT_S,
-                    )
+                # A connection of its own: when the sender drops the store, the meeting fails at once.
+                store = open_store(self._host, port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
+                group = UpdateGroup(
+                    store,
+                    rank=0,
+                    world_size=world_size,
+                    group_name=group_name,
+                    backend=self._backend,
+                    timeout_s=self._timeout_s,
+                    join_timeout_s=JOIN_TIMEOUT_S,
                 )
+                made.append(group)
             except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
                 made.append(failure)
 
-        thread = threading.Thread(target=join, name=f"join {group_name}", daemon=True)
+        thread = self._joining = threading.Thread(target=join, name=f"join {group_name}", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.002)

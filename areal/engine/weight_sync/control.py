@@ -23,13 +23,13 @@ class PublishControl(Protocol):
         ...
 
 
-def raise_together(engine: TrainEngine, error: BaseException | None, version: int) -> None:
-    """Raise on every rank when rank 0 failed: its own error there, a WeightSyncError on the others. A collective."""
-    if not all_well(engine, error is None):
+def agree(engine: TrainEngine, error: BaseException | None, version: int, *, may_retry: bool = False) -> bool:
+    """Settle one attempt on all ranks: True = done, False = try again. A collective, and so a barrier too.
+
+    Otherwise raises on every rank: rank 0's own error there, a WeightSyncError on the others.
+    """
+    well = 1.0 if error is None else 0.5 if may_retry else 0.0
+    worst = engine.all_reduce(torch.tensor([well], dtype=torch.float64), "min").item()
+    if worst == 0.0:
         raise error or WeightSyncError(f"rank 0 could not publish version {version}: see its log")
-
-
-def all_well(engine: TrainEngine, well: bool) -> bool:
-    """Whether every rank says it is well. A collective, and so a barrier too."""
-    flag = torch.tensor([1.0 if well else 0.0], dtype=torch.float64)
-    return bool(engine.all_reduce(flag, "min").item())
+    return worst == 1.0

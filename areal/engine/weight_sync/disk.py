@@ -17,7 +17,7 @@ from torch import Tensor
 from areal.api.data import WeightUpdate
 from areal.api.engine import TrainEngine
 from areal.api.errors import WeightSyncError
-from areal.engine.weight_sync.control import PublishControl, raise_together
+from areal.engine.weight_sync.control import PublishControl, agree
 from areal.system.durable import publish_folder
 from areal.system.run_paths import RunPaths
 
@@ -65,7 +65,7 @@ class DiskChannel:
                 error = failure
         for _ in weights:  # gathering is a collective: every rank goes through to the end, also after an error
             pass
-        raise_together(self._engine, error, version)
+        agree(self._engine, error, version)
 
     def close(self) -> None:
         """Nothing is held between publications."""

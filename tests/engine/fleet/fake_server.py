@@ -37,6 +37,8 @@ class FakeServer:
         self.empty_aborts = False
         self.fail_update: int | str | None = None
         """HTTP status for weight updates, or "hang" or "die"."""
+        self.torn = False
+        """An update stopped midway."""
         self.num_held = 0
         """Requests that are held now."""
         self._released = asyncio.Event()
@@ -99,7 +101,7 @@ class FakeServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         await self._awake.wait()
-        return web.Response()
+        return web.Response(status=503 if self.torn else 200)
 
     async def _info(self, request: web.Request) -> web.Response:
         await self._awake.wait()
@@ -123,9 +125,11 @@ class FakeServer:
             if self.fail_update == "die":
                 await self.die()
             if isinstance(self.fail_update, int):
+                self.torn = self.torn or self.fail_update >= 500
                 return _error(self.fail_update, "cannot load these weights")
             if body["weight_version"] is not None:
                 self.version = int(body["weight_version"])
+                self.torn = False
         return web.json_response({"success": True})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

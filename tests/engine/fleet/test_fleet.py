@@ -186,6 +186,28 @@ async def test_a_mixture_of_weights_never_serves(kit: FleetKit) -> None:
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
 
 
+async def test_a_controller_that_comes_back_learns_of_a_mixture_from_the_server(kit: FleetKit) -> None:
+    server = await kit.server(0, version=4)
+    server.torn = True
+    fleet = await kit.fleet(1)
+    assert fleet.version == 4
+    assert "mixture" in fleet.status()["waiting_for"]
+    await fleet.update_weights(disk(4))
+    assert_whole(await fleet.agenerate(a_request()))
+
+
+async def test_a_replica_that_hangs_in_an_update_is_noticed_by_its_health(kit: FleetKit) -> None:
+    first = await kit.server(0)
+    second = await kit.server(1)
+    fleet = await kit.fleet(2, weight_update_timeout_s=60.0, health_check_interval_s=0.02, pause_grace_period=0.05)
+    publication = asyncio.create_task(fleet.update_weights(disk(1)))
+    await until(lambda: "pause_generation" in first.paths() and "pause_generation" in second.paths())
+    first.hang()
+    async with asyncio.timeout(5):
+        await publication
+    assert (await fleet.agenerate(a_request())).replicas == ["server-1"]
+
+
 @pytest.mark.parametrize("failure", [500, "hang", "die"])
 async def test_one_replica_that_fails_an_update_does_not_hold_back_the_others(
     kit: FleetKit, failure: int | str

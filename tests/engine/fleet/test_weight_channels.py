@@ -251,17 +251,19 @@ def test_a_replica_that_dies_under_a_broadcast_costs_an_attempt(monkeypatch: pyt
 
 def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
-    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1.0)
     model = make_model(1)
     control = Replicas(model)
-    control.fail = RequestError("no such fleet")
     engine = FakeTrainEngine(make_model(3))
     channel = channel_of(engine, control)
     started = time.monotonic()
-    with pytest.raises(RequestError, match="no such fleet"):
-        channel.publish(1)
+    for error, num_attempts in ((WeightSyncError("no replica took it"), 3), (RequestError("no such fleet"), 1)):
+        control.fail = error
+        control.updates.clear()
+        with pytest.raises(type(error), match=str(error)):
+            channel.publish(1)
+        assert len(control.updates) == num_attempts
     assert time.monotonic() - started < 3
-    assert len(control.updates) == 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("join")]
     control.fail = None
     channel.publish(1)
     assert_same(engine.model, model)
@@ -278,7 +280,6 @@ def test_without_replicas_a_publication_ends_by_itself() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_ranks_gather_alike_and_fail_together(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
-    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1.0)
     ranks = Ranks(2)
     control = Replicas(make_model(1))
     control.fail = WeightSyncError("refused") if fails else None
