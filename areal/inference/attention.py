@@ -28,6 +28,19 @@ class LayerShape:
     value_size: int
 
 
+class LayerCache:
+    """Memory for the keys and values of one layer."""
+
+    def __init__(self, blocks: Tensor, shape: LayerShape) -> None:
+        self.blocks = blocks  # [num_blocks, block_size, kv heads, key size + value size]
+        self.shape = shape
+        self._slots = blocks.view(1, -1, *blocks.shape[2:])
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values [1, kv heads, tokens, size] at slots (block * block_size + offset)."""
+        self._slots.index_copy_(1, slots, torch.cat((key, value), dim=-1).transpose(1, 2))
+
+
 @dataclass(slots=True, kw_only=True)
 class DecodeGroup:
     """Rows start..end-1, one token each, of sequences of similar length."""
@@ -40,7 +53,24 @@ class DecodeGroup:
     max_length: int
     is_even: bool
     """All rows have max_length, so that no mask is needed."""
+    workspace: Tensor
+    """Flat memory that blocks are gathered into layer after layer, so that it stays in the CPU's cache."""
     masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, Tensor | None])
+    views: dict[LayerShape, tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict[LayerShape, tuple[Tensor, Tensor, Tensor]]
+    )
+
+    def gather(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv heads, max_length, size] of a layer, valid until the next call."""
+        views = self.views.get(cache.shape)
+        if views is None:
+            shape = (self.blocks.numel(), *cache.blocks.shape[1:])
+            target = self.workspace[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
+            found = target.view(-1, self.width * shape[1], *shape[2:])[:, : self.max_length].transpose(1, 2)
+            key_size = cache.shape.key_size
+            views = self.views[cache.shape] = (target, found[..., :key_size], found[..., key_size:])
+        torch.index_select(cache.blocks, 0, self.blocks, out=views[0])
+        return views[1], views[2]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [rows, 1, 1, max_length] for a sliding window (None = full attention); made once a step."""
@@ -82,13 +112,11 @@ class LaterChunk:
 class AttentionPlan:
     """One step as the attention layers see it."""
 
-    caches: list[Tensor]  # per layer [num_blocks, block_size, kv heads, key size + value size]
+    caches: list[LayerCache]
     slots: Tensor  # [tokens] int64: block * block_size + offset
     decode: list[DecodeGroup]
     prompts: list[PromptGroup]
     later: list[LaterChunk]
-    workspace: Tensor | None = None
-    """Flat memory that gathered blocks are put into again and again, so that they stay in the CPU's cache."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,22 +147,20 @@ def paged_attention(
         return _probe(attention_plan, module, query, key, value, options), None
     assert attention_plan is not None, "the model was called by somebody else than the model runner"
     cache = attention_plan.caches[_layer_of(module)]
-    entry = torch.cat((key[0], value[0]), dim=-1).transpose(0, 1)
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, attention_plan.slots, entry)
-    rows = query[0].transpose(0, 1)  # [tokens, heads, size]
-    output = torch.empty((*rows.shape[:2], value.shape[-1]), dtype=value.dtype, device=value.device)
-    for group in attention_plan.decode:
-        keys, values = _gather(cache, group.blocks, group.width, key.shape[-1], attention_plan.workspace)
-        mine = rows[group.start : group.end].reshape(group.end - group.start, key.shape[1], -1, key.shape[-1])
-        mask = group.mask(sliding_window, query.dtype)
-        keys, values = keys[:, :, : group.max_length], values[:, :, : group.max_length]
-        result = scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scaling)
-        output[group.start : group.end] = result.reshape(group.end - group.start, -1, value.shape[-1])
+    cache.write(attention_plan.slots, key, value)
+    rows = query.transpose(1, 2)
+    groups = attention_plan.decode
+    if len(groups) == 1 and groups[0].end == rows.shape[1]:
+        return _attend_decode(groups[0], cache, rows, scaling, sliding_window), None
+    output = torch.empty((*rows.shape[:3], value.shape[-1]), dtype=value.dtype, device=value.device)
+    for group in groups:
+        mine = rows[:, group.start : group.end]
+        output[:, group.start : group.end] = _attend_decode(group, cache, mine, scaling, sliding_window)
     for prompts in attention_plan.prompts:
-        _attend_prompts(prompts, query[0], key[0], value[0], output, scaling, sliding_window)
+        _attend_prompts(prompts, query[0], key[0], value[0], output[0], scaling, sliding_window)
     for chunk in attention_plan.later:
-        _attend_later(chunk, cache, query[0], key.shape[-1], output, scaling, sliding_window)
-    return output[None], None
+        _attend_later(chunk, cache, query[0], output[0], scaling, sliding_window)
+    return output, None
 
 
 def _probe(
@@ -155,18 +181,15 @@ def _layer_of(module: nn.Module) -> int:
     return layer
 
 
-def _gather(
-    cache: Tensor, blocks: Tensor, width: int, key_size: int, workspace: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, kv heads, width * block_size, size] of `width` blocks a row, as strided views."""
-    shape = (blocks.numel(), *cache.shape[1:])
-    size = blocks.numel() * cache[0].numel()
-    if workspace is not None and size <= workspace.numel():
-        found = torch.index_select(cache, 0, blocks, out=workspace[:size].view(shape))
-    else:
-        found = cache.index_select(0, blocks)
-    found = found.view(-1, width * cache.shape[1], *cache.shape[2:]).transpose(1, 2)
-    return found[..., :key_size], found[..., key_size:]
+def _attend_decode(
+    group: DecodeGroup, cache: LayerCache, rows: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Output of a group's rows [1, rows, heads, size]. Query heads that share a key head act as its query tokens."""
+    keys, values = group.gather(cache)
+    queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
+    mask = group.mask(window, rows.dtype)
+    result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    return result.reshape(1, *rows.shape[1:3], values.shape[-1])
 
 
 def _attend_prompts(
@@ -194,19 +217,20 @@ def _attend_prompts(
 
 def _attend_later(
     chunk: LaterChunk,
-    cache: Tensor,
+    cache: LayerCache,
     query: Tensor,
-    key_size: int,
     output: Tensor,
     scaling: float | None,
     window: int | None,
 ) -> None:
     total = chunk.num_before + chunk.count
-    keys, values = _gather(cache, chunk.blocks, chunk.blocks.numel(), key_size, None)
-    keys, values = _repeat(keys[:, :, :total], query), _repeat(values[:, :, :total], query)
+    found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]
+    keys, values = found[..., : cache.shape.key_size], found[..., cache.shape.key_size :]
     mask = _causal_mask(chunk.count, chunk.num_before, window, query)
     mine = query[None, :, chunk.start : chunk.start + chunk.count]
-    result = scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scaling)
+    result = scaled_dot_product_attention(
+        mine, _repeat(keys, query), _repeat(values, query), attn_mask=mask, scale=scaling
+    )
     output[chunk.start : chunk.start + chunk.count] = result[0].transpose(0, 1)
 
 

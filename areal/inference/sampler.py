@@ -13,6 +13,7 @@ from torch import Tensor
 from areal.inference.sequence import ALL_TOKENS, Sequence
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
     """The next token of each sequence and its log_softmax(logits / temperature), from logits [rows, vocabulary].
 

@@ -1,0 +1,178 @@
+"""Tiny random models of several families, and an engine that is driven step by step in the test's own thread."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from areal.inference.attention import ATTENTION_NAME, register_attention
+from areal.inference.cache import BlockPool
+from areal.inference.engine import Engine
+from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
+from areal.inference.scheduler import Scheduler
+from areal.inference.sequence import SamplingParams, Sequence
+
+VOCABULARY = 50
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # large enough that a wrong position or mask shows
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen3-gqa": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=1, head_dim=16)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=8)),
+}
+
+
+def _build(family: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return FAMILIES[family]().eval()
+
+
+@dataclass
+class Driver:
+    """An engine without its thread: the test calls `run`."""
+
+    engine: Engine
+    finished: list[Sequence]
+    progressed: list[Sequence]
+    ids: Any = field(default_factory=itertools.count)
+
+    def add(self, prompt: list[int], *, group_id: str = "", seed: int = 0, **params: Any) -> Sequence:
+        options = {"max_new_tokens": 8, "temperature": 0.0, **params}
+        sequence = Sequence(
+            request_id=str(next(self.ids)),
+            token_ids=list(prompt),
+            num_prompt=len(prompt),
+            params=SamplingParams(**options),
+            seed=seed,
+            group_id=group_id,
+            is_streaming=True,
+        )
+        self.engine.scheduler.add(sequence)
+        return sequence
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+            self.engine.scheduler.check_integrity()
+
+    def run(self) -> None:
+        """Until nothing is left; then the cache must be free to the last block."""
+        scheduler = self.engine.scheduler
+        while scheduler.running or scheduler.waiting:
+            self.steps(1)
+        assert scheduler.num_used_tokens == 0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def build_model() -> Callable[..., PreTrainedModel]:
+    """`build_model(family, seed=0)`: a plain transformers model."""
+    return _build
+
+
+@pytest.fixture
+def drive() -> Callable[..., Driver]:
+    """`drive(model, num_blocks=..., max_running=..., max_prefill_tokens=...)`: an engine on a copy of the model."""
+
+    def make(
+        model: PreTrainedModel,
+        *,
+        num_blocks: int = 128,
+        max_running: int = 32,
+        max_prefill_tokens: int = 512,
+        version: str = "0",
+        detokenizer: Any = None,
+    ) -> Driver:
+        register_attention()
+        own = copy.deepcopy(model)
+        own.set_attn_implementation(ATTENTION_NAME)
+        runner = ModelRunner(own)
+        runner.allocate_cache(num_blocks)
+        scheduler = Scheduler(
+            BlockPool(num_blocks, BLOCK_SIZE), max_running=max_running, max_prefill_tokens=max_prefill_tokens
+        )
+        finished: list[Sequence] = []
+        progressed: list[Sequence] = []
+
+        def deliver(ended: list[Sequence], news: list[Sequence]) -> None:
+            finished.extend(ended)
+            progressed.extend(news)
+
+        engine = Engine(
+            runner,
+            scheduler,
+            version=version,
+            deliver=deliver,
+            on_failure=lambda error: None,
+            detokenizer=detokenizer,
+            stream_interval_s=0.0,
+        )
+        return Driver(engine, finished, progressed)
+
+    return make
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Prompts of awkward lengths: one token, a block, a block and one, several blocks."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (5, 20, 20, 37, 1, 60, 16, 17)]
+
+
+@pytest.fixture
+def reference_logprobs() -> Callable[[PreTrainedModel, list[int], float], torch.Tensor]:
+    """Plain transformers: log_softmax(logits / T) [tokens, vocabulary] of one sequence."""
+
+    def compute(model: PreTrainedModel, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids])).logits[0].float()
+        return (logits / temperature).log_softmax(-1)
+
+    return compute
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, build_model: Callable[..., PreTrainedModel]) -> Callable[[int], Path]:
+    """`checkpoint(seed)`: a folder with a Qwen3 model drawn with this seed."""
+
+    def save(seed: int) -> Path:
+        folder = tmp_path / f"weights-{seed}"
+        if not folder.exists():
+            build_model("qwen3-gqa", seed).save_pretrained(folder)
+        return folder
+
+    return save
