@@ -151,7 +151,9 @@ class ModelRunner:
             input_ids=input_ids,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=0 if len(rows) == input_ids.shape[1] else torch.tensor(rows, device=self.device),
+            logits_to_keep=0
+            if len(rows) == input_ids.shape[1]
+            else torch.tensor(rows, dtype=torch.int64, device=self.device),
             attention_plan=attention_plan,
         ).logits[0]
         if expand is not None:

@@ -1,0 +1,258 @@
+"""The engine between two steps: ends, interruptions, weight switches, preemption, sharing, failure."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal.api.errors import RequestError
+from areal.inference.sequence import Status
+from areal.inference.weight_update import load_weights_from_folder
+
+
+def answers(driver) -> list[list[int]]:
+    return [sequence.answer_ids for sequence in driver.finished]
+
+
+def load(driver, folder: Path, version: str, **options) -> None:
+    engine = driver.engine
+    write = lambda: load_weights_from_folder(engine.runner.model, folder)  # noqa: E731
+    engine.replace_weights(write, version, abort_running=options.get("abort_running", False))
+
+
+def expect_logprobs(sequence, reference, start: int, end: int) -> None:
+    for place in range(start, end):
+        position = sequence.num_prompt + place
+        expected = reference[position - 1, sequence.token_ids[position]].item()
+        assert sequence.logprobs[place] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_answer_ends_at_a_stop_token_or_at_its_length(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    driver = drive(model)
+    free = driver.add(prompts[0], max_new_tokens=12)
+    driver.run()
+    assert free.finish.kind == "length"
+    stop = free.answer_ids[5]
+    first = free.answer_ids.index(stop)
+    stopped = driver.add(prompts[0], max_new_tokens=12, stop_token_ids=frozenset({stop}))
+    driver.run()
+    assert (stopped.finish.kind, stopped.finish.matched) == ("stop", stop)
+    assert stopped.answer_ids == free.answer_ids[: first + 1]
+
+
+def test_min_new_tokens_holds_the_end_back(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    driver = drive(model)
+    everything = frozenset(range(49))
+    short = driver.add(prompts[0], stop_token_ids=everything)
+    held = driver.add(prompts[0], stop_token_ids=everything, min_new_tokens=3)
+    driver.run()
+    assert short.num_output == 1
+    assert held.num_output == 4 or held.answer_ids[-1] == 49
+    assert held.answer_ids[:3] == [49, 49, 49]  # the only token that does not stop
+
+
+class Letters:
+    """Token n is the n-th letter from a on."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+
+def test_a_stop_string_ends_where_it_is_completed(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    driver = drive(model, detokenizer=Letters())
+    free = driver.add(prompts[0], max_new_tokens=12)
+    driver.run()
+    text = Letters().decode(free.answer_ids)
+    stop = text[3:6]
+    stopped = driver.add(prompts[0], max_new_tokens=12, stop=(stop, "no such thing"))
+    late = driver.add(prompts[0], max_new_tokens=12, stop=(stop,), min_new_tokens=12)
+    driver.run()
+    end = text.index(stop) + 3
+    assert stopped.answer_ids == free.answer_ids[:end]
+    assert stopped.finish.matched == stop
+    assert late.num_output == 12
+
+
+def test_siblings_share_the_prefill_and_free_it(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    alone = drive(model)
+    expected = [alone.add(prompts[3], temperature=1.0, seed=n) for n in range(16)]
+    alone.run()
+    driver = drive(model)
+    siblings = [driver.add(prompts[3], temperature=1.0, seed=n, group_id="g") for n in range(16)]
+    driver.run()
+    assert [one.token_ids for one in siblings] == [one.token_ids for one in expected]
+    assert driver.engine.counters.computed_tokens == 37 + 16 * 7
+    assert alone.engine.counters.computed_tokens == 16 * (37 + 7)
+    assert driver.engine.scheduler.num_shared_tokens == 15 * 37
+    assert [one.num_cached for one in siblings] == [0] + [37] * 15
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5])
+def test_late_siblings_answer_as_if_alone(delay, build_model, drive, prompts, reference_logprobs):
+    model = build_model("qwen2-tied")
+    driver = drive(model, max_prefill_tokens=16)
+    driver.add(prompts[3], group_id="g")
+    driver.steps(delay)
+    late = [driver.add(prompts[3] + [3] * n, group_id="g", temperature=1.0, seed=n) for n in range(3)]
+    driver.run()
+    for sequence in late:
+        expect_logprobs(sequence, reference_logprobs(model, sequence.token_ids), 0, 8)
+    assert all(sequence.num_cached > 0 for sequence in late)
+
+
+def test_preemption_changes_nothing_but_time(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    wide, narrow = drive(model), drive(model, num_blocks=7)
+    for driver in (wide, narrow):
+        for number, prompt in enumerate(prompts[:4] + prompts[6:]):
+            driver.add(
+                prompt, temperature=1.0, seed=number, max_new_tokens=40, group_id="g" if number in (1, 2) else ""
+            )
+        driver.run()
+    assert narrow.engine.scheduler.num_preemptions > 0
+    by_id = {sequence.request_id: sequence for sequence in narrow.finished}
+    for sequence in wide.finished:
+        assert by_id[sequence.request_id].token_ids == sequence.token_ids
+        assert by_id[sequence.request_id].logprobs == pytest.approx(sequence.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", None])
+def test_kept_requests_go_on_under_the_new_weights(mode, build_model, drive, prompts, checkpoint, reference_logprobs):
+    old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
+    driver = drive(old, version="7")
+    sequences = [driver.add(prompts[3], temperature=1.0, seed=n, max_new_tokens=10, group_id="g") for n in range(4)]
+    driver.steps(4)
+    if mode:
+        driver.engine.pause(mode)
+        assert driver.engine._is_blocked
+    load(driver, checkpoint(1), "8")
+    driver.engine.scheduler.check_integrity()
+    assert driver.engine.scheduler.num_used_tokens == 0  # nothing computed under the old weights is left
+    if mode:
+        driver.engine.resume()
+    driver.run()
+    for sequence in sequences:
+        assert sequence.version_spans(0, 10) == [("7", 0, 4), ("8", 4, 10)]
+        assert sequence.version_spans(3, 6) == [("7", 0, 1), ("8", 1, 3)]
+        expect_logprobs(sequence, reference_logprobs(old, sequence.token_ids), 0, 4)
+        expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 4, 10)
+
+
+def test_interrupted_requests_return_what_they_have(build_model, drive, prompts, checkpoint, reference_logprobs):
+    old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
+    driver = drive(old, version="7", max_running=1)
+    begun = driver.add(prompts[0], temperature=1.0, max_new_tokens=10)
+    queued = driver.add(prompts[1], temperature=1.0, max_new_tokens=3)
+    driver.steps(4)
+    driver.engine.pause("abort")
+    assert driver.finished == [begun]
+    assert (begun.finish.kind, begun.num_output) == ("abort", 4)
+    load(driver, checkpoint(1), "8")
+    driver.engine.resume()
+    rest = driver.add(begun.token_ids, temperature=1.0, max_new_tokens=6)
+    driver.run()
+    expect_logprobs(begun, reference_logprobs(old, begun.token_ids), 0, 4)
+    for sequence in (queued, rest):
+        assert [version for version, _, _ in sequence.version_spans(0, sequence.num_output)] == ["8"]
+        expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, sequence.num_output)
+
+
+def test_an_interrupted_answer_goes_on_with_the_numbers_it_would_have_drawn(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    driver = drive(model)
+    whole = driver.add(prompts[0], temperature=1.0, seed=5, max_new_tokens=10)
+    driver.run()
+    rest = driver.add(whole.token_ids[: whole.num_prompt + 4], temperature=1.0, seed=5, max_new_tokens=6)
+    driver.run()
+    assert rest.token_ids == whole.token_ids
+
+
+def test_a_refused_update_leaves_everything_as_it_was(build_model, drive, prompts, tmp_path):
+    driver = drive(build_model("qwen3-gqa"))
+    sequence = driver.add(prompts[0])
+    driver.steps(2)
+    with pytest.raises(RequestError, match="does not exist"):
+        load(driver, tmp_path / "nothing", "8")
+    assert not driver.engine.is_torn
+    driver.run()
+    assert sequence.version_spans(0, 8) == [("0", 0, 8)]
+
+
+def test_half_replaced_weights_compute_nothing(build_model, drive, prompts, checkpoint):
+    driver = drive(build_model("qwen3-gqa"))
+    driver.add(prompts[0])
+    driver.engine.replace_weights(lambda: None, None, abort_running=False)  # the first bucket of two
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    assert driver.engine.is_torn
+    with pytest.raises(OSError, match="gone"):
+        driver.engine.replace_weights(fail, "8", abort_running=False)
+    assert driver.engine.is_torn
+    assert driver.engine._is_blocked
+    load(driver, checkpoint(1), "9")
+    assert not driver.engine._is_blocked
+    driver.run()
+    assert driver.engine.version == "9"
+
+
+def test_an_update_can_abort(build_model, drive, prompts, checkpoint):
+    driver = drive(build_model("qwen3-gqa"))
+    sequence = driver.add(prompts[0])
+    driver.steps(2)
+    load(driver, checkpoint(1), "1", abort_running=True)
+    assert sequence.finish.kind == "abort"
+    assert sequence.status is Status.FINISHED
+
+
+def test_the_thread_serves_and_stops(build_model, drive, prompts):
+    driver = drive(build_model("qwen3-gqa"))
+    ended = threading.Event()
+    engine = driver.engine
+    engine._deliver = lambda finished, progressed: ended.set() if finished else None
+    engine.start()
+    sequence = driver.add(prompts[0])  # reaches the scheduler before the thread looks: the next command wakes it
+    engine.call(lambda: None).result(10)
+    assert ended.wait(10)
+    assert sequence.finish.kind == "length"
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 / 0).result(10)
+    assert engine.call(lambda: 3).result(10) == 3
+    engine.stop()
+
+
+def test_a_failing_step_is_reported_not_swallowed(build_model, drive, prompts):
+    driver = drive(build_model("qwen3-gqa"))
+    failures: list[BaseException] = []
+    failed = threading.Event()
+
+    def on_failure(error: BaseException) -> None:
+        failures.append(error)
+        failed.set()
+
+    driver.engine._on_failure = on_failure
+
+    def broken(plan):
+        raise MemoryError("no room")
+
+    driver.engine.runner.forward = broken
+    driver.engine.start()
+    driver.engine.submit(driver.add(prompts[0]))
+    assert failed.wait(10)
+    assert "no room" in str(failures[0])
+
+
+def test_streaming_sequences_are_flushed_and_torch_stays_out_of_the_way(build_model, drive, prompts):
+    driver = drive(build_model("qwen3-gqa"))
+    driver.add(prompts[0], max_new_tokens=3)
+    driver.run()
+    assert len(driver.progressed) == 2  # after the first and the second token; the third ends it
+    assert not torch.is_inference_mode_enabled()
