@@ -191,6 +191,8 @@ def _connect(
     stack.callback(after_step.close)
     if point is not None:
         after_step.continue_from(point)
+    if point is not None or config.actor.init_from_scratch:
+        weights.publish(start_step)  # before attaching: no episode starts on weights the servers happened to load
     client.attach(
         rank=context.index,
         world_size=context.world_size,
@@ -199,8 +201,6 @@ def _connect(
         version=start_step,
     )
     announce_ready(registry, context)
-    if point is not None or config.actor.init_from_scratch:
-        weights.publish(start_step)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first(0)
     return PPOLoop(
