@@ -5,6 +5,7 @@ A reference crosses process borders as text, so that no code is ever pickled.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -64,6 +65,7 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
         file = Path(where).expanduser().resolve()
         if not file.is_file():
             raise ConfigError(f"{key}={text!r}: there is no file {file}")
+        _require_defined(file, name, f"{key}={text!r}")
         return FunctionRef(name=name, file=str(file))
     try:
         found = importlib.util.find_spec(where) is not None
@@ -72,6 +74,29 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
     if not found:
         raise ConfigError(f"{key}={text!r}: no module {where} on the path; a file is given as path/to/file.py:{name}")
     return FunctionRef(name=name, module=where)
+
+
+def _require_defined(file: Path, name: str, given: str) -> None:
+    """ConfigError when `file` is no Python or binds no such name. Reads it without running it."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(f"{given}: {file}{line} is not valid Python ({error.args[0]})") from None
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot read {file} ({error.strerror or error})") from None
+    known: set[str] = set()
+    for node in ast.walk(tree):  # also names bound under an `if` or `try`; too many is harmless
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            known.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.add(node.id)
+        elif isinstance(node, ast.alias):
+            known.add((node.asname or node.name).partition(".")[0])
+    if name not in known and "*" not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{given}: {file} defines no {name}{hint}")
 
 
 def resolve_function(text: str, registered: Mapping[str, FunctionRef], *, key: str) -> FunctionRef:

@@ -59,6 +59,13 @@ class Child:
         if self._process is not None:
             self._process.wait()
 
+    @property
+    def error(self) -> str:
+        """The one-line error it printed at its end; empty when it printed none."""
+        lines = self._last_lines()
+        found = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")
+        return found.removeprefix(ERROR_PREFIX)
+
     def obituary(self) -> str:
         """How it ended and what it said last."""
         code = self.exit_code
@@ -82,22 +89,25 @@ class Child:
 
     def _last_words(self) -> str:
         """The one-line error a child of ours prints, else the end of its log."""
-        try:
-            with open(self._log, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, size - _TAIL_BYTES))
-                lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        for line in reversed(lines):
-            if line.startswith(ERROR_PREFIX):
-                return f"{line.removeprefix(ERROR_PREFIX)} (log: {self._log})"
+        if self.error:
+            return f"{self.error} (log: {self._log})"
+        lines = self._last_lines()
         if not lines:
             return f"it printed nothing (log: {self._log})"
         if self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # it had no say in this
             return f"its last line was {lines[-1].strip()!r} (log: {self._log})"
         quoted = "".join(f"\n    {line}" for line in lines[-_QUOTED_LINES:])
         return f"{lines[-1].strip()} (log: {self._log}){quoted if len(lines) > 1 else ''}"
+
+    def _last_lines(self) -> list[str]:
+        """What it wrote since its start, as far as the end of its log goes back."""
+        try:
+            with open(self._log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, size - _TAIL_BYTES))
+                return [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return []
 
 
 def _signal(number: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
+from areal.api.functions import parse_function_path
 from areal.launcher.memory import ModelShape
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
@@ -40,7 +41,25 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         path = Path(data.path)
         if (path.suffix in _DATA_ENDINGS or looks_local(data.path)) and not path.exists():
             problems.append(f"{key}.path: {data.path} does not exist")
-    return problems
+    return problems + list(_function_problems(config))
+
+
+def _function_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    """What is wrong with functions given by file. Names and modules are looked up by the processes that use them."""
+    given = {"train_dataset.map_fn": config.train_dataset.map_fn}
+    if isinstance(config, PPOConfig):
+        given |= {
+            "reward_fn": config.reward_fn,
+            "workflow": config.workflow,
+            "rollout.should_accept_fn": config.rollout.should_accept_fn,
+        }
+    for key, text in given.items():
+        if not text.rpartition(":")[0].endswith(".py"):
+            continue
+        try:
+            parse_function_path(text, key=key)
+        except ConfigError as error:
+            yield str(error)
 
 
 def looks_local(path: str) -> bool:

@@ -72,11 +72,13 @@ def last_record(path: Path) -> dict[str, Any] | None:
 def rollout_line(status: dict[str, Any], total_steps: int | None) -> str:
     """One line on an asynchronous run."""
     total = status.get("total_steps") or total_steps
+    failed = f", {status['failed']} failed" if status.get("failed") else ""
+    rejected = f", {status['rejected']} rejected" if status.get("rejected") else ""
     return " | ".join(
         [
             f"step {status.get('step', 0)}/{_or_unknown(total)}",
             f"reward {_number(status.get('reward_mean'), '.3f')}",
-            f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running",
+            f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running{rejected}{failed}",
             f"staleness {_number(status.get('staleness_mean'), '.2f')}",
             f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
             f"waits for {status.get('waiting_for') or '?'}",

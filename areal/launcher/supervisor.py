@@ -180,8 +180,8 @@ class Supervisor:
         first = dead[0].obituary()
         failures = self._failures.get(dead[0].name, 0)
         again = f" ({failures} restarts before)" if failures else ""
-        others = "".join(f"\n  then {child.obituary()}" for child in dead[1:])
-        return first + again + others
+        others = [child for child in dead[1:] if not _same_error(dead[0].error, child.error)]
+        return first + again + "".join(f"\n  then {child.obituary()}" for child in others)
 
     def _late(self) -> str | None:
         """A process that takes longer than it may: to get ready, or to end after others ended."""
@@ -243,3 +243,8 @@ class Supervisor:
             child.end_group()
         if self._was_ready and not self._interruptions.count:
             self._line.end(self._source.read_last())
+
+
+def _same_error(first: str, other: str) -> bool:
+    """Whether two processes died of one mistake: they say the same, or one passes on what the other said."""
+    return bool(first and other) and (first in other or other in first)

@@ -40,19 +40,23 @@ _EXIT_WAIT_S = 0.5
 class _Batch:
     """The calls of one `score_many`: what they share, and their results as they come."""
 
-    __slots__ = ("done", "function", "missing", "results", "shared")
+    __slots__ = ("done", "fail_fast", "function", "missing", "results", "shared")
 
-    def __init__(self, function: FunctionRef, shared: bytes, size: int, done: asyncio.Future[None]) -> None:
+    def __init__(
+        self, function: FunctionRef, shared: bytes, size: int, done: asyncio.Future[None], *, fail_fast: bool
+    ) -> None:
         self.function = function
         self.shared = orjson.Fragment(shared)
         self.results: list[RewardResult | None] = [None] * size
         self.missing = size
         self.done = done
+        self.fail_fast = fail_fast
 
     def put(self, index: int, result: RewardResult) -> None:
         self.results[index] = result
         self.missing -= 1
-        if self.missing == 0 and not self.done.done():
+        is_over = self.missing == 0 or (self.fail_fast and result.status != "ok")
+        if is_over and not self.done.done():
             self.done.set_result(None)
 
 
@@ -110,14 +114,20 @@ class RewardPool:
         prompt_ids: list[int],
         answers: Sequence[tuple[str, list[int]]],
         row: dict[str, Any],
+        *,
+        fail_fast: bool = False,
     ) -> list[RewardResult]:
-        """Score several answers (text, ids) to one prompt; results in their order. Each has its own time limit."""
+        """Score several answers (text, ids) to one prompt; results in their order. Each has its own time limit.
+
+        `fail_fast`: the first failure is the end, and only what is known by then is returned.
+        """
         if self._closed:
             raise RewardError("the reward pool is closed")
         if not answers:
             return []
         shared = _shared_json(function, prompt, prompt_ids, row)
-        batch = _Batch(function, shared, len(answers), asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        batch = _Batch(function, shared, len(answers), done, fail_fast=fail_fast)
         self._queue.extend(_Call(batch, index, text, ids) for index, (text, ids) in enumerate(answers))
         self._dispatch()
         await batch.done

@@ -209,7 +209,10 @@ class Controller:
     async def evaluate(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
         """Result of the evaluation after `step` train steps; None = not yet, ask again."""
         self._require_alive()
-        return await self._evaluations.get(step, mode, timeout_s=timeout_s)
+        result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
+        if result is None:
+            self._require_alive()
+        return result
 
     async def committed(self, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
@@ -278,5 +281,5 @@ class Controller:
         step = self._batches.wanted_step
         if step is not None:
             enough = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted, {len(state.running)} running"
-            return f"trainer waits for batch {step}: {enough}" + (f"; no more start because {closed}" if closed else "")
+            return f"batch {step}: {enough}" + (f"; no more start because {closed}" if closed else "")
         return "the trainer" + (f"; no episode starts because {closed}" if closed else "")

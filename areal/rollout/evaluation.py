@@ -20,8 +20,34 @@ from areal.rollout.payload import encode_episode
 _log = get_logger(__name__)
 
 
+MAX_FIRST_FAILURES = 8
+"""So many rows failed and not one scored: the evaluation ends, since the others would hardly fare better."""
+
+
 class EvaluationFailed(ArealError, RuntimeError):
     """Not one row of an evaluation could be scored."""
+
+
+class _Results:
+    """What came of the rows of one evaluation so far."""
+
+    def __init__(self) -> None:
+        self.scored: list[dict[str, float]] = []
+        self.num_failed = 0
+        self._last_failure = ""
+
+    def fail(self, reason: str) -> None:
+        """Count a row that failed. EvaluationFailed when nothing but failures came."""
+        self.num_failed += 1
+        self._last_failure = reason
+        if self.num_failed >= MAX_FIRST_FAILURES:
+            self.require_scored()
+
+    def require_scored(self) -> None:
+        if not self.scored:
+            raise EvaluationFailed(
+                f"none of the first {self.num_failed} held-out rows could be scored; the last one: {self._last_failure}"
+            )
 
 
 class Evaluations:
@@ -68,42 +94,47 @@ class Evaluations:
     async def _evaluate(self, workflow: RolloutWorkflow) -> dict[str, float]:
         began_s = asyncio.get_running_loop().time()
         positions = iter(range(len(self._rows)))
-        results: list[dict[str, float] | None] = [None] * len(self._rows)
+        results = _Results()
 
         async def work() -> None:
             for position in positions:
-                results[position] = await self._score(workflow, position)
+                await self._score(workflow, position, results)
 
         num_workers = min(self._max_concurrent, len(self._rows))
-        async with asyncio.TaskGroup() as group:
-            for index in range(num_workers):
-                group.create_task(work(), name=f"evaluation-worker-{index}")
-        scored = [result for result in results if result is not None]
-        if not scored:
-            raise EvaluationFailed(
-                f"none of the {len(self._rows)} held-out rows could be scored; see the warnings above"
-            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(num_workers):
+                    group.create_task(work(), name=f"evaluation-worker-{index}")
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        results.require_scored()
+        scored = results.scored
         means = {
             name: sum(result[name] for result in scored if name in result)
             / sum(1 for result in scored if name in result)
             for name in {name: None for result in scored for name in result}
         }
         seconds = asyncio.get_running_loop().time() - began_s
-        return means | {"num": float(len(scored)), "failed": float(len(results) - len(scored)), "seconds": seconds}
+        return means | {"num": float(len(scored)), "failed": float(results.num_failed), "seconds": seconds}
 
-    async def _score(self, workflow: RolloutWorkflow, position: int) -> dict[str, float] | None:
-        """Reward and length of one row; None when it failed or was rejected."""
+    async def _score(self, workflow: RolloutWorkflow, position: int, results: _Results) -> None:
+        """Reward and length of one row; counted as failed when it failed or was rejected."""
         engine = EpisodeEngine(self._engine, self._count_tokens)
         try:
             group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
-            if group is None:
-                return None
-            episode = encode_episode(position, group)
+            episode = None if group is None else encode_episode(position, group)
         except Exception as error:  # noqa: BLE001 - user code: an error leaves out this one row
-            _log.warning("held-out row %d failed: %s: %s", position, type(error).__name__, error)
-            return None
+            reason = f"{type(error).__name__}: {error}"
+            _log.warning("held-out row %d failed: %s", position, reason)
+            results.fail(reason)
+            return
+        if group is None or episode is None:
+            results.fail("the workflow returned None")
+            return
         stats = {f"episode/{name}": float(value) for name, value in group.stats.items()}
-        return stats | {"reward": episode.reward, "generated": episode.num_generated / episode.num_trajectories}
+        results.scored.append(
+            stats | {"reward": episode.reward, "generated": episode.num_generated / episode.num_trajectories}
+        )
 
     async def close(self) -> None:
         for task in self._tasks.values():

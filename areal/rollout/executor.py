@@ -28,6 +28,10 @@ _log = get_logger(__name__)
 
 MIN_FAILURES_IN_A_ROW = 50
 """So many failures in a row, or three batches of them if that is more, end the run."""
+SLOW_FAILURES_IN_A_ROW = 8
+SLOW_FAILURES_S = 120.0
+"""Failures that each take long (a reward that hangs until its limit) end the run after fewer: so many in a row that
+nothing but failures came back for so long."""
 REJECTED_BATCHES_IN_A_ROW = 100
 """So many batches of rejections in a row, or an epoch of them if that is more, end the run."""
 
@@ -72,6 +76,7 @@ class Executor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
+        self._failing_since_s = 0.0
         self._rejected_in_a_row = 0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
         self._max_rejected = max(rows.rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * limits.batch_size)
@@ -193,8 +198,12 @@ class Executor:
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if says_enough else error)
         self._producer.count_failed()
         self._ledger.fail(episode_id, reason)
+        now_s = asyncio.get_running_loop().time()
+        if self._failed_in_a_row == 0:
+            self._failing_since_s = now_s
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._max_failed:
+        slow = self._failed_in_a_row >= SLOW_FAILURES_IN_A_ROW and now_s - self._failing_since_s >= SLOW_FAILURES_S
+        if slow or self._failed_in_a_row >= self._max_failed:
             self._stop(f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}")
 
     def _stop(self, why: str) -> None:

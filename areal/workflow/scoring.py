@@ -44,14 +44,15 @@ class Scorer:
         """The rewards of `answers` (text, ids). RewardError when one failed and reward.on_error=fail."""
         if self._pool is None:
             self._pool = RewardPool(self._config)
-        results = await self._pool.score_many(self._function, prompt, prompt_ids, answers, row)
+        fail_fast = self._config.on_error == "fail"
+        results = await self._pool.score_many(self._function, prompt, prompt_ids, answers, row, fail_fast=fail_fast)
         failed = [result for result in results if result.status != "ok"]
         if failed:
             self._complain(failed[0])
         return Scores(rewards=[result.value for result in results], num_errors=len(failed))
 
     def _complain(self, result: RewardResult) -> None:
-        text = f"reward function {self._function} {result.message} ({result.status})"
+        text = f"reward function {self._function} {result.message}"
         if self._config.on_error == "fail":
             raise RewardError(f"{text}: mend it, or set reward.on_error=zero to score such answers 0")
         if result.status not in self._errors_logged:

@@ -137,7 +137,7 @@ async def test_not_yet_is_204_and_the_client_asks_again(kit, tmp_path):
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         answer = await session.post(address + "/batch", json={"step": 0, "dp_rank": 0, "dp_size": 1})
         assert (answer.status, await answer.read()) == (204, b"")
-        assert "trainer waits for batch 0: 0 of 4 episodes accepted, 8 running" in controller.waiting_for()
+        assert "batch 0: 0 of 4 episodes accepted, 8 running" in controller.waiting_for()
         waiting = asyncio.create_task(asyncio.to_thread(RolloutClient(address).next_batch, 0))
         gate.set()
         assert (await waiting).step == 0
