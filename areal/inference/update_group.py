@@ -6,6 +6,7 @@ has none. Every wait here ends by itself: after `timeout_s`, or when the caller'
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ from areal.system.network import is_loopback
 ALIGNMENT_BYTES = 16
 """Every weight of a bucket starts at a multiple of this, so that its bytes may be viewed as any dtype."""
 _POLL_S = 0.0005
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -63,8 +65,16 @@ def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> list[Tensor]:
 
 
 def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
-    """The key-value store through which the ranks of a group find each other; port 0 lets the master choose."""
-    return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """The key-value store through which the ranks of a group find each other; port 0 lets the master choose.
+
+    WeightSyncError at once when a client finds no master: it is there before anybody is told of it.
+    """
+    try:
+        if not is_master:  # torch would go on trying for the whole time-out
+            socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
+        return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except (OSError, RuntimeError) as error:
+        raise WeightSyncError(f"no store of an update group at {host}:{port} ({_first_line(error)})") from error
 
 
 class UpdateGroup:

@@ -120,12 +120,7 @@ class WeightReceiver:
         if not 0 < rank < world_size:
             raise RequestError(f"rank {rank} of a server must lie between 1 and world_size - 1 = {world_size - 1}")
         self.leave()
-        try:
-            store = open_store(master_address, master_port, is_master=False, timeout_s=timeout_s)
-        except RuntimeError as error:
-            raise WeightSyncError(
-                f"update group {group_name}: no store at {master_address}:{master_port} ({error})"
-            ) from error
+        store = open_store(master_address, master_port, is_master=False, timeout_s=timeout_s)
         self._group = UpdateGroup(
             store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
         )

@@ -168,12 +168,11 @@ class _Sender:
         """Meet the replicas, in a thread, so that a failed request to the controller ends the meeting."""
         made: list[UpdateGroup | BaseException] = []
         assert self._store is not None
-        port = self._store.port
+        # A connection of its own: when the sender drops the store, the meeting fails at once.
+        store = open_store(self._host, self._store.port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
 
         def join() -> None:
             try:
-                # A connection of its own: when the sender drops the store, the meeting fails at once.
-                store = open_store(self._host, port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
                 group = UpdateGroup(
                     store,
                     rank=0,

@@ -100,7 +100,7 @@ class Replicas:
             if receiver.group_name != update.group_name:
                 world_size = 1 + len(update.replicas)
                 receiver.join(
-                    update.master_address, update.master_port, rank, world_size, update.group_name, update.backend, 5.0
+                    update.master_address, update.master_port, rank, world_size, update.group_name, update.backend, 60.0
                 )
             for index, bucket in enumerate(update.buckets):
                 if index == self.die_at and name == self.live[-1]:
@@ -197,7 +197,7 @@ def test_buckets_hold_no_more_than_their_bytes() -> None:
 
 
 def channel_of(engine: FakeTrainEngine, control: object, **options: object) -> CollectiveChannel:
-    settings = {"bucket_bytes": 300, "backend": "gloo", "is_rank0": True, "timeout_s": 5.0} | options
+    settings = {"bucket_bytes": 300, "backend": "gloo", "is_rank0": True, "timeout_s": 60.0} | options
     return CollectiveChannel(engine, control, **settings)  # type: ignore[arg-type]
 
 
@@ -243,7 +243,7 @@ def test_a_replica_that_dies_under_a_broadcast_costs_an_attempt(monkeypatch: pyt
     engine.model = make_model(4)
     started = time.monotonic()
     channel.publish(2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50
     assert_same(engine.model, models[0])
     assert [update.replicas for update in control.updates] == [["r0", "r1"], ["r0", "r1"], ["r0"]]
     channel.close()
@@ -262,7 +262,8 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(type(error), match=str(error)):
             channel.publish(1)
         assert len(control.updates) == num_attempts
-    assert time.monotonic() - started < 3
+    # Well below JOIN_TIMEOUT_S. Not less: torch looks up each peer's name, 5 s where a DNS packet gets lost.
+    assert time.monotonic() - started < 50
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("join")]
     control.fail = None
     channel.publish(1)
