@@ -17,6 +17,8 @@ from areal.system.discovery import NameRegistry
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
 _TAIL_BYTES = 1 << 16
+_STILL_S = 5.0
+"""A run whose step does not move for this long also says what it waits for."""
 
 
 class StatusSource:
@@ -28,6 +30,8 @@ class StatusSource:
         self._has_controller = has_controller
         self._total_steps = total_steps
         # Without proxies: the controller is on this machine whatever http_proxy says.
+        self._step: int | None = None
+        self._step_since_s = 0.0
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self) -> str | None:
@@ -48,9 +52,16 @@ class StatusSource:
         try:
             address = json.loads(found)["address"]
             with self._opener.open(f"{address}/status", timeout=_TIMEOUT_S) as answer:
-                return rollout_line(json.loads(answer.read()), self._total_steps)
+                status = json.loads(answer.read())
+            return rollout_line(status, self._total_steps, is_still=self._is_still(status))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def _is_still(self, status: dict[str, Any]) -> bool:
+        now_s = time.monotonic()
+        if status["step"] != self._step:
+            self._step, self._step_since_s = status["step"], now_s
+        return now_s - self._step_since_s >= _STILL_S
 
     def _from_metrics(self) -> str | None:
         last = last_record(self._metrics)
@@ -69,21 +80,21 @@ def last_record(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def rollout_line(status: dict[str, Any], total_steps: int | None) -> str:
-    """One line on an asynchronous run."""
+def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_still: bool) -> str:
+    """One line on an asynchronous run; one that stands still says what it waits for."""
     total = status.get("total_steps") or total_steps
     failed = f", {status['failed']} failed" if status.get("failed") else ""
     rejected = f", {status['rejected']} rejected" if status.get("rejected") else ""
-    return " | ".join(
-        [
-            f"step {status.get('step', 0)}/{_or_unknown(total)}",
-            f"reward {_number(status.get('reward_mean'), '.3f')}",
-            f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running{rejected}{failed}",
-            f"staleness {_number(status.get('staleness_mean'), '.2f')}",
-            f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
-            f"waits for {status.get('waiting_for') or '?'}",
-        ]
-    )
+    parts = [
+        f"step {status.get('step', 0)}/{_or_unknown(total)}",
+        f"reward {_number(status.get('reward_mean'), '.3f')}",
+        f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running{rejected}{failed}",
+        f"staleness {_number(status.get('staleness_mean'), '.2f')}",
+        f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
+    ]
+    if is_still:
+        parts.append(f"waits for {status.get('waiting_for') or '?'}")
+    return " | ".join(parts)
 
 
 def finished_line(record: dict[str, Any], total_steps: int | None) -> str:

@@ -29,10 +29,11 @@ def test_lines():
         "tokens_per_s": 1234.5,
         "waiting_for": "the trainer",
     }
-    assert rollout_line(status, None) == (
+    assert rollout_line(status, None, is_still=True) == (
         "step 3/10 | reward 0.250 | queue 7+20 running | staleness 1.50 | 1,234 tokens/s | waits for the trainer"
     )
-    assert rollout_line({}, 5).startswith("step 0/5 | reward - | queue 0+0 running")
+    assert "waits for" not in rollout_line(status, None, is_still=False)
+    assert rollout_line({}, 5, is_still=False).startswith("step 0/5 | reward - | queue 0+0 running")
     assert training_line({"step": 2, "loss": 0.5, "trained_tokens_per_s": 10.0}, None) == (
         "step 2/? | loss 0.5000 | 10 tokens/s"
     )
