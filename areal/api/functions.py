@@ -76,15 +76,20 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
     return FunctionRef(name=name, module=where)
 
 
-def _require_defined(file: Path, name: str, given: str) -> None:
-    """ConfigError when `file` is no Python or binds no such name. Reads it without running it."""
+def parse_python(file: Path, *, given: str) -> ast.Module:
+    """The syntax tree of a user's file, which is not run. ConfigError, starting with `given`, when it has none."""
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        return ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ConfigError(f"{given}: {file}{line} is not valid Python ({error.args[0]})") from None
     except OSError as error:
         raise ConfigError(f"{given}: cannot read {file} ({error.strerror or error})") from None
+
+
+def _require_defined(file: Path, name: str, given: str) -> None:
+    """ConfigError when `file` is no Python or binds no such name. Reads it without running it."""
+    tree = parse_python(file, given=given)
     known: set[str] = set()
     for node in ast.walk(tree):  # also names bound under an `if` or `try`; too many is harmless
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

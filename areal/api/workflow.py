@@ -8,6 +8,7 @@ from typing import Any
 
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
+from areal.api.errors import ConfigError
 
 RewardFn = Callable[..., float]
 """`f(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row) -> float`.
@@ -34,4 +35,7 @@ class RolloutWorkflow(ABC):
 
     def for_evaluation(self, gconfig: Any) -> RolloutWorkflow:
         """The same workflow with other sampling settings (`GenerationHyperparameters`), one sample a prompt."""
-        raise NotImplementedError(f"{type(self).__name__} does not support evaluation: override for_evaluation")
+        raise ConfigError(
+            f"{type(self).__name__} does not support evaluation: define its for_evaluation(gconfig), give "
+            "PPOTrainer.train an eval_workflow that does, or remove valid_dataset"
+        )

@@ -151,7 +151,22 @@ class FSDPEngine:
         """Nothing is held beyond this object; the mesh is its opener's."""
 
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
-        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, lambda facts: self.all_reduce(facts, "max"))
+        """Micro-batches of this rank. InputError on every rank when any holds a token that the model does not have."""
+        ids, vocab_size = batch.input_ids, self._model.model.config.get_text_config().vocab_size
+
+        def reduce_max(facts: Tensor) -> Tensor:
+            own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
+            found = self.all_reduce(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]), "max")
+            highest, lowest = int(found[-2]), -int(found[-1])
+            if highest >= vocab_size or lowest < 0:
+                raise InputError(
+                    f"the train batch holds token id {highest if highest >= vocab_size else lowest}, the model's "
+                    f"vocabulary has {vocab_size}: check what the workflow returns, or whether the tokenizer belongs "
+                    "to the model"
+                )
+            return found[:-2]
+
+        return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], path: Path, *, are_local: bool) -> None:
         own = dict(self._model.named_tensors())

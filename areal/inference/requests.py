@@ -107,7 +107,9 @@ class GenerateParser:
         params = self._params(sampling)
         num_prompt, context = len(input_ids), limits.context_length
         if num_prompt >= context:
-            raise RequestError(f"the prompt has {num_prompt} tokens and leaves no room for an answer in {context}")
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and leaves no room for an answer: the context length is {context}"
+            )
         if num_prompt + params.max_new_tokens > context:
             raise RequestError(
                 f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "

@@ -61,9 +61,11 @@ class Child:
 
     @property
     def error(self) -> str:
-        """The one-line error it printed at its end; empty when it printed none."""
+        """The one-line error it printed at its end, else the last line of a traceback; empty when there is neither."""
         lines = self._last_lines()
         found = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")
+        if not found and lines and any(line.startswith("Traceback ") for line in lines):
+            return lines[-1].strip()
         return found.removeprefix(ERROR_PREFIX)
 
     def obituary(self) -> str:
@@ -89,9 +91,10 @@ class Child:
 
     def _last_words(self) -> str:
         """The one-line error a child of ours prints, else the end of its log."""
-        if self.error:
-            return f"{self.error} (log: {self._log})"
         lines = self._last_lines()
+        said = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
+        if said is not None:
+            return f"{said.removeprefix(ERROR_PREFIX)} (log: {self._log})"
         if not lines:
             return f"it printed nothing (log: {self._log})"
         if self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # it had no say in this

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
-from areal.api.functions import parse_function_path
+from areal.api.functions import parse_function_path, parse_python
 from areal.launcher.memory import ModelShape
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
@@ -29,6 +30,8 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     problems: list[str] = []
     if script is not None and not Path(script).is_file():
         problems.append(f"{script}: no such script")
+    elif script is not None:
+        problems += _said(lambda: parse_python(Path(script), given="script"))
     for key, model in _models(config).items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
     if isinstance(config, PPOConfig) and config.native.model_path:
@@ -41,7 +44,20 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         path = Path(data.path)
         if (path.suffix in _DATA_ENDINGS or looks_local(data.path)) and not path.exists():
             problems.append(f"{key}.path: {data.path} does not exist")
+    if script is None:  # a script may bring its own rows
+        problems += _row_problems(config)
     return problems + list(_function_problems(config))
+
+
+def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
+    data, rows = config.train_dataset, count_rows(config)
+    if rows == 0:
+        yield f"train_dataset.path: {data.path} has no rows"
+    elif rows is not None and rows < data.batch_size and data.drop_last:
+        yield (
+            f"train_dataset.batch_size={data.batch_size} is more than the {rows} rows of {data.path}: lower it or "
+            "bring more data"
+        )
 
 
 def _function_problems(config: BaseExperimentConfig) -> Iterator[str]:
@@ -56,10 +72,16 @@ def _function_problems(config: BaseExperimentConfig) -> Iterator[str]:
     for key, text in given.items():
         if not text.rpartition(":")[0].endswith(".py"):
             continue
-        try:
-            parse_function_path(text, key=key)
-        except ConfigError as error:
-            yield str(error)
+        yield from _said(functools.partial(parse_function_path, text, key=key))
+
+
+def _said(check: Callable[[], object]) -> list[str]:
+    """What a check has to complain about."""
+    try:
+        check()
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def looks_local(path: str) -> bool:

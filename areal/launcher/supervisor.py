@@ -143,7 +143,7 @@ class Supervisor:
             self._was_ready = self._was_ready or all(child.is_ready for child in self._children)
             if self._fatal():
                 return self._cause()
-            cause = self._late()
+            cause = self._idle_end() or self._late()
             if cause is not None:
                 return cause
             if all(child.exit_code == 0 for child in self._leaders):
@@ -182,6 +182,16 @@ class Supervisor:
         again = f" ({failures} restarts before)" if failures else ""
         others = [child for child in dead[1:] if not _same_error(dead[0].error, child.error)]
         return first + again + "".join(f"\n  then {child.obituary()}" for child in others)
+
+    def _idle_end(self) -> str | None:
+        """A process that ended well but never did its part: a script that does not train."""
+        for child in self._leaders:
+            if child.exit_code == 0 and not child.is_ready and self._registry.get(f"ready/{child.name}") is None:
+                return (
+                    f"{child.name} ended without taking part in the run: a script must call train(...) of its "
+                    f"PPOTrainer or SFTTrainer in every process ({child.obituary()})"
+                )
+        return None
 
     def _late(self) -> str | None:
         """A process that takes longer than it may: to get ready, or to end after others ended."""

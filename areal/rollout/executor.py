@@ -8,6 +8,7 @@ rejections come back, the producer stops with an error instead of running throug
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +194,7 @@ class Executor:
             _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
 
     def _failed(self, episode_id: int, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = _described(error)
         says_enough = isinstance(error, ArealError | TrajectoryError) or self._failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if says_enough else error)
         self._producer.count_failed()
@@ -218,3 +219,12 @@ class Executor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _described(error: Exception) -> str:
+    """One line for an exception: its kind and text, and for those that areal does not raise itself the line of code."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ArealError | TrajectoryError):
+        return text
+    places = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({places[-1].filename}:{places[-1].lineno})" if places else text
