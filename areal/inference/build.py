@@ -16,6 +16,8 @@ from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vo
 from areal.inference.requests import RequestLimits
 from areal.inference.scheduler import Scheduler
 
+STREAM_INTERVAL_S = 0.05
+"""An event costs more than a token: what is made meanwhile goes in one."""
 _CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Of the memory that is free once the model is loaded; the rest is for activations."""
@@ -32,6 +34,7 @@ def build_engine(
     on_failure: Callable[[BaseException], None],
     detokenizer: Detokenizer | None = None,
     version: str = "0",
+    stream_interval_s: float = STREAM_INTERVAL_S,
 ) -> Engine:
     """An engine on the model in `model_path`, not yet started."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
@@ -44,7 +47,15 @@ def build_engine(
         max_running=config.max_running_requests,
         max_prefill_tokens=config.chunked_prefill_size,
     )
-    return Engine(runner, scheduler, version=version, deliver=deliver, on_failure=on_failure, detokenizer=detokenizer)
+    return Engine(
+        runner,
+        scheduler,
+        version=version,
+        deliver=deliver,
+        on_failure=on_failure,
+        detokenizer=detokenizer,
+        stream_interval_s=stream_interval_s,
+    )
 
 
 def context_length(config: NativeServerConfig, model: PreTrainedModel) -> int:

@@ -63,7 +63,7 @@ class Engine:
         deliver: Delivery,
         on_failure: Callable[[BaseException], None],
         detokenizer: Detokenizer | None = None,
-        stream_interval_s: float = 0.05,
+        stream_interval_s: float,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -86,10 +86,13 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the running step; requests in flight are aborted."""
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after the running step; requests in flight are aborted.
+
+        A thread that waits for a broadcast is left behind after `timeout_s`: it dies with the process.
+        """
         self._commands.put(self._stop)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request."""

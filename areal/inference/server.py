@@ -26,7 +26,7 @@ from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
 from areal.inference.app import ServerApp
-from areal.inference.build import build_engine, load_detokenizer, request_limits, resolve_model_path
+from areal.inference.build import STREAM_INTERVAL_S, build_engine, load_detokenizer, request_limits, resolve_model_path
 from areal.inference.requests import seed_source
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
@@ -51,6 +51,7 @@ class ServerOptions:
     process_name: str
     index: int
     registry: NameRegistry | None
+    stream_interval_s: float = STREAM_INTERVAL_S
 
 
 def parse_options(argv: Sequence[str]) -> ServerOptions:
@@ -72,6 +73,12 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--max-total-tokens", type=int, help="room of the KV cache in tokens")
     parser.add_argument("--chunked-prefill-size", type=int, help="most prompt tokens computed in one step")
     parser.add_argument("--random-seed", type=int, help="seed of requests that bring none")
+    parser.add_argument(
+        "--stream-interval-s",
+        type=float,
+        default=STREAM_INTERVAL_S,
+        help="seconds between two events of a stream; 0 = one per token (default: %(default)s)",
+    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(argv)
     context = ProcessContext.from_env()
@@ -104,28 +111,36 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         process_name=context.name if context else "server",
         index=context.index if context else 0,
         registry=registry,
+        stream_interval_s=args.stream_interval_s,
     )
 
 
-async def serve(options: ServerOptions, on_ready: Callable[[str], None]) -> BaseException | None:
-    """Serve until told to stop. Returns what made the engine fail, None after an orderly end."""
+async def serve(
+    options: ServerOptions, stopped: asyncio.Event, on_ready: Callable[[str], None]
+) -> BaseException | None:
+    """Serve until `stopped` is set. Returns what made the engine fail, None after an orderly end."""
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
     failures: list[BaseException] = []
 
     def fail(error: BaseException) -> None:
         failures.append(error)
         loop.call_soon_threadsafe(stopped.set)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     native = options.native
     path = resolve_model_path(native.model_path)
     app = ServerApp(
         model_path=str(path), draw_seed=seed_source(native.random_seed + options.index), token=options.token
     )
     detokenizer = load_detokenizer(path)
-    engine = build_engine(native, path, options.device, deliver=app.deliver, on_failure=fail, detokenizer=detokenizer)
+    engine = build_engine(
+        native,
+        path,
+        options.device,
+        deliver=app.deliver,
+        on_failure=fail,
+        detokenizer=detokenizer,
+        stream_interval_s=options.stream_interval_s,
+    )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = bind_socket(options.host, options.port)
     # A gone client must cancel its handler: that is how its place in the batch gets free.
@@ -133,8 +148,6 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None]) -> Base
     await runner.setup()
     await web.SockSite(runner, bound, backlog=4096).start()
     engine.start()
-    gc.collect()
-    gc.freeze()  # a full collection would otherwise walk through all of torch and transformers, in mid-generation
     on_ready(http_address(bound))
     await stopped.wait()
     if not failures:
@@ -155,6 +168,20 @@ def announce(options: ServerOptions, address: str) -> None:
     options.registry.add(f"ready/{options.process_name}", json.dumps({"pid": os.getpid()}), replace=True)
 
 
+async def serve_until_signal(options: ServerOptions) -> BaseException | None:
+    """Serve until SIGTERM or Ctrl-C, and tell the run where."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+
+    def ready(address: str) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection would otherwise walk through all of torch and transformers, mid-generation
+        announce(options, address)
+
+    return await serve(options, stopped, ready)
+
+
 def main() -> None:
     options = parse_options(sys.argv[1:])
     configure_logging(options.native.log_level, options.process_name)
@@ -162,7 +189,7 @@ def main() -> None:
     # Two threads share the interpreter: hand it over soon, so that neither waits for the other's whole turn.
     sys.setswitchinterval(0.001)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        failure = runner.run(serve(options, lambda address: announce(options, address)))
+        failure = runner.run(serve_until_signal(options))
     if failure is not None:
         sys.exit(1)
 

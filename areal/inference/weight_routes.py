@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ class CommandRunner(Protocol):
     """Runs a command in the engine's thread and answers its error."""
 
     async def run(self, command: Callable[[], Any]) -> None: ...
+    async def result_of(self, future: Future[None]) -> None: ...
 
 
 class WeightRoutes:
@@ -74,7 +77,7 @@ class WeightRoutes:
             JOIN_TIMEOUT_S,
         )
         async with self._lock:  # joining touches no weight: the engine goes on meanwhile
-            await asyncio.get_running_loop().run_in_executor(None, self._receiver.join, *arguments)
+            await self._runner.result_of(_in_daemon_thread(lambda: self._receiver.join(*arguments)))
         return ok()
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
@@ -106,6 +109,22 @@ class WeightRoutes:
         if not name or name != self._receiver.group_name:
             here = self._receiver.group_name or "none"
             raise RequestError(f"this server is not in the update group {name!r} (it is in {here})")
+
+
+def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
+    """Run a function that may wait for minutes; it does not hold up the end of the process, as an executor would."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - one control request fails
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="join-update-group", daemon=True).start()
+    return future
 
 
 def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:

@@ -1,0 +1,453 @@
+"""The server over HTTP, in this process: dialect, streaming, refusals, disconnects, updates, failure."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal.api.config import NativeServerConfig
+from areal.api.data import WeightSpec
+from areal.inference import server
+from areal.inference.engine import Engine
+from areal.inference.server import ServerOptions, serve
+from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+
+PROMPT = [3, 4, 5, 6, 7]
+
+
+@dataclass
+class Served:
+    """A running server and a client of it."""
+
+    address: str
+    session: aiohttp.ClientSession
+    engine: Engine
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        data = body if isinstance(body, bytes) else orjson.dumps(body or {})
+        async with self.session.post(self.address + path, data=data) as response:
+            answer = orjson.loads(await response.read())
+            assert response.status == status, answer
+            return answer
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        async with self.session.get(self.address + path) as response:
+            assert response.status == status
+            return orjson.loads(await response.read())
+
+    async def generate(self, status: int = 200, **body: Any) -> Any:
+        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+        full = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling, **body}
+        return await self.post("/generate", full, status)
+
+    async def events(self, **body: Any) -> AsyncIterator[Any]:
+        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+        full = {"input_ids": PROMPT, "return_logprob": True, "stream": True, "sampling_params": sampling, **body}
+        async with self.session.post(self.address + "/generate", data=orjson.dumps(full)) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            rest = b""
+            async for data in response.content.iter_any():
+                *events, rest = (rest + data).split(b"\n\n")
+                for event in events:
+                    yield event.removeprefix(b"data: ")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def options(checkpoint) -> ServerOptions:
+    return ServerOptions(
+        native=NativeServerConfig(
+            model_path=str(checkpoint(0)), dtype="float32", device="cpu", context_length=240, max_running_requests=8
+        ),
+        host="127.0.0.1",
+        port=0,
+        device="cpu",
+        num_threads=1,
+        token="",
+        process_name="server-0",
+        index=0,
+        registry=None,
+        stream_interval_s=0.0,
+    )
+
+
+@pytest.fixture
+def keep_engine(monkeypatch) -> list[Engine]:
+    """Engines that servers of this test have built."""
+    engines: list[Engine] = []
+    build = server.build_engine
+
+    def build_and_keep(*args: Any, **kwargs: Any) -> Engine:
+        engines.append(build(*args, **kwargs))
+        return engines[-1]
+
+    monkeypatch.setattr(server, "build_engine", build_and_keep)
+    return engines
+
+
+@pytest.fixture
+async def served(options, keep_engine) -> AsyncIterator[Served]:
+    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(options, stopped, ready.set_result))
+    done, _ = await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    assert ready in done, task.result()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield Served(ready.result(), session, keep_engine[-1])
+    stopped.set()
+    assert await task is None
+
+
+async def test_an_answer_carries_tokens_logprobs_and_versions(served, build_model, reference_logprobs):
+    answer = await served.generate(rid="mine")
+    meta = answer["meta_info"]
+    assert len(answer["output_ids"]) == 6
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (5, 6, 0)
+    assert meta["weight_version"] == "0"
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
+    reference = reference_logprobs(build_model("qwen3-gqa"), PROMPT + answer["output_ids"])
+    for place, (logprob, token, text) in enumerate(meta["output_token_logprobs"]):
+        assert token == answer["output_ids"][place]
+        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
+        assert text is None
+    assert "output_token_logprobs" not in (await served.generate(return_logprob=False))["meta_info"]
+
+
+async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):
+    whole = await served.generate(sampling_params={"max_new_tokens": 40})
+    *parts, last = [event async for event in served.events(sampling_params={"max_new_tokens": 40})]
+    assert last == b"[DONE]"
+    parsed = [orjson.loads(part) for part in parts]
+    assert [part["meta_info"]["finish_reason"] is None for part in parsed] == [True] * (len(parsed) - 1) + [False]
+    assert [token for part in parsed for token in part["output_ids"]] == whole["output_ids"]
+    assert [entry[0] for part in parsed for entry in part["meta_info"]["output_token_logprobs"]] == pytest.approx(
+        [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]], abs=1e-5
+    )
+    for part in parsed:
+        length = len(part["output_ids"])
+        assert part["meta_info"]["weight_versions"] == ([{"version": "0", "start": 0, "end": length}] if length else [])
+
+
+async def test_siblings_over_http_share_their_prefill(served):
+    await served.post("/pause_generation", {"mode": "abort"})
+    tasks = [
+        asyncio.create_task(served.generate(group_id="g", sampling_params={"temperature": 1, "sampling_seed": n}))
+        for n in range(8)
+    ]
+    await served.until(lambda: len(served.engine.scheduler.waiting) == 8)
+    await served.post("/continue_generation")
+    answers = await asyncio.gather(*tasks)
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0] + [5] * 7
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > 1
+
+
+async def test_seeds_are_reproducible(served):
+    sampling = {"temperature": 1.0, "sampling_seed": 11}
+    first, second = await asyncio.gather(*[served.generate(sampling_params=sampling) for _ in range(2)])
+    other = await served.generate(sampling_params={"temperature": 1.0, "sampling_seed": 12, "max_new_tokens": 30})
+    assert first["output_ids"] == second["output_ids"]
+    assert other["output_ids"][:6] != first["output_ids"]
+    free = [await served.generate(sampling_params={"temperature": 1.0, "max_new_tokens": 20}) for _ in range(2)]
+    assert free[0]["output_ids"] != free[1]["output_ids"]
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"foo": 1}, "unknown fields: foo"),
+    ({"sampling_params": {"beam": 2}}, "unknown fields: beam"),
+    ({"input_ids": []}, "at least one token"),
+    ({"input_ids": "abc"}, "list of whole numbers"),
+    ({"input_ids": [1, True]}, "list of whole numbers"),
+    ({"input_ids": [1, 50]}, "50, outside of the vocabulary (0 to 49)"),
+    ({"input_ids": [-1]}, "-1, outside of the vocabulary"),
+    ({"input_ids": [1] * 240}, "240 tokens and leaves no room"),
+    ({"sampling_params": {"max_new_tokens": 236}}, "ask for at most 235 new tokens"),
+    ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be a whole number, at least 1, got 0"),
+    ({"sampling_params": {"min_new_tokens": 7}}, "min_new_tokens (7) exceeds max_new_tokens (6)"),
+    ({"sampling_params": {"temperature": -1}}, "temperature must be a number of at least 0"),
+    ({"sampling_params": {"temperature": "hot"}}, "temperature must be a number"),
+    ({"sampling_params": {"top_p": 0}}, "top_p must be a number above 0"),
+    ({"sampling_params": {"top_k": 0}}, "top_k must be -1"),
+    ({"sampling_params": {"stop": ["x"]}}, "need a tokenizer"),
+    ({"sampling_params": {"stop": [""]}}, "non-empty strings"),
+    ({"sampling_params": {"stop_token_ids": [99]}}, "stop_token_ids holds 99"),
+    ({"sampling_params": {"frequency_penalty": 3}}, "from -2 to 2"),
+    ({"sampling_params": {"repetition_penalty": 0}}, "above 0"),
+    ({"sampling_params": {"ignore_eos": 1}}, "true or false"),
+    ({"sampling_params": {"sampling_seed": -1}}, "sampling_seed must be a whole number"),
+    ({"stream": "yes"}, "stream must be true or false"),
+    ({"rid": 4}, "rid must be a string"),
+    ({"return_text": True}, "return_text needs a tokenizer"),
+]
+
+
+async def test_bad_requests_are_refused_with_one_line(served):
+    for body, message in BAD_REQUESTS:
+        error = (await served.generate(400, **body))["error"]["message"]
+        assert message in error
+        assert "\n" not in error
+    assert not served.engine.scheduler.waiting
+    assert served.engine.counters.steps == 0
+
+
+async def test_bodies_that_are_not_json_objects_are_refused(served):
+    assert "not JSON" in (await served.post("/generate", b"{", 400))["error"]["message"]
+    assert "must be a JSON object" in (await served.post("/generate", b"[]", 400))["error"]["message"]
+    assert "mode must be one of" in (await served.post("/pause_generation", {"mode": "nap"}, 400))["error"]["message"]
+    assert "rid must be a string" in (await served.post("/abort_request", {}, 400))["error"]["message"]
+
+
+async def test_a_client_that_goes_frees_its_place(served):
+    await served.post("/pause_generation", {"mode": "in_place"})
+    for stream in (False, True):
+        task = asyncio.create_task(served.generate(stream=stream, sampling_params={"max_new_tokens": 100}))
+        await served.until(lambda: len(served.engine.scheduler.waiting) == 1)
+        task.cancel()
+        await served.until(lambda: not served.engine.scheduler.waiting)
+    await served.post("/continue_generation")
+    stream = served.events(sampling_params={"max_new_tokens": 200})
+    await anext(stream)
+    await stream.aclose()
+    await served.until(lambda: not served.engine.scheduler.running)
+    assert served.engine.scheduler.num_used_tokens == 0
+    assert served.engine.counters.aborted == 3
+
+
+async def test_requests_can_be_aborted_by_id_and_all_together(served):
+    await served.post("/pause_generation", {"mode": "in_place"})
+    tasks = [asyncio.create_task(served.generate(rid=f"r{n}")) for n in range(3)]
+    await served.until(lambda: len(served.engine.scheduler.waiting) == 3)
+    assert "in use" in (await served.generate(400, rid="r0"))["error"]["message"]
+    await served.post("/abort_request", {"rid": "r1"})
+    first = await tasks[1]
+    assert first["meta_info"]["finish_reason"]["type"] == "abort"
+    assert first["output_ids"] == []
+    assert first["meta_info"]["weight_versions"] == []
+    await served.post("/abort_request", {"rid": "not there"})
+    await served.post("/abort_request", {"abort_all": True})
+    rest = await asyncio.gather(tasks[0], tasks[2])
+    assert [one["meta_info"]["finish_reason"]["type"] for one in rest] == ["abort", "abort"]
+    await served.get("/health")  # paused is healthy
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, build_model, reference_logprobs):
+    engine, step, go_on = served.engine, served.engine.step, threading.Event()
+
+    def step_and_wait() -> None:
+        step()
+        if engine.counters.steps == 5:
+            go_on.wait(20)
+
+    engine.step = step_and_wait
+    stream = served.events(sampling_params={"max_new_tokens": 120, "temperature": 1.0})
+    parts = [orjson.loads(await anext(stream))]
+    await served.until(lambda: engine.counters.steps == 5)
+    pause = asyncio.create_task(served.post("/pause_generation", {"mode": mode}))
+    await served.until(lambda: engine._commands.qsize() > 0)
+    go_on.set()
+    await pause
+    update = {"model_path": str(checkpoint(1)), "weight_version": "1", "flush_cache": True}
+    await served.post("/update_weights_from_disk", {**update, "abort_all_requests": False})
+    await served.post("/continue_generation")
+    parts += [orjson.loads(event) async for event in stream if event != b"[DONE]"]
+    tokens = [token for part in parts for token in part["output_ids"]]
+    logprobs = [e[0] for part in parts for e in part["meta_info"]["output_token_logprobs"]]
+    versions = [
+        span["version"]
+        for part in parts
+        for span in part["meta_info"]["weight_versions"]
+        for _ in range(span["start"], span["end"])
+    ]
+    finish = parts[-1]["meta_info"]["finish_reason"]["type"]
+    switch = versions.index("1") if "1" in versions else len(versions)
+    assert versions == ["0"] * switch + ["1"] * (len(tokens) - switch)
+    assert switch == 5
+    if mode == "abort":
+        assert finish == "abort"
+        assert len(tokens) == 5
+    else:
+        assert finish == "length"
+        assert len(tokens) == 120
+    old = reference_logprobs(build_model("qwen3-gqa", 0), PROMPT + tokens)
+    new = reference_logprobs(build_model("qwen3-gqa", 1), PROMPT + tokens)
+    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        reference = old if place < switch else new
+        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
+    assert (await served.get("/get_model_info"))["weight_version"] == "1"
+    fresh = await served.generate()
+    assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+
+
+async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path):
+    body = {"model_path": str(tmp_path / "none"), "weight_version": "1"}
+    assert "does not exist" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    body["flush_cache"] = False
+    assert "flush_cache" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    assert (await served.get("/get_model_info"))["weight_version"] == "0"
+    await served.get("/health")
+
+
+async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, reference_logprobs):
+    new = build_model("qwen3-gqa", 1)
+    weights = {name: value.detach() for name, value in new.named_parameters()}
+    names = list(weights)
+    buckets = [names[:5], names[5:]]
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+
+    def send() -> None:
+        group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20)
+        for bucket in buckets:
+            specs = [spec(name) for name in bucket]
+            buffer = torch.empty(bucket_layout(specs)[1], dtype=torch.uint8)
+            for name, view in zip(bucket, bucket_views(buffer, specs), strict=True):
+                view.copy_(weights[name])
+            group.broadcast(buffer)
+
+    def spec(name: str) -> WeightSpec:
+        return WeightSpec(name=name, shape=list(weights[name].shape), dtype="float32")
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    await served.post(
+        "/init_weights_update_group",
+        {
+            "master_address": "127.0.0.1",
+            "master_port": store.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+            "backend": "gloo",
+        },
+    )
+    for index, bucket in enumerate(buckets):
+        specs = [spec(name) for name in bucket]
+        await served.post(
+            "/update_weights_from_distributed",
+            {
+                "names": bucket,
+                "dtypes": [one.dtype for one in specs],
+                "shapes": [one.shape for one in specs],
+                "group_name": "g",
+                "flush_cache": index == 1,
+                "weight_version": "5" if index == 1 else None,
+                "load_format": "flattened_bucket",
+            },
+        )
+        if index == 0:
+            await served.get("/health", 503)
+    sender.join(20)
+    answer = await served.generate()
+    assert answer["meta_info"]["weight_version"] == "5"
+    reference = reference_logprobs(new, PROMPT + answer["output_ids"])
+    for place, (logprob, token, _) in enumerate(answer["meta_info"]["output_token_logprobs"]):
+        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
+    message = (await served.post("/destroy_weights_update_group", {"group_name": "x"}, 400))["error"]["message"]
+    assert "not in the update group 'x' (it is in g)" in message
+    await served.post("/destroy_weights_update_group", {"group_name": "g"})
+
+
+async def test_the_server_describes_itself(served):
+    await served.generate()
+    info = await served.get("/get_model_info")
+    assert (info["vocab_size"], info["context_length"], info["is_generation"]) == (50, 240, True)
+    figures = await served.get("/server_info")
+    assert (figures["generated_tokens_total"], figures["running_requests"], figures["is_paused"]) == (6, 0, False)
+    await served.post("/flush_cache")
+    async with served.session.get(served.address + "/metrics") as response:
+        text = await response.text()
+    assert "# TYPE areal_generated_tokens_total counter\nareal_generated_tokens_total 6\n" in text
+
+
+async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, keep_engine, checkpoint):
+    folder = checkpoint(0)
+    vocabulary = {chr(65 + number): number for number in range(50)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="A"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(65 + 49)).save_pretrained(folder)
+    async for one in serve_with(options, keep_engine):
+        answer = await one.generate(return_text=True, sampling_params={"ignore_eos": True})
+        assert answer["text"] == "".join(chr(65 + token) for token in answer["output_ids"])
+        stop = answer["text"][1:3]
+        end = answer["text"].index(stop) + 2
+        stopped = await one.generate(return_text=True, sampling_params={"stop": [stop], "ignore_eos": True})
+        assert stopped["text"] == answer["text"][:end]
+        assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+async def serve_with(options: ServerOptions, keep_engine: list[Engine], headers: Any = None) -> AsyncIterator[Served]:
+    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(options, stopped, ready.set_result))
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    async with aiohttp.ClientSession(headers=headers) as session:
+        yield Served(ready.result(), session, keep_engine[-1])
+    stopped.set()
+    await task
+
+
+async def test_a_token_is_required_when_there_is_one(options, keep_engine):
+    secured = replace(options, token="secret")
+    async for one in serve_with(secured, keep_engine):
+        assert "Bearer" in (await one.generate(401))["error"]["message"]
+        await one.get("/health", 401)
+    async for one in serve_with(secured, keep_engine, {"Authorization": "Bearer secret"}):
+        await one.generate()
+
+
+async def test_a_failing_engine_ends_the_server_with_the_cause(options, keep_engine):
+    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(options, stopped, ready.set_result))
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+
+    def broken(plan: Any) -> None:
+        raise MemoryError("out of memory, on purpose")
+
+    keep_engine[-1].runner.forward = broken
+    async with aiohttp.ClientSession() as session:
+        one = Served(ready.result(), session, keep_engine[-1])
+        with pytest.raises((aiohttp.ClientError, AssertionError)):
+            await one.generate()
+    failure = await asyncio.wait_for(task, 20)
+    assert "on purpose" in str(failure)
+
+
+def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path):
+    monkeypatch.delenv("AREAL_PROCESS", raising=False)
+    monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
+    for argv, message in [
+        ([], "no model is named"),
+        (["--model-path", "x", "--host", "0.0.0.0"], "can be reached from other machines"),
+        (["--model-path", "x", "--max-total-tokens", "100", "--context-length", "200"], "would never fit"),
+    ]:
+        with pytest.raises(server.ConfigError, match=message):
+            server.parse_options(argv)
+    options = server.parse_options(["--model-path", "m", "--dtype", "float32", "--device", "cpu", "--num-threads", "2"])
+    assert (options.native.model_path, options.native.dtype, options.num_threads) == ("m", "float32", 2)
+    assert options.registry is None
+
+
+def test_a_missing_model_is_one_clear_line(options):
+    missing = replace(options, native=replace(options.native, model_path="/nowhere/model"))
+
+    async def run() -> None:
+        await serve(missing, asyncio.Event(), lambda address: None)
+
+    with pytest.raises(server.ConfigError, match="/nowhere/model: there is no such folder"):
+        asyncio.run(run())
