@@ -15,12 +15,13 @@ from typing import Any
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
 from areal.launcher.memory import bytes_text
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
+    disk_problem,
     make_run_folder,
     missing_inputs,
     newest_checkpoint,
@@ -108,7 +109,11 @@ def launch(request: Launch, machine: Machine) -> int:
         line = StatusLine()
         with _interruptions() as interruptions:
             runner = _Runner(request, machine, paths, rows, line, interruptions)
-            outcome = runner.run()
+            try:
+                outcome = runner.run()
+            except OSError as error:
+                cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
+                raise LaunchError(f"the launcher cannot keep its books, all processes have ended: {cause}") from error
         line.end(None)
         runner.write_summary(outcome)
         return _tell(outcome, paths, line)
@@ -183,7 +188,9 @@ class _Runner:
             meter=self._meter,
             interruptions=self._interruptions,
         )
-        return supervisor.run()
+        outcome = supervisor.run()
+        problem = disk_problem(self._paths) if outcome.status == "failed" else ""
+        return dataclasses.replace(outcome, cause=f"{problem}; {outcome.cause}") if problem else outcome
 
     def write_summary(self, outcome: Outcome) -> None:
         summary = {
@@ -196,7 +203,10 @@ class _Runner:
             "restarts": outcome.restarts,
             "attempts": self._attempts,
         }
-        write_atomic(self._paths.summary, json.dumps(summary, indent=1).encode())
+        try:
+            write_atomic(self._paths.summary, json.dumps(summary, indent=1).encode())
+        except OSError as error:
+            self._line.say(f"areal: {self._paths.summary} was not written: {error.strerror or error}")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from areal.system.run_paths import RunPaths
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
 """Free room a run needs besides its weights: ledger, logs, metrics."""
+_FULL_BYTES = 2**20
 
 
 def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str]:
@@ -139,6 +140,13 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
             f"{needed / 2**20:.0f} MiB: make room or choose another folder"
         )
     _check_earlier_run(config, paths)
+
+
+def disk_problem(paths: RunPaths) -> str:
+    """What to say when a run ended while its disk was full, so that its logs may lack the cause; empty otherwise."""
+    if shutil.disk_usage(paths.root).free >= _FULL_BYTES:
+        return ""
+    return f"the disk under {paths.root} is full (cluster.fileroot): make room, or choose another folder"
 
 
 def _weight_bytes(model: TrainEngineConfig) -> int:

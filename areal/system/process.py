@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -75,8 +76,8 @@ class ProcessContext:
 def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a process's main function and exit: 0, 2 with the message of an ArealError, 130 after Ctrl-C.
 
-    Under a launcher the message is one line, which the launcher quotes. Anything but an ArealError is a fault of ours:
-    it keeps its traceback and exits 1.
+    Under a launcher the message is one line, which the launcher quotes. A full disk is told in one line too. Anything
+    else is a fault of ours: it keeps its traceback and exits 1.
     """
     launched = AREAL_PROCESS in os.environ
     try:
@@ -96,6 +97,13 @@ def run_main(main: Callable[[], None]) -> NoReturn:
         # A reader like `head` went away: say nothing, also not when the interpreter flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        with contextlib.suppress(OSError):  # standard error may be a file on the same disk
+            print(f"{ERROR_PREFIX}{error.strerror}{where}: make room", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(2)
     sys.exit(0)
 
 
