@@ -1,0 +1,81 @@
+"""The server as a process of a run: told by context and config, found by name, ended by SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from areal.api.config.load import load_experiment
+from areal.inference.server import parse_options
+from areal.system.discovery import registry_of
+from areal.system.process import ProcessContext
+
+CONTEXT = ProcessContext(
+    role="server",
+    index=1,
+    world_size=1,
+    num_servers=2,
+    run_id=0,
+    run_dir="",
+    num_threads=1,
+    recover=False,
+    device="cpu",
+)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, checkpoint) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "experiment_name": "e",
+                "trial_name": "t",
+                "cluster": {"fileroot": str(tmp_path / "runs")},
+                "allocation_mode": "native:d2+fsdp:d1",
+                "actor": {"path": str(checkpoint(0)), "optimizer": {"lr": 1e-4}},
+                "train_dataset": {"path": "none.jsonl", "batch_size": 2},
+                "native": {"dtype": "float32", "max_running_requests": 4, "random_seed": 5},
+            }
+        )
+    )
+    return path
+
+
+def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
+    for name, value in CONTEXT.to_env().items():
+        monkeypatch.setenv(name, value)
+    options = parse_options(["--config", str(config_file)])
+    assert options.native.model_path.endswith("weights-0")
+    assert (options.native.dtype, options.native.max_running_requests) == ("float32", 4)
+    assert (options.process_name, options.index, options.device, options.num_threads) == ("server-1", 1, "cpu", 1)
+    assert options.registry is not None
+
+
+def test_a_process_registers_serves_and_ends(config_file, tmp_path):
+    env = {**os.environ, **CONTEXT.to_env(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "areal.inference.server", "--config", str(config_file)]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    try:
+        registry = registry_of(load_experiment(["--config", str(config_file)]))
+        registry.wait("ready/server-1", 60)
+        record = json.loads(registry.wait("servers/1", 1))
+        assert record["pid"] == process.pid
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
+        request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=20) as response:
+            assert len(json.loads(response.read())["output_ids"]) == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "serving" in (tmp_path / "log").read_text()
