@@ -300,3 +300,11 @@ def test_offload_is_harmless_on_the_cpu(cases, models):
     engine.offload()
     engine.onload()
     assert torch.equal(engine.forward(batch).logprobs, before)
+
+
+@pytest.mark.parametrize("bad", [-1, 23, 99999])
+def test_a_token_that_the_model_does_not_have_is_told_and_not_looked_up(cases, models, bad):
+    engine = cases.make_engine(models / "qwen2")
+    batch = rows_to_train_batch([[1, 2, bad]], [[0, 1, 1]])
+    with pytest.raises(InputError, match=f"token id {bad}, the model's vocabulary has 23"):
+        engine.forward(batch)

@@ -276,3 +276,17 @@ def test_log_of_an_earlier_attempt_is_not_quoted(run):
     assert "printed nothing" in outcome.cause
     assert os.path.exists(run.folder / "logs" / "trainer-0.log")
     assert json.dumps(outcome.exit_codes) == '{"trainer-0": 4}'
+
+
+def test_processes_that_die_of_one_mistake_say_it_once(run):
+    code = "print('areal: error: reward_fn is not known', flush=True); sys.exit(2)"
+    outcome = run(controller=code, trainer_0=code)
+    assert "\n" not in outcome.cause
+    raises = run(controller="raise ValueError('of the user')", trainer_0="raise ValueError('of the user')")
+    assert raises.cause.count("\n    ValueError: of the user") == 1
+
+
+def test_a_process_that_ends_without_taking_part_is_a_failure(run):
+    outcome = run(controller=SERVE, trainer_0="print('hello')")
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith("trainer-0 ended without taking part in the run: a script must call train(...)")

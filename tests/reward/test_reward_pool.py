@@ -70,6 +70,13 @@ async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(pool):
     assert not psutil.pid_exists(int(before.value))
 
 
+async def test_siblings_of_a_failure_are_not_scored_when_the_first_failure_decides(pool):
+    answers = [(text, []) for text in ("hang", "hang", "hang", "hang")]
+    results = await asyncio.wait_for(pool.score_many(ref("hangs"), "", [], answers, {}, fail_fast=True), 60)
+    assert [r.status for r in results] == ["timeout"]
+    assert (await score(pool, "length")).status == "ok"
+
+
 async def test_a_call_that_kills_its_worker_is_tried_twice_and_its_siblings_are_scored(pool, tmp_path):
     for _ in range(3):
         await pool.score_many(ref("dies"), "", [], [("quick", [])] * 4, {})
