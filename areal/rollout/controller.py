@@ -59,6 +59,11 @@ class Controller:
         self._ended = asyncio.Event()
         self._told = asyncio.Event()
         self._publishing: tuple[WeightUpdate, asyncio.Task[None]] | None = None
+        self._started = asyncio.Event()
+        self._is_attached = False
+        """Whether it is known where the trainer stands now, not only where it stood when this ledger was closed."""
+        self._has_met_trainer = False
+        self._going_on: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
         self._batches = BatchMaker(
             ledger,
@@ -100,11 +105,30 @@ class Controller:
         self._ledger.start(self.fail)
         self._ledger.started(self._rows, total_steps=self._total_steps)
         await self._fleet.start()
-        await self._restore_weights()
+        self._started.set()
         self._open()
 
+    def _go_on(self) -> None:
+        """A trainer asks that attached to a predecessor of this process: go on where the ledger says that it stands.
+
+        Not before it asks: a trainer that starts anew attaches, perhaps at an earlier step, and until then nothing
+        may run at, or be loaded from, a version that it is yet to make.
+        """
+        if not self._has_met_trainer and self._ledger.state.trained_steps is not None:
+            self._has_met_trainer = True
+            self._going_on = asyncio.create_task(self._go_on_unattached(), name="go-on")
+
+    async def _go_on_unattached(self) -> None:
+        try:
+            await self._started.wait()
+            await self._restore_weights()
+            self._is_attached = True
+            self._open()
+        except Exception as error:  # noqa: BLE001 - a background task: the run must hear of it, and ends
+            self.fail(error)
+
     async def _restore_weights(self) -> None:
-        """After a restart: bring the fleet back to the ledger's version where the files for that still exist.
+        """Bring the fleet back to the ledger's version where the files for that still exist.
 
         Where they do not, no episode starts until the trainer publishes.
         """
@@ -122,7 +146,7 @@ class Controller:
         """Admit episodes while a trainer is there and the fleet holds the version that the ledger counts with."""
         state, executor = self._ledger.state, self._executor
         is_over = self._failure is not None or self._ended.is_set()
-        executor.is_open = not is_over and state.trained_steps is not None and self._fleet.version == state.version
+        executor.is_open = not is_over and self._is_attached and self._fleet.version == state.version
         if executor.is_open:
             executor.admit()
 
@@ -151,9 +175,11 @@ class Controller:
     async def attach(self, *, rank: int, world_size: int, dp_size: int, step: int, version: int) -> None:
         """A trainer rank says where it starts. The first one opens the gate."""
         self._require_alive()
+        self._has_met_trainer = True
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
         if rank == 0 or self._ledger.state.trained_steps is None:
             self._ledger.attached(step=step, version=version)
+            self._is_attached = True
             await self._ledger.durable()
         self._open()
         self._batches.poke()
@@ -165,6 +191,7 @@ class Controller:
             raise RequestError(f"dp_rank={dp_rank} is not below dp_size={dp_size}")
         if step >= self._total_steps:
             raise BatchUnavailable(f"step {step} is past the end of the run: it has {self._total_steps} steps")
+        self._go_on()
         blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
         if blob is None:
             self._require_alive()
@@ -209,6 +236,11 @@ class Controller:
     async def evaluate(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
         """Result of the evaluation after `step` train steps; None = not yet, ask again."""
         self._require_alive()
+        self._go_on()
+        if self._going_on is not None:
+            await asyncio.wait([self._going_on], timeout=timeout_s)
+            if not self._going_on.done():
+                return None  # under the trainer's weights or not at all
         result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
         if result is None:
             self._require_alive()
@@ -229,6 +261,9 @@ class Controller:
         self._batches.release()
         await self._executor.close()
         await self._evaluations.close()
+        if self._going_on is not None:
+            self._going_on.cancel()
+            await asyncio.gather(self._going_on, return_exceptions=True)
         if self._publishing is not None:
             self._publishing[1].cancel()
             await asyncio.gather(self._publishing[1], return_exceptions=True)
@@ -269,10 +304,10 @@ class Controller:
         state = self._ledger.state
         if self._failure is not None:
             return f"the end of the run: {self._failure}"
-        if state.trained_steps is None:
-            return "a trainer to attach"
         if self._publishing is not None and not self._publishing[1].done():
             return f"the servers to take policy version {self._publishing[0].version}"
+        if not self._is_attached:
+            return "a trainer to attach" if self._going_on is None else "the servers to hold the trainer's version"
         if self._evaluations.active:
             return f"the evaluation: {self._evaluations.active}"
         if self._fleet.version != state.version:

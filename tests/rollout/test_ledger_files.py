@@ -184,6 +184,49 @@ async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(
     assert audit(folder).is_clean
 
 
+async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(kit, tmp_path):
+    """The servers start at version 0 again, and so does the trainer: neither may be given version 3 from the files."""
+    folder = tmp_path / "ledger"
+    ledger = Ledger.open(folder)
+    controller = kit.make_controller(ledger, total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+
+    fleet, again = kit.FakeFleet(), Ledger.open(folder)
+    controller = kit.make_controller(again, fleet=fleet, total_steps=10)
+    num_admitted = again.state.num_admitted
+    await controller.start()
+    await controller.attach(rank=1, world_size=2, dp_size=2, step=0, version=0)
+    assert await controller.next_batch(0, 1, 2, timeout_s=0.01) is not None  # rank 1 is ahead of rank 0
+    assert controller.waiting_for() == "a trainer to attach"
+    await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
+    assert (fleet.version, fleet.updates, again.state.num_admitted) == (0, [], num_admitted)
+    await kit.train(controller, range(10))
+    await controller.close()
+    assert audit(folder).is_clean
+
+
+async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(kit, tmp_path):
+    """Controller and servers died, the trainer did not: it asks on, and the published files bring the servers back."""
+    folder = tmp_path / "ledger"
+    controller = kit.make_controller(Ledger.open(folder), total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+
+    fleet = kit.FakeFleet()
+    controller = kit.make_controller(Ledger.open(folder), fleet=fleet, total_steps=10)
+    await controller.start()
+    assert fleet.updates == []
+    await kit.train(controller, range(3, 10))
+    assert [update.version for update in fleet.updates] == [3, 4, 5, 6, 7, 8, 9, 10]
+    await controller.close()
+    assert audit(folder).is_clean
+
+
 async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_new_ones(kit, tmp_path):
     ledger = Ledger.open(tmp_path / "ledger")
     controller = kit.make_controller(ledger, total_steps=6)
