@@ -1,0 +1,288 @@
+"""The whole loop through the launcher's command line: launcher, server, controller, trainer, weights back."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from areal.rollout.ledger_audit import AuditReport, audit
+from areal.rollout.ledger_files import read_contents
+from areal.rollout.prompts import PromptStream
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart"
+ETA, BATCH = 2, 4
+CONFIG = f"""
+experiment_name: e2e
+trial_name: run
+seed: 3
+allocation_mode: native:d1+fsdp:d1
+cluster: {{fileroot: FOLDER/runs}}
+total_train_epochs: 9
+total_train_steps: 4
+train_dataset: {{path: FOLDER/train.jsonl, batch_size: {BATCH}}}
+valid_dataset: {{path: FOLDER/held_out.jsonl, batch_size: 8}}
+reward_fn: FOLDER/script.py:share_of_ones
+gconfig: {{n_samples: 4, max_new_tokens: 8}}
+rollout: {{max_head_offpolicyness: {ETA}, check_trajectory_format: true}}
+native: {{dtype: float32, max_running_requests: 64, context_length: 32}}
+actor:
+  path: FOLDER/model
+  dtype: float32
+  ppo_n_minibatches: 2
+  use_decoupled_loss: true
+  weight_update_mode: xccl
+  kl_ctl: 0.0
+  adv_norm: null
+  reward_norm: {{mean_level: group, std_level: null}}
+  optimizer: {{lr: 3.0e-3, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}}
+evaluator: {{eval_before_train: true, modes: [greedy]}}
+"""
+SCRIPT = '''"""Rewards of one run, and a run that loses episodes on purpose."""
+
+import sys
+import zlib
+
+from areal.api.config import GRPOConfig
+from areal.api.config.load import load_config
+from areal.data.dataset import load_rows
+from areal.data.tokenizer import load_tokenizer
+from areal.trainer.ppo import PPOTrainer
+from areal.workflow.rlvr import RLVRWorkflow
+
+
+def share_of_ones(prompt, completion, prompt_ids, completion_ids, **row):
+    return completion.count("1") / 8
+
+
+def raises_for_some(prompt, completion, prompt_ids, completion_ids, fails, **row):
+    if fails:
+        raise LookupError("no answer is known")
+    return share_of_ones(prompt, completion, prompt_ids, completion_ids)
+
+
+def main(argv):
+    config = load_config(argv, GRPOConfig)
+    tokenizer = load_tokenizer(config.actor.path)
+    rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
+    unwanted = {tuple(tokenizer.encode(row["prompt"])) for row in rows if row["unwanted"]}
+
+    def accept(group):
+        first = group.trajectories[0]
+        return tuple(first.token_ids[: first.loss_mask.index(1)]) not in unwanted
+
+    workflow = RLVRWorkflow(raises_for_some, config.gconfig, tokenizer, reward=config.reward)
+    with PPOTrainer(config, train_dataset=rows) as trainer:
+        trainer.train(workflow, should_accept_fn=accept)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a launch left behind."""
+
+    folder: Path
+    status: int
+    stderr: str
+    steps: list[dict[str, Any]]
+    """Metrics by line."""
+    events: list[dict[str, Any]]
+    report: AuditReport
+
+    def column(self, name: str) -> list[Any]:
+        """A metric of every train step."""
+        return [row[name] for row in self.steps if row["step"] > 0]
+
+    def batch_ages(self) -> list[int]:
+        """Of every batch, how many versions its oldest episode lags, by the ledger."""
+        oldest = {event["id"]: event["min_version"] for event in self.events if event["event"] == "accepted"}
+        batches = [event for event in self.events if event["event"] == "batched"]
+        return [event["step"] - min(oldest[episode] for episode in event["ids"]) for event in batches]
+
+
+def load_prepare() -> ModuleType:
+    """examples/quickstart/prepare.py, which imports its neighbour as a script does."""
+    sys.path.insert(0, str(QUICKSTART))
+    try:
+        spec = importlib.util.spec_from_file_location("quickstart_prepare", QUICKSTART / "prepare.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(QUICKSTART))
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("end_to_end")
+    prepare = load_prepare()
+    tokenizer = prepare.build_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    prepare.build_model(tokenizer, seed=1).save_pretrained(folder / "model")
+    rows = prepare.task.make_rows(256, seed=1)
+    for row in rows:
+        number = zlib.crc32(row["prompt"].encode()) % 100
+        row |= {"unwanted": number < 30, "fails": 30 <= number < 35}
+    prepare.write_rows(folder / "train.jsonl", rows)
+    prepare.write_rows(folder / "held_out.jsonl", prepare.task.make_rows(8, seed=2))
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "c.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
+    return folder
+
+
+def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 120.0) -> Run:
+    """Launch, wait for the end, check what holds for every run that completes."""
+    mark = uuid.uuid4().hex
+    scripts = [str(folder / "script.py")] if script else []
+    name = f"trial_name={mark}"
+    argv = [
+        sys.executable,
+        "-m",
+        "areal.launcher.local",
+        *scripts,
+        "--config",
+        str(folder / "c.yaml"),
+        name,
+        *overrides,
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "AREAL_TEST_MARK": mark}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("areal: run completed: ")
+    assert processes_of(mark) == []
+    root = folder / "runs" / "e2e" / mark
+    report = audit(root / "ledger")
+    assert report.is_clean, report.lines()
+    assert report.torn is None
+    assert sum(report.counts.values()) == report.num_admitted
+    steps = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return Run(root, done.returncode, done.stderr, steps, read_contents(root / "ledger").events, report)
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("AREAL_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def versions(found: Run) -> list[int]:
+    return [event["version"] for event in found.events if event["event"] == "published"]
+
+
+def test_four_steps_of_asynchronous_grpo(folder):
+    found = run(folder)
+    assert [row["step"] for row in found.steps] == [0, 1, 2, 3, 4]
+    assert found.steps[0]["eval/greedy/num"] == 8.0
+    assert found.column("actor/optimizer_steps") == [2.0] * 4
+    assert any(norm > 0 for norm in found.column("actor/grad_norm")), "nothing was learned from"
+    assert found.report.counts["consumed"] == 4 * BATCH
+    # fresh weights: the trainer's log-probabilities of the first batch are the server's
+    assert found.column("rollout/staleness_max")[0] == 0
+    assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
+    assert found.column("batch/prox_rollout_gap_max")[-1] > 1e-4, "later batches are of older weights"
+    # every token bears a version that was published before its batch
+    assert versions(found) == [1, 2, 3, 4]
+    assert found.column("rollout/staleness_max") == found.batch_ages()
+    assert all(age <= min(step, ETA + 1) for step, age in enumerate(found.batch_ages()))
+    assert max(found.batch_ages()) > 0, "nothing was asynchronous"
+    check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
+
+
+def check_checkpoint(path: Path, start: Path) -> None:
+    """transformers loads it, tokenizer included, and it is not what training started from."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    trained, before = (AutoModelForCausalLM.from_pretrained(folder) for folder in (path, start))
+    ids = torch.tensor([tokenizer.encode("73915=")])
+    assert ids.shape == (1, 6)
+    assert trained(ids).logits.shape == (1, 6, 16)
+    assert (trained(ids).logits - before(ids).logits).abs().max() > 1e-3
+
+
+def test_rejected_and_failed_episodes_are_replaced_and_accounted_for(folder):
+    steps = 12
+    found = run(
+        folder, f"total_train_steps={steps}", "valid_dataset=null", "evaluator.eval_before_train=false", script=True
+    )
+    assert len(found.column("rollout/reward")) == steps
+    counts, rows = found.report.counts, [json.loads(line) for line in (folder / "train.jsonl").open()]
+    stream = PromptStream(rows, seed=3, batch_size=BATCH)
+    fate = Counter(
+        "rejected" if row["unwanted"] else "failed" if row["fails"] else "consumed" for row in taken(found, stream)
+    )
+    assert counts["consumed"] == steps * BATCH
+    assert {name: counts[name] for name in fate} == dict(fate)
+    assert fate["rejected"] >= 8
+    assert fate["failed"] >= 1
+    assert found.report.reasons == {"rejected: filter": fate["rejected"], "failed: RewardError": fate["failed"]}
+    assert counts["running"] == counts["waiting"] == counts["batched"] == 0
+
+
+def taken(found: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [stream.row(k) for k in range(found.report.num_admitted)]
+
+
+@pytest.mark.slow
+def test_two_servers_two_ranks_and_weights_over_disk(folder):
+    found = run(folder, "allocation_mode=native:d2+fsdp:d2", "actor.weight_update_mode=disk")
+    assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
+    assert versions(found) == [1, 2, 3, 4]
+    assert max(found.batch_ages()) <= ETA + 1
+    servers = {name for event in found.events if event["event"] == "accepted" for name in event["replicas"]}
+    assert servers == {"server-0", "server-1"}
+    check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
+
+
+@pytest.mark.slow
+def test_ppo_with_a_critic_and_a_reference(folder):
+    model = f"{{path: {folder}/model, dtype: float32, optimizer: {{lr: 1.0e-3}}}}"
+    frozen = f"{{path: {folder}/model, dtype: float32}}"
+    found = run(folder, f"critic={model}", f"ref={frozen}", "actor.kl_ctl=0.1")
+    assert found.column("batch/ref_kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert found.column("batch/ref_kl")[-1] > 0
+    assert all(value > 0 for value in found.column("critic/grad_norm"))
+    assert (found.folder / "checkpoints" / "critic" / "step-000004").is_dir()
+
+
+@pytest.mark.slow
+def test_eta_zero_is_synchronous(folder):
+    found = run(folder, "rollout.max_head_offpolicyness=0")
+    assert found.column("rollout/staleness_max") == [0.0] * 4
+    assert max(found.column("batch/prox_rollout_gap_max")) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stale", ["drop", "mask", "wait"])
+def test_every_treatment_of_stale_episodes_keeps_its_bound(folder, on_stale):
+    found = run(folder, f"rollout.on_stale={on_stale}", "rollout.max_head_offpolicyness=1", "total_train_steps=12")
+    assert found.report.counts["consumed"] == 12 * BATCH
+    if on_stale == "mask":
+        masked = [row > 1 for row in found.column("rollout/staleness_max")]
+        assert [share > 0 for share in found.column("rollout/stale_tokens_frac")] == masked
+    else:
+        assert max(found.batch_ages()) <= 1
