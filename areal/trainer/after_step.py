@@ -28,7 +28,7 @@ class StepHooks:
     """What differs between kinds of training."""
 
     evaluate: Callable[[int], dict[str, float]] | None
-    """Steps done -> metrics; called on every rank; only rank 0's answer counts."""
+    """Steps done -> metrics; called on every rank, and takes as long on each; only rank 0's answer counts."""
     goal_reached: Callable[[dict[str, float]], bool]
     """Evaluation metrics of rank 0 -> end training."""
     committed: Callable[[int, Path], None]
@@ -87,12 +87,12 @@ class AfterStep:
             values |= found
             ends = self._agree(self._is_rank0 and self._hooks.goal_reached(found))
         self._track(info.step + 1, values)
+        for name in due:
+            self._cadences[name].fired(now_s=elapsed_s)  # before the checkpoint that remembers it
         if "save" in due or info.is_last or ends:
             self._saver.save(info)
         if "recover" in due:
             self._save_recovery(info, elapsed_s)
-        for name in due:
-            self._cadences[name].fired(now_s=elapsed_s)
         return ends
 
     def _what_is_due(self, info: StepInfo, elapsed_s: float) -> set[str]:

@@ -8,7 +8,11 @@ from areal.rollout.client import RolloutClient
 
 
 class Evaluator:
-    """Asks the controller to run the held-out set under the current weights. Used on rank 0 only."""
+    """Asks the controller to run the held-out set under the current weights.
+
+    Every rank asks, and all get the answer to one evaluation: a rank that waited for another one in a collective
+    instead would lose patience (torch's time limit) with an evaluation that takes long.
+    """
 
     def __init__(self, config: EvaluatorConfig, client: RolloutClient) -> None:
         self._config = config

@@ -182,7 +182,7 @@ def _connect(
         recover=recover,
         trackers=build_trackers(config, paths, first_step=start_step + 1) if is_rank0 else [],
         hooks=StepHooks(
-            evaluate=(lambda done: evaluator.evaluate(done) if is_rank0 else {}) if has_valid else None,
+            evaluate=evaluator.evaluate if has_valid else None,
             goal_reached=evaluator.goal_reached,
             committed=client.committed,
         ),

@@ -90,7 +90,6 @@ class RecoverStore:
                 "num_ranks": self._num_ranks,
             }
             write_atomic(writing / "state.json", orjson.dumps(state))
-            shutil.rmtree(final, ignore_errors=True)
             publish_folder(writing, final)
             for old in sorted(self._folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old)

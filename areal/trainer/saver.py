@@ -25,14 +25,16 @@ class Saver:
         for role, engine in self._engines.items():
             engine.save(self._folder / role / name, with_optimizer=False)
         if self._is_rank0:
-            self._remove_old()
+            self._remove_old(name)
         first = self._folder / next(iter(self._engines)) / name
         get_logger("trainer").info("saved %s", first)
         return first
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, newest: str) -> None:
+        """Exports of later steps, left from before a recovery, do not push out the ones that are made again."""
         if self._keep_last is None:
             return
         for role in self._engines:
-            for old in sorted((self._folder / role).glob("step-*"))[: -self._keep_last]:
+            made = [path for path in sorted((self._folder / role).glob("step-*")) if path.name <= newest]
+            for old in made[: -self._keep_last]:
                 shutil.rmtree(old)

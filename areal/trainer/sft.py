@@ -119,6 +119,8 @@ class SFTTrainer:
         stack.callback(after_step.close)
         if point is not None:
             after_step.continue_from(point)
+        elif config.evaluator.eval_before_train:
+            after_step.before_first(0)
         progress = Progress(self._length, start_step=start_step)
         order = self._row_order()
         for info in progress.remaining_steps():

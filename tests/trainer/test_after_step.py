@@ -1,0 +1,171 @@
+"""What follows a step: cadences, exports, checkpoints, evaluations, the early end, on one rank and on two."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal.api.config import (
+    EvaluatorConfig,
+    GRPOConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    SaverConfig,
+    TrainDatasetConfig,
+)
+from areal.api.metrics import Metric
+from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.progress import TrainingLength
+from areal.trainer.recover import RecoverStore
+from areal.trainer.saver import Saver
+
+
+class Engine:
+    """What AfterStep and its parts call of a TrainEngine; ranks are threads."""
+
+    def __init__(self, group, rank):
+        self._group, self._rank = group, rank
+
+    def all_reduce(self, values, op="sum"):
+        return self._group.all_reduce(self._rank, values, op)
+
+    def save(self, path: Path, *, with_optimizer):
+        if self._rank == 0:
+            path.mkdir(parents=True)
+        self.all_reduce(torch.zeros(1))
+
+    def load(self, path: Path, *, with_optimizer):
+        return None
+
+
+class Records:
+    """A tracker."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, step, values):
+        self.lines.append((step, values))
+
+    def close(self):
+        return None
+
+
+LENGTH = TrainingLength(steps_per_epoch=2, total_steps=6)
+
+
+def make(toolbox_group, rank, folder, hooks, **sections):
+    config = GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=TrainDatasetConfig(path="x.jsonl", batch_size=4),
+        actor=PPOActorConfig(path="m"),
+        **sections,
+    )
+    engines = {"actor": Engine(toolbox_group, rank)}
+    records = Records()
+    recover = RecoverStore(folder / "recover", config.recover, num_ranks=toolbox_group.size, is_rank0=rank == 0)
+    after = AfterStep(
+        config,
+        engines,
+        saver=Saver(folder / "checkpoints", engines, keep_last=config.saver.keep_last, is_rank0=rank == 0),
+        recover=recover,
+        trackers=[records] if rank == 0 else [],
+        hooks=hooks,
+        is_rank0=rank == 0,
+    )
+    return after, recover, engines, records
+
+
+def no_hooks(evaluate=None, goal_reached=lambda values: False):
+    return StepHooks(evaluate=evaluate, goal_reached=goal_reached, committed=lambda step, path: None)
+
+
+def run(after, steps):
+    """Steps done until the end."""
+    for step in steps:
+        if after(LENGTH.info(step), {"x": Metric(1.0)}, {}):
+            return step + 1
+    return steps.stop
+
+
+def test_the_last_step_is_exported_and_evaluated_without_any_cadence(toolbox, tmp_path):
+    asked = []
+    hooks = no_hooks(evaluate=lambda done: asked.append(done) or {"eval/sampled/reward": 0.5})
+    after, _, _, records = make(toolbox.RankGroup(1), 0, tmp_path, hooks)
+    assert run(after, range(6)) == 6
+    assert asked == [6]
+    assert [path.name for path in (tmp_path / "checkpoints" / "actor").iterdir()] == ["step-000006"]
+    assert [step for step, _ in records.lines] == [1, 2, 3, 4, 5, 6]
+    assert records.lines[-1][1]["eval/sampled/reward"] == 0.5
+    assert not (tmp_path / "recover").exists()
+
+
+def test_every_rank_evaluates_and_all_end_when_rank_0_has_reached_the_goal(toolbox, tmp_path):
+    """A rank that waited in a collective for another rank's evaluation would run into its time limit."""
+    group = toolbox.RankGroup(2)
+    asked = {0: [], 1: []}
+
+    def rank_run(rank):
+        hooks = no_hooks(
+            evaluate=lambda done: asked[rank].append(done) or {"eval/greedy/reward": done / 6},
+            goal_reached=lambda values: rank == 0 and values["eval/greedy/reward"] >= 0.6,
+        )
+        evaluator = EvaluatorConfig(freq_steps=2, modes=["greedy"])
+        return run(make(group, rank, tmp_path, hooks, evaluator=evaluator)[0], range(6))
+
+    assert group.run(rank_run) == [4, 4]
+    assert asked == {0: [2, 4], 1: [2, 4]}
+    assert [path.name for path in (tmp_path / "checkpoints" / "actor").iterdir()] == ["step-000004"]
+
+
+def test_a_checkpoint_remembers_what_fired_with_it(toolbox, tmp_path, monkeypatch):
+    """Otherwise a recovered run would export, evaluate and save again at its first step."""
+    now_s = 0.0
+    monkeypatch.setattr("areal.trainer.after_step.time.monotonic", lambda: now_s)
+    group = toolbox.RankGroup(1)
+    sections = {
+        "recover": RecoverConfig(mode="auto", freq_secs=100),
+        "saver": SaverConfig(freq_secs=100),
+    }
+    after, recover, engines, _ = make(group, 0, tmp_path, no_hooks(), **sections)
+    for step in range(3):
+        now_s += 60.0
+        after(LENGTH.info(step), {}, {})
+    newest = recover.newest()
+    assert newest is not None
+    assert newest.name == "step-000002"
+    point = recover.load(newest, engines)
+    assert point.cadence_s == {"save": 120.0, "recover": 120.0, "evaluate": 0.0}
+    again, _, _, _ = make(group, 0, tmp_path, no_hooks(), **sections)
+    again.continue_from(point)
+    now_s += 10.0
+    again(LENGTH.info(2), {}, {})
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002"]
+
+
+def test_exports_from_before_a_recovery_do_not_push_out_new_ones(toolbox, tmp_path):
+    old = tmp_path / "checkpoints" / "actor"
+    for name in ("step-000004", "step-000005"):
+        (old / name).mkdir(parents=True)
+    sections = {"saver": SaverConfig(freq_steps=1, keep_last=2)}
+    after, _, _, _ = make(toolbox.RankGroup(1), 0, tmp_path, no_hooks(), **sections)
+    run(after, range(2))
+    assert sorted(path.name for path in old.iterdir()) == ["step-000001", "step-000002", "step-000004", "step-000005"]
+    run(after, range(2, 3))
+    assert sorted(path.name for path in old.iterdir()) == ["step-000002", "step-000003", "step-000004", "step-000005"]
+
+
+@pytest.mark.parametrize("rank_of_clock", [0, 1])
+def test_ranks_whose_clocks_differ_save_together(toolbox, tmp_path, rank_of_clock):
+    group = toolbox.RankGroup(2)
+
+    def rank_run(rank):
+        sections = {"recover": RecoverConfig(mode="auto", freq_secs=10)}
+        after, _, _, _ = make(group, rank, tmp_path, no_hooks(), **sections)
+        if rank == rank_of_clock:
+            after._began_s -= 60.0
+        after(LENGTH.info(0), {}, {})
+
+    group.run(rank_run)
+    assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step-000001"]
