@@ -28,11 +28,16 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
         files.append(list(pending))
         pending.clear()
 
+    seen: set[int] = set()
     for name, weight in weights:
         value = weight.detach().cpu().contiguous()
         if pending and num_bytes + value.nbytes > max_file_bytes:
             flush()
+            seen.clear()
             num_bytes = 0
+        if value.data_ptr() in seen:
+            value = value.clone()  # safetensors refuses two names for one memory
+        seen.add(value.data_ptr())
         pending[name] = value
         num_bytes += value.nbytes
         total_bytes += value.nbytes

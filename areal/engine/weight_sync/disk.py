@@ -5,23 +5,22 @@ Waits for: the fleet to load the folder (each replica under rollout.weight_updat
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
 from areal.api.engine import TrainEngine
 from areal.api.errors import WeightSyncError
+from areal.engine.weight_files import MAX_FILE_BYTES, write_weights
 from areal.engine.weight_sync.control import PublishControl, agree
 from areal.system.durable import publish_folder
 from areal.system.run_paths import RunPaths
 
-SHARD_BYTES = 4 * 2**30
+SHARD_BYTES = MAX_FILE_BYTES
 """Largest file of a published version: what rank 0 holds in memory at a time."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
 _WRITING = ".writing"
@@ -74,10 +73,7 @@ class DiskChannel:
         writing = self._folder / f"{_WRITING}-v{version:06d}"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        places = _write_shards(writing, weights)
-        if len(set(places.values())) > 1:
-            index = {"metadata": {}, "weight_map": places}
-            (writing / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_weights(writing, weights, SHARD_BYTES)
         for name in _COPIED:
             if self._model_folder is not None and (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, writing / name)
@@ -98,35 +94,3 @@ class DiskChannel:
         for version, path in versions.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
-    """Write the weights in files of at most SHARD_BYTES; returns the file of each weight."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    num_bytes = 0
-
-    def flush() -> None:
-        save_file(pending, folder / f"shard-{len(shards):05d}", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    seen: set[int] = set()
-    for name, weight in weights:
-        value = weight.detach().cpu().contiguous()
-        if num_bytes + value.nbytes > SHARD_BYTES and pending:
-            flush()
-            seen.clear()
-            num_bytes = 0
-        if value.data_ptr() in seen:
-            value = value.clone()  # safetensors refuses two names for one memory
-        seen.add(value.data_ptr())
-        pending[name] = value
-        num_bytes += value.nbytes
-    flush()
-    places: dict[str, str] = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        (folder / f"shard-{index:05d}").rename(folder / file)
-        places |= dict.fromkeys(names, file)
-    return places
