@@ -222,7 +222,8 @@ def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identitie
     limits: list[int] = []
     if num_rows is not None:
         per_epoch = num_rows // data.batch_size if data.drop_last else -(-num_rows // data.batch_size)
-        limits.append(per_epoch * config.total_train_epochs)
+        all_rows = num_rows * config.total_train_epochs
+        limits.append(per_epoch * config.total_train_epochs if data.drop_last else -(-all_rows // data.batch_size))
     if config.total_train_steps is not None:
         limits.append(config.total_train_steps)
     if config.total_train_n_seqs is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.data import StepInfo
@@ -14,20 +16,21 @@ from areal.api.errors import ConfigError
 class TrainingLength:
     """How many train steps a run has. Limits by epochs, steps and sequences hold together: the smallest wins."""
 
-    steps_per_epoch: int
+    steps_per_epoch: int | Fraction
+    """Not whole without drop_last: a batch at the border of two epochs takes rows of both and counts for the first."""
     total_steps: int
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, *, num_rows: int, samples_per_row: int = 1) -> TrainingLength:
         """Raises ConfigError when the data set does not fill one batch."""
         data = config.train_dataset
-        per_epoch = num_rows // data.batch_size if data.drop_last else -(-num_rows // data.batch_size)
+        per_epoch = num_rows // data.batch_size if data.drop_last else Fraction(num_rows, data.batch_size)
         if per_epoch == 0:
             raise ConfigError(
                 f"train_dataset.batch_size={data.batch_size} is more than the {num_rows} usable rows of "
                 f"{data.path}: lower it or bring more data"
             )
-        total = per_epoch * config.total_train_epochs
+        total = math.ceil(per_epoch * config.total_train_epochs)
         if config.total_train_steps is not None:
             total = min(total, config.total_train_steps)
         if config.total_train_n_seqs is not None:
@@ -36,12 +39,13 @@ class TrainingLength:
 
     def info(self, step: int) -> StepInfo:
         """Where step `step`, counted from 0, stands."""
-        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        epoch = math.floor(step / Fraction(self.steps_per_epoch))
+        first, following = math.ceil(epoch * self.steps_per_epoch), math.ceil((epoch + 1) * self.steps_per_epoch)
         return StepInfo(
             step=step,
             epoch=epoch,
-            epoch_step=epoch_step,
-            steps_per_epoch=self.steps_per_epoch,
+            epoch_step=step - first,
+            steps_per_epoch=following - first,
             total_steps=self.total_steps,
         )
 

@@ -124,6 +124,8 @@ def test_supervised_run_starts_only_trainers(tmp_path):
     assert (plan.identities.steps_per_epoch, plan.identities.total_steps) == (3, 7)
     assert plan.identities.max_staleness is None
     assert make_plan(config, Machine(cores=2)).identities.total_steps is None
+    two_epochs = dataclasses.replace(config, total_train_epochs=2)
+    assert make_plan(two_epochs, Machine(cores=2), num_rows=65).identities.total_steps == 5  # 130 rows of 32 a step
 
 
 def test_environment_of_the_user(tmp_path):

@@ -21,7 +21,25 @@ def test_epochs_decide_when_nothing_else_does():
 
 
 def test_without_drop_last_the_short_batch_counts():
-    assert TrainingLength.of(config(drop_last=False), num_rows=10).steps_per_epoch == 3
+    length = TrainingLength.of(config(drop_last=False), num_rows=10)
+    assert (length.info(0).steps_per_epoch, length.total_steps) == (3, 3)
+
+
+def test_without_drop_last_no_row_is_seen_more_often_than_asked():
+    """Batches go on across the border of two epochs, so three steps an epoch would be 120 passes instead of 100."""
+    length = TrainingLength.of(config(drop_last=False, total_train_epochs=100), num_rows=10)
+    assert length.total_steps == 100 * 10 // 4
+    steps = [length.info(step) for step in range(6)]
+    assert [(s.epoch, s.epoch_step, s.is_epoch_end) for s in steps] == [
+        (0, 0, False),
+        (0, 1, False),
+        (0, 2, True),  # rows 8 to 11: two of the first epoch, two of the second
+        (1, 0, False),
+        (1, 1, True),
+        (2, 0, False),
+    ]
+    assert sum(length.info(step).is_epoch_end for step in range(length.total_steps)) == 100
+    assert length.info(length.total_steps - 1).is_last
 
 
 def test_the_smallest_limit_wins():

@@ -38,7 +38,7 @@ class TrainDatasetConfig(DatasetConfig):
     shuffle: bool = True
     """New order in every epoch, derived from `seed` and the epoch."""
     drop_last: bool = True
-    """Leave out the rows of the last, short batch of an epoch; they come first in no other epoch's order."""
+    """Leave out the rows behind an epoch's last whole batch; false = that batch takes its rest from the next epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
