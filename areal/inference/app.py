@@ -10,13 +10,12 @@ import asyncio
 import hmac
 import uuid
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from areal.api.errors import ArealError, RequestError
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.inference.engine import PAUSE_MODES, Detokenizer, Engine
 from areal.inference.requests import (
     GenerateCall,
@@ -56,7 +55,7 @@ class ServerApp:
         self._limits = limits
         self._parser = GenerateParser(limits, self._draw_seed)
         self._detokenizer = detokenizer
-        self._weights = WeightRoutes(engine, self)
+        self._weights = WeightRoutes(engine)
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
         """Called in the engine's thread."""
@@ -72,6 +71,12 @@ class ServerApp:
                 waiter = self._waiters.get(sequence)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
+
+    def fail_waiting(self, cause: BaseException) -> None:
+        """The engine is dead: answer 500 to all who wait for it."""
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(ServerUnavailable(f"the engine failed: {cause}"))
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
@@ -189,18 +194,14 @@ class ServerApp:
 
     # ---- control
 
-    async def run(self, command: Callable[[], Any]) -> None:
+    async def _run(self, command: Callable[[], None]) -> None:
         """Run a command in the engine's thread between two steps."""
-        await self.result_of(self._engine.call(command))
-
-    async def result_of(self, future: Future[Any]) -> Any:
-        """Await a result of another thread; a client that goes does not cancel it half-way."""
-        return await asyncio.shield(asyncio.wrap_future(future))
+        await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), {"rid", "abort_all"})
         if bool_field(body, "abort_all", False):
-            await self.run(self._engine.abort_all)
+            await self._run(self._engine.abort_all)
             return ok()
         request_id = text_field(body, "rid")
         sequence = self._by_id.get(request_id)
@@ -213,17 +214,17 @@ class ServerApp:
         mode = PAUSE_MODES.get(wanted)
         if mode is None:
             raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {wanted!r}")
-        await self.run(lambda: self._engine.pause(mode))
+        await self._run(lambda: self._engine.pause(mode))
         return ok()
 
     async def _continue(self, request: web.Request) -> web.StreamResponse:
         check_fields(await read_json(request), set())
-        await self.run(self._engine.resume)
+        await self._run(self._engine.resume)
         return ok()
 
     async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
         check_fields(await read_json(request), set())
-        await self.run(self._engine.flush_cache)
+        await self._run(self._engine.flush_cache)
         return ok()
 
     # ---- observation

@@ -49,10 +49,8 @@ class DecodeGroup:
     end: int
     blocks: Tensor  # [(end - start) * width] int64, padded with any valid block
     width: int
-    lengths: Tensor  # [end - start] int64: tokens to attend to, the row's own included
+    lengths: list[int]  # per row: tokens to attend to, its own included
     max_length: int
-    is_even: bool
-    """All rows have max_length, so that no mask is needed."""
     workspace: Tensor
     """Flat memory that blocks are gathered into layer after layer, so that it stays in the CPU's cache."""
     masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, Tensor | None])
@@ -78,11 +76,12 @@ class DecodeGroup:
             window = None
         if window not in self.masks:
             mask = None
-            if window is not None or not self.is_even:
-                places = torch.arange(self.max_length, device=self.lengths.device)
-                hidden = places >= self.lengths[:, None]
+            if window is not None or min(self.lengths) < self.max_length:
+                places = torch.arange(self.max_length, device=self.blocks.device)
+                lengths = torch.tensor(self.lengths, device=self.blocks.device)[:, None]
+                hidden = places >= lengths
                 if window is not None:
-                    hidden |= places < self.lengths[:, None] - window
+                    hidden |= places < lengths - window
                 mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
                 mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
             self.masks[window] = mask

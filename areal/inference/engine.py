@@ -107,6 +107,8 @@ class Engine:
         future: Future[_T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has given up meanwhile
             try:
                 result = command()
             except Exception as error:  # noqa: BLE001 - one control request fails, the engine goes on

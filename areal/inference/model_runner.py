@@ -176,6 +176,8 @@ class ModelRunner:
         slots = [
             chunk.sequence.blocks[chunk.start // BLOCK_SIZE] * BLOCK_SIZE + chunk.start % BLOCK_SIZE for chunk in single
         ]
+        if not longer:
+            return torch.tensor(slots, device=self.device)
         parts = [np.array(slots, dtype=np.int64)]
         for chunk in longer:
             places = np.arange(chunk.start, chunk.start + chunk.count)
@@ -215,9 +217,8 @@ class ModelRunner:
             end=end,
             blocks=torch.tensor(blocks, device=self.device),
             width=width,
-            lengths=torch.tensor(lengths, device=self.device),
+            lengths=lengths,
             max_length=max(lengths),
-            is_even=min(lengths) == max(lengths),
             workspace=self._workspace,
         )
 

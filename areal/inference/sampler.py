@@ -27,7 +27,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
         scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = scaled.log_softmax(dim=-1)
     special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
-    uniforms = torch.from_numpy(uniform_numbers(sequences)).to(logits.device)
+    uniforms = torch.from_numpy(uniform_numbers(sequences))
+    if logits.device.type != "cpu":
+        uniforms = uniforms.to(logits.device, non_blocking=True)
     if len(special) == len(sequences):
         tokens = _choose_special(logits, sequences, uniforms)
     else:
@@ -40,11 +42,11 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
 
 def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
-    """One float32 in [0, 1) per sequence, from its seed and the position of its next token."""
+    """One float32 in [0, 1 - 2**-23] per sequence, from its seed and the position of its next token."""
     seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
     places = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
     bits = _scramble(_scramble(seeds) + places)
-    return ((bits >> np.uint64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
+    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
@@ -58,8 +60,8 @@ def _scramble(values: np.ndarray) -> np.ndarray:
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """An index per row with probability in proportion to its weight; one of weight 0 is never drawn."""
     sums = weights.cumsum(dim=-1)
-    total = sums[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Below the total by at least one unit in the last place, since the numbers end at 1 - 2**-23.
+    target = uniforms[:, None] * sums[:, -1:]
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 

@@ -150,7 +150,9 @@ async def serve(
     engine.start()
     on_ready(http_address(bound))
     await stopped.wait()
-    if not failures:
+    if failures:
+        app.fail_waiting(failures[0])
+    else:
         await loop.run_in_executor(None, engine.stop)
     await runner.cleanup()
     return failures[0] if failures else None

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -24,22 +24,15 @@ _DISTRIBUTED = frozenset({"names", "dtypes", "shapes", "group_name", "flush_cach
 JOIN_TIMEOUT_S = 120.0
 
 
-class CommandRunner(Protocol):
-    """Runs a command in the engine's thread and answers its error."""
-
-    async def run(self, command: Callable[[], Any]) -> None: ...
-    async def result_of(self, future: Future[None]) -> None: ...
-
-
 class WeightRoutes:
-    """Weight updates of one server. One at a time: later ones wait for the lock."""
+    """Weight updates of one server, one at a time; a client that goes does not stop one half-way."""
 
-    def __init__(self, engine: Engine, runner: CommandRunner) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._runner = runner
         self._model = engine.runner.model
         self._receiver = WeightReceiver(self._model, engine.runner.device)
         self._lock = asyncio.Lock()
+        self._running: set[asyncio.Task[None]] = set()
 
     def posts(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
         return {
@@ -61,8 +54,7 @@ class WeightRoutes:
             write = lambda: load_weights_from_folder(self._model, folder)  # noqa: E731
             self._engine.replace_weights(write, version, abort_running=abort_running)
 
-        async with self._lock:
-            await self._runner.run(update)
+        await self._one_at_a_time(self._engine.call, update)
         return ok()
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -76,8 +68,8 @@ class WeightRoutes:
             text_field(body, "backend", "nccl"),
             JOIN_TIMEOUT_S,
         )
-        async with self._lock:  # joining touches no weight: the engine goes on meanwhile
-            await self._runner.result_of(_in_daemon_thread(lambda: self._receiver.join(*arguments)))
+        # Joining touches no weight: the engine goes on meanwhile.
+        await self._one_at_a_time(_in_daemon_thread, lambda: self._receiver.join(*arguments))
         return ok()
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
@@ -94,16 +86,31 @@ class WeightRoutes:
             if version is not None:
                 self._receiver.finish()
 
-        async with self._lock:
-            await self._runner.run(lambda: self._engine.replace_weights(write, version, abort_running=False))
+        await self._one_at_a_time(
+            self._engine.call, lambda: self._engine.replace_weights(write, version, abort_running=False)
+        )
         return ok()
 
     async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), {"group_name"})
         self._check_group(text_field(body, "group_name"))
-        async with self._lock:
-            await self._runner.run(self._receiver.leave)
+        # Not in turn: leaving also ends a receive that waits for a dead trainer.
+        await asyncio.wrap_future(_in_daemon_thread(self._receiver.leave))
         return ok()
+
+    async def _one_at_a_time(
+        self, submit: Callable[[Callable[[], None]], Future[None]], command: Callable[[], None]
+    ) -> None:
+        """Run `command` through `submit` once all earlier ones are done."""
+
+        async def run() -> None:
+            async with self._lock:
+                await asyncio.wrap_future(submit(command))
+
+        task = asyncio.create_task(run())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.shield(task)
 
     def _check_group(self, name: str) -> None:
         if not name or name != self._receiver.group_name:
@@ -116,6 +123,8 @@ def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
     future: Future[None] = Future()
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             function()
         except Exception as error:  # noqa: BLE001 - one control request fails

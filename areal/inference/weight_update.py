@@ -131,13 +131,15 @@ class WeightReceiver:
         An unknown name or another shape is a RequestError before anything is received. The group is left then, as
         after any failure, so that the sender does not wait for this server.
         """
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise RequestError("this server is in no update group: call /init_weights_update_group first")
         try:
             for spec in specs:
                 self._targets.check(spec.name, spec.shape)
             buffer = self._buffer_of(bucket_layout(specs)[1])
-            self._group.broadcast(buffer)
+            # `leave` of another thread ends the wait for a sender that has died.
+            group.broadcast(buffer, give_up=lambda: self._group is not group)
             for spec, value in zip(specs, bucket_views(buffer, specs), strict=True):
                 self._targets.copy(spec.name, value)
             if self._device.type == "cuda":
