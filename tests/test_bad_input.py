@@ -34,7 +34,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad_input")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (folder / "model" / "model.safetensors").write_bytes(b"")
+    (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (folder / "cut").mkdir()
+    (folder / "cut" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    header = b'{"w": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
+    (folder / "cut" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"half of it")
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (folder / "two.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
     (folder / "mine.py").write_text("def score(prompt, completion, prompt_ids, completion_ids, answer): return 1.0\n")
@@ -59,6 +63,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["allocation_mode=native:d1+fsdp:q1"], "column 16 of 'native:d1+fsdp:q1': 'q' is no size of fsdp"),
         (["allocation_mode=native:d1+fsdp:d8"], "train_dataset.batch_size: 4 is below the 8 data-parallel ranks"),
         (["actor.path=/no/model"], "actor.path: /no/model is no folder"),
+        (["actor.path=FOLDER/cut"], "cut/model.safetensors is cut short"),
         (["train_dataset.path=/no/rows.jsonl"], "train_dataset.path: /no/rows.jsonl does not exist"),
         (["train_dataset.path=FOLDER/two.jsonl"], "train_dataset.batch_size=4 is more than the 2 rows of"),
         (["reward_fn=FOLDER/mine.py:scored"], "mine.py defines no scored; did you mean score?"),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from areal.api.errors import InputError
 
 _TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
 
 
 class Tokenizer(Protocol):
@@ -36,6 +37,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise InputError("no tokenizer is named: set tokenizer_path, or the model's path")
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if not any(found for pattern in _TOKENIZER_PATTERNS for found in folder.glob(pattern)):
+            # transformers would make up an empty one
+            raise InputError(f"{name} holds no tokenizer files: copy the model's there, or set tokenizer_path")
         return _load(str(folder), folder / _TOKENIZER_FILE, folder / "tokenizer_config.json")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path")

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
@@ -116,6 +117,24 @@ def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str
         yield f"{key}: {path} holds no config.json, so it is no Hugging Face checkpoint"
     elif needs_weights and not any(folder.glob("*.safetensors")):
         yield f"{key}: {path} holds no *.safetensors; save the weights there, or set init_from_scratch=true"
+    elif needs_weights:
+        for file in sorted(folder.glob("*.safetensors")):
+            if not _is_whole(file):
+                yield f"{key}: {file} is cut short or no safetensors file; copy or download it again"
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a weight file is as long as its header says: a broken download or copy is not."""
+    try:
+        with open(file, "rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if header_bytes > file.stat().st_size:
+                return False
+            entries: dict[str, Any] = json.loads(stream.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        return file.stat().st_size == 8 + header_bytes + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def make_run_folder(paths: RunPaths) -> None:

@@ -48,3 +48,9 @@ def test_an_unreachable_hub_is_said_so(monkeypatch):
 
     monkeypatch.setitem(vars(transformers), "AutoTokenizer", FakeAuto)
     assert load_tokenizer("someone/model") == "auto someone/model"
+
+
+def test_a_folder_without_tokenizer_files_is_refused_instead_of_loaded_as_empty(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(InputError, match=r"holds no tokenizer files: .* set tokenizer_path"):
+        load_tokenizer(tmp_path)

@@ -67,7 +67,7 @@ def test_model_folders(tmp_path):
     (model / "config.json").write_text("{}")
     (problem,) = missing_inputs(sft_config(tmp_path, model=model), None)
     assert "init_from_scratch=true" in problem
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert missing_inputs(sft_config(tmp_path, model=model), None) == []
 
 
