@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-NUM_SFT_ROWS = 45 * 256
+NUM_SFT_ROWS = 55 * 256
 NUM_RL_ROWS = 8192
 NUM_HELD_OUT = 256
 
