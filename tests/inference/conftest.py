@@ -1,14 +1,17 @@
-"""Tiny random models of several families, and an engine that is driven step by step in the test's own thread."""
+"""Tiny random models, an engine driven step by step in the test's own thread, and a server with a client."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import orjson
 import pytest
 import torch
 from transformers import (
@@ -23,14 +26,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from areal.api.config import NativeServerConfig
+from areal.inference import server
 from areal.inference.attention import ATTENTION_NAME, register_attention
 from areal.inference.cache import BlockPool
 from areal.inference.engine import Engine
 from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
 from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import SamplingParams, Sequence
+from areal.inference.server import ServerOptions, serve
 
 VOCABULARY = 50
+PROMPT = [3, 4, 5, 6, 7]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -176,3 +183,103 @@ def checkpoint(tmp_path: Path, build_model: Callable[..., PreTrainedModel]) -> C
         return folder
 
     return save
+
+
+@dataclass
+class Served:
+    """A running server and a client of it."""
+
+    address: str
+    session: aiohttp.ClientSession
+    engine: Engine
+    task: asyncio.Task[BaseException | None]
+
+    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
+        data = body if isinstance(body, bytes) else orjson.dumps(body or {})
+        async with self.session.post(self.address + path, data=data) as response:
+            answer = orjson.loads(await response.read())
+            assert response.status == status, answer
+            return answer
+
+    async def get(self, path: str, status: int = 200) -> Any:
+        async with self.session.get(self.address + path) as response:
+            assert response.status == status
+            return orjson.loads(await response.read())
+
+    async def generate(self, status: int = 200, **body: Any) -> Any:
+        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+        full = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling, **body}
+        return await self.post("/generate", full, status)
+
+    async def events(self, **body: Any) -> AsyncIterator[Any]:
+        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
+        full = {"input_ids": PROMPT, "return_logprob": True, "stream": True, "sampling_params": sampling, **body}
+        async with self.session.post(self.address + "/generate", data=orjson.dumps(full)) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            rest = b""
+            async for data in response.content.iter_any():
+                *events, rest = (rest + data).split(b"\n\n")
+                for event in events:
+                    yield event.removeprefix(b"data: ")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def options(checkpoint) -> ServerOptions:
+    return ServerOptions(
+        native=NativeServerConfig(
+            model_path=str(checkpoint(0)), dtype="float32", device="cpu", context_length=240, max_running_requests=8
+        ),
+        host="127.0.0.1",
+        port=0,
+        device="cpu",
+        num_threads=1,
+        token="",
+        process_name="server-0",
+        index=0,
+        registry=None,
+        stream_interval_s=0.0,
+    )
+
+
+@pytest.fixture
+def keep_engine(monkeypatch) -> list[Engine]:
+    """Engines that servers of this test have built."""
+    engines: list[Engine] = []
+    build = server.build_engine
+
+    def build_and_keep(*args: Any, **kwargs: Any) -> Engine:
+        engines.append(build(*args, **kwargs))
+        return engines[-1]
+
+    monkeypatch.setattr(server, "build_engine", build_and_keep)
+    return engines
+
+
+@pytest.fixture
+def serve_with(keep_engine: list[Engine]) -> Callable[..., AsyncIterator[Served]]:
+    """`async for one in serve_with(options, headers)`: a server for the length of the loop's only round."""
+
+    async def run(options: ServerOptions, headers: Any = None) -> AsyncIterator[Served]:
+        stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(options, stopped, ready.set_result))
+        done, _ = await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        assert ready in done, task.result()
+        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield Served(ready.result(), session, keep_engine[-1], task)
+        stopped.set()
+        await task
+
+    return run
+
+
+@pytest.fixture
+async def served(options: ServerOptions, serve_with: Callable[..., AsyncIterator[Served]]) -> AsyncIterator[Served]:
+    async for one in serve_with(options):
+        yield one
+        assert not one.task.done()

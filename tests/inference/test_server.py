@@ -3,114 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.api.config import NativeServerConfig
-from areal.api.data import WeightSpec
 from areal.inference import server
-from areal.inference.engine import Engine
-from areal.inference.server import ServerOptions, serve
-from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+from areal.inference.server import serve
 
 PROMPT = [3, 4, 5, 6, 7]
-
-
-@dataclass
-class Served:
-    """A running server and a client of it."""
-
-    address: str
-    session: aiohttp.ClientSession
-    engine: Engine
-
-    async def post(self, path: str, body: Any = None, status: int = 200) -> Any:
-        data = body if isinstance(body, bytes) else orjson.dumps(body or {})
-        async with self.session.post(self.address + path, data=data) as response:
-            answer = orjson.loads(await response.read())
-            assert response.status == status, answer
-            return answer
-
-    async def get(self, path: str, status: int = 200) -> Any:
-        async with self.session.get(self.address + path) as response:
-            assert response.status == status
-            return orjson.loads(await response.read())
-
-    async def generate(self, status: int = 200, **body: Any) -> Any:
-        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
-        full = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling, **body}
-        return await self.post("/generate", full, status)
-
-    async def events(self, **body: Any) -> AsyncIterator[Any]:
-        sampling = {"max_new_tokens": 6, "temperature": 0, **body.pop("sampling_params", {})}
-        full = {"input_ids": PROMPT, "return_logprob": True, "stream": True, "sampling_params": sampling, **body}
-        async with self.session.post(self.address + "/generate", data=orjson.dumps(full)) as response:
-            assert response.status == 200
-            assert response.headers["Content-Type"] == "text/event-stream"
-            rest = b""
-            async for data in response.content.iter_any():
-                *events, rest = (rest + data).split(b"\n\n")
-                for event in events:
-                    yield event.removeprefix(b"data: ")
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.002)
-
-
-@pytest.fixture
-def options(checkpoint) -> ServerOptions:
-    return ServerOptions(
-        native=NativeServerConfig(
-            model_path=str(checkpoint(0)), dtype="float32", device="cpu", context_length=240, max_running_requests=8
-        ),
-        host="127.0.0.1",
-        port=0,
-        device="cpu",
-        num_threads=1,
-        token="",
-        process_name="server-0",
-        index=0,
-        registry=None,
-        stream_interval_s=0.0,
-    )
-
-
-@pytest.fixture
-def keep_engine(monkeypatch) -> list[Engine]:
-    """Engines that servers of this test have built."""
-    engines: list[Engine] = []
-    build = server.build_engine
-
-    def build_and_keep(*args: Any, **kwargs: Any) -> Engine:
-        engines.append(build(*args, **kwargs))
-        return engines[-1]
-
-    monkeypatch.setattr(server, "build_engine", build_and_keep)
-    return engines
-
-
-@pytest.fixture
-async def served(options, keep_engine) -> AsyncIterator[Served]:
-    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(options, stopped, ready.set_result))
-    done, _ = await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-    assert ready in done, task.result()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield Served(ready.result(), session, keep_engine[-1])
-    stopped.set()
-    assert await task is None
 
 
 async def test_an_answer_carries_tokens_logprobs_and_versions(served, build_model, reference_logprobs):
@@ -251,145 +156,6 @@ async def test_requests_can_be_aborted_by_id_and_all_together(served):
     await served.get("/health")  # paused is healthy
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract"])
-async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, build_model, reference_logprobs):
-    engine, step, go_on = served.engine, served.engine.step, threading.Event()
-
-    def step_and_wait() -> None:
-        step()
-        if engine.counters.steps == 5:
-            go_on.wait(20)
-
-    engine.step = step_and_wait
-    stream = served.events(sampling_params={"max_new_tokens": 120, "temperature": 1.0})
-    parts = [orjson.loads(await anext(stream))]
-    await served.until(lambda: engine.counters.steps == 5)
-    pause = asyncio.create_task(served.post("/pause_generation", {"mode": mode}))
-    await served.until(lambda: engine._commands.qsize() > 0)
-    go_on.set()
-    await pause
-    update = {"model_path": str(checkpoint(1)), "weight_version": "1", "flush_cache": True}
-    await served.post("/update_weights_from_disk", {**update, "abort_all_requests": False})
-    await served.post("/continue_generation")
-    parts += [orjson.loads(event) async for event in stream if event != b"[DONE]"]
-    tokens = [token for part in parts for token in part["output_ids"]]
-    logprobs = [e[0] for part in parts for e in part["meta_info"]["output_token_logprobs"]]
-    versions = [
-        span["version"]
-        for part in parts
-        for span in part["meta_info"]["weight_versions"]
-        for _ in range(span["start"], span["end"])
-    ]
-    finish = parts[-1]["meta_info"]["finish_reason"]["type"]
-    switch = versions.index("1") if "1" in versions else len(versions)
-    assert versions == ["0"] * switch + ["1"] * (len(tokens) - switch)
-    assert switch == 5
-    if mode == "abort":
-        assert finish == "abort"
-        assert len(tokens) == 5
-    else:
-        assert finish == "length"
-        assert len(tokens) == 120
-    old = reference_logprobs(build_model("qwen3-gqa", 0), PROMPT + tokens)
-    new = reference_logprobs(build_model("qwen3-gqa", 1), PROMPT + tokens)
-    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-        reference = old if place < switch else new
-        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
-    assert (await served.get("/get_model_info"))["weight_version"] == "1"
-    fresh = await served.generate()
-    assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
-
-
-async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path):
-    body = {"model_path": str(tmp_path / "none"), "weight_version": "1"}
-    assert "does not exist" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
-    body["flush_cache"] = False
-    assert "flush_cache" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
-    assert (await served.get("/get_model_info"))["weight_version"] == "0"
-    await served.get("/health")
-
-
-async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, reference_logprobs):
-    new = build_model("qwen3-gqa", 1)
-    weights = {name: value.detach() for name, value in new.named_parameters()}
-    names = list(weights)
-    buckets = [names[:5], names[5:]]
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
-
-    def send() -> None:
-        group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20)
-        for bucket in buckets:
-            specs = [spec(name) for name in bucket]
-            buffer = torch.empty(bucket_layout(specs)[1], dtype=torch.uint8)
-            for name, view in zip(bucket, bucket_views(buffer, specs), strict=True):
-                view.copy_(weights[name])
-            group.broadcast(buffer)
-
-    def spec(name: str) -> WeightSpec:
-        return WeightSpec(name=name, shape=list(weights[name].shape), dtype="float32")
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    await served.post(
-        "/init_weights_update_group",
-        {
-            "master_address": "127.0.0.1",
-            "master_port": store.port,
-            "rank_offset": 1,
-            "world_size": 2,
-            "group_name": "g",
-            "backend": "gloo",
-        },
-    )
-    for index, bucket in enumerate(buckets):
-        specs = [spec(name) for name in bucket]
-        await served.post(
-            "/update_weights_from_distributed",
-            {
-                "names": bucket,
-                "dtypes": [one.dtype for one in specs],
-                "shapes": [one.shape for one in specs],
-                "group_name": "g",
-                "flush_cache": index == 1,
-                "weight_version": "5" if index == 1 else None,
-                "load_format": "flattened_bucket",
-            },
-        )
-        if index == 0:
-            await served.get("/health", 503)
-    sender.join(20)
-    answer = await served.generate()
-    assert answer["meta_info"]["weight_version"] == "5"
-    reference = reference_logprobs(new, PROMPT + answer["output_ids"])
-    for place, (logprob, token, _) in enumerate(answer["meta_info"]["output_token_logprobs"]):
-        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
-    message = (await served.post("/destroy_weights_update_group", {"group_name": "x"}, 400))["error"]["message"]
-    assert "not in the update group 'x' (it is in g)" in message
-    await served.post("/destroy_weights_update_group", {"group_name": "g"})
-
-
-async def test_leaving_the_group_ends_a_receive_that_nobody_serves(served, build_model):
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
-    groups: list[UpdateGroup] = []
-
-    def join() -> None:
-        groups.append(UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20))
-
-    joining = threading.Thread(target=join, daemon=True)
-    joining.start()
-    group = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
-    await served.post("/init_weights_update_group", {**group, "group_name": "g", "backend": "gloo"})
-    joining.join(20)
-    name, value = next(iter(build_model("qwen3-gqa").named_parameters()))
-    update = {"names": [name], "dtypes": ["float32"], "shapes": [list(value.shape)], "group_name": "g"}
-    update |= {"flush_cache": True, "weight_version": "2", "load_format": "flattened_bucket"}
-    waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
-    await served.until(lambda: served.engine.is_torn)
-    await served.post("/destroy_weights_update_group", {"group_name": "g"})
-    assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 10))["error"]["message"]
-    await served.get("/health", 503)  # nobody knows what was copied
-
-
 async def test_the_server_describes_itself(served):
     await served.generate()
     info = await served.get("/get_model_info")
@@ -402,14 +168,14 @@ async def test_the_server_describes_itself(served):
     assert "# TYPE areal_generated_tokens_total counter\nareal_generated_tokens_total 6\n" in text
 
 
-async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, keep_engine, checkpoint):
+async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, serve_with, checkpoint):
     folder = checkpoint(0)
     vocabulary = {chr(65 + number): number for number in range(50)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="A"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(65 + 49)).save_pretrained(folder)
-    async for one in serve_with(options, keep_engine):
+    async for one in serve_with(options):
         answer = await one.generate(return_text=True, sampling_params={"ignore_eos": True})
         assert answer["text"] == "".join(chr(65 + token) for token in answer["output_ids"])
         stop = answer["text"][1:3]
@@ -419,39 +185,23 @@ async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, ke
         assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-async def serve_with(options: ServerOptions, keep_engine: list[Engine], headers: Any = None) -> AsyncIterator[Served]:
-    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(options, stopped, ready.set_result))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-    async with aiohttp.ClientSession(headers=headers) as session:
-        yield Served(ready.result(), session, keep_engine[-1])
-    stopped.set()
-    await task
-
-
-async def test_a_token_is_required_when_there_is_one(options, keep_engine):
+async def test_a_token_is_required_when_there_is_one(options, serve_with):
     secured = replace(options, token="secret")
-    async for one in serve_with(secured, keep_engine):
+    async for one in serve_with(secured):
         assert "Bearer" in (await one.generate(401))["error"]["message"]
         await one.get("/health", 401)
-    async for one in serve_with(secured, keep_engine, {"Authorization": "Bearer secret"}):
+    async for one in serve_with(secured, {"Authorization": "Bearer secret"}):
         await one.generate()
 
 
-async def test_a_failing_engine_ends_the_server_with_the_cause(options, keep_engine):
-    stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(options, stopped, ready.set_result))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-
+async def test_a_failing_engine_ends_the_server_with_the_cause(options, serve_with):
     def broken(plan: Any) -> None:
         raise MemoryError("out of memory, on purpose")
 
-    keep_engine[-1].runner.forward = broken
-    async with aiohttp.ClientSession() as session:
-        one = Served(ready.result(), session, keep_engine[-1])
+    async for one in serve_with(options):
+        one.engine.runner.forward = broken
         assert "the engine failed: out of memory" in (await one.generate(500))["error"]["message"]
-    failure = await asyncio.wait_for(task, 20)
-    assert "on purpose" in str(failure)
+        assert "on purpose" in str(await asyncio.wait_for(one.task, 20))
 
 
 def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path):

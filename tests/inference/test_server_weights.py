@@ -1,0 +1,154 @@
+"""New weights over HTTP: from disk in mid-answer, over a broadcast in buckets, refused, given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import orjson
+import pytest
+import torch
+
+from areal.api.data import WeightSpec
+from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+
+PROMPT = [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, build_model, reference_logprobs):
+    engine, step, go_on = served.engine, served.engine.step, threading.Event()
+
+    def step_and_wait() -> None:
+        step()
+        if engine.counters.steps == 5:
+            go_on.wait(20)
+
+    engine.step = step_and_wait
+    stream = served.events(sampling_params={"max_new_tokens": 120, "temperature": 1.0})
+    parts = [orjson.loads(await anext(stream))]
+    await served.until(lambda: engine.counters.steps == 5)
+    pause = asyncio.create_task(served.post("/pause_generation", {"mode": mode}))
+    await served.until(lambda: engine._commands.qsize() > 0)
+    go_on.set()
+    await pause
+    update = {"model_path": str(checkpoint(1)), "weight_version": "1", "flush_cache": True}
+    await served.post("/update_weights_from_disk", {**update, "abort_all_requests": False})
+    await served.post("/continue_generation")
+    parts += [orjson.loads(event) async for event in stream if event != b"[DONE]"]
+    tokens = [token for part in parts for token in part["output_ids"]]
+    logprobs = [e[0] for part in parts for e in part["meta_info"]["output_token_logprobs"]]
+    versions = [
+        span["version"]
+        for part in parts
+        for span in part["meta_info"]["weight_versions"]
+        for _ in range(span["start"], span["end"])
+    ]
+    finish = parts[-1]["meta_info"]["finish_reason"]["type"]
+    switch = versions.index("1") if "1" in versions else len(versions)
+    assert versions == ["0"] * switch + ["1"] * (len(tokens) - switch)
+    assert switch == 5
+    if mode == "abort":
+        assert finish == "abort"
+        assert len(tokens) == 5
+    else:
+        assert finish == "length"
+        assert len(tokens) == 120
+    old = reference_logprobs(build_model("qwen3-gqa", 0), PROMPT + tokens)
+    new = reference_logprobs(build_model("qwen3-gqa", 1), PROMPT + tokens)
+    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        reference = old if place < switch else new
+        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
+    assert (await served.get("/get_model_info"))["weight_version"] == "1"
+    fresh = await served.generate()
+    assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+
+
+async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path):
+    body = {"model_path": str(tmp_path / "none"), "weight_version": "1"}
+    assert "does not exist" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    body["flush_cache"] = False
+    assert "flush_cache" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    assert (await served.get("/get_model_info"))["weight_version"] == "0"
+    await served.get("/health")
+
+
+async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, reference_logprobs):
+    new = build_model("qwen3-gqa", 1)
+    weights = {name: value.detach() for name, value in new.named_parameters()}
+    names = list(weights)
+    buckets = [names[:5], names[5:]]
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+
+    def send() -> None:
+        group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20)
+        for bucket in buckets:
+            specs = [spec(name) for name in bucket]
+            buffer = torch.empty(bucket_layout(specs)[1], dtype=torch.uint8)
+            for name, view in zip(bucket, bucket_views(buffer, specs), strict=True):
+                view.copy_(weights[name])
+            group.broadcast(buffer)
+
+    def spec(name: str) -> WeightSpec:
+        return WeightSpec(name=name, shape=list(weights[name].shape), dtype="float32")
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    await served.post(
+        "/init_weights_update_group",
+        {
+            "master_address": "127.0.0.1",
+            "master_port": store.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+            "backend": "gloo",
+        },
+    )
+    for index, bucket in enumerate(buckets):
+        specs = [spec(name) for name in bucket]
+        await served.post(
+            "/update_weights_from_distributed",
+            {
+                "names": bucket,
+                "dtypes": [one.dtype for one in specs],
+                "shapes": [one.shape for one in specs],
+                "group_name": "g",
+                "flush_cache": index == 1,
+                "weight_version": "5" if index == 1 else None,
+                "load_format": "flattened_bucket",
+            },
+        )
+        if index == 0:
+            await served.get("/health", 503)
+    sender.join(20)
+    answer = await served.generate()
+    assert answer["meta_info"]["weight_version"] == "5"
+    reference = reference_logprobs(new, PROMPT + answer["output_ids"])
+    for place, (logprob, token, _) in enumerate(answer["meta_info"]["output_token_logprobs"]):
+        assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
+    message = (await served.post("/destroy_weights_update_group", {"group_name": "x"}, 400))["error"]["message"]
+    assert "not in the update group 'x' (it is in g)" in message
+    await served.post("/destroy_weights_update_group", {"group_name": "g"})
+
+
+async def test_leaving_the_group_ends_a_receive_that_nobody_serves(served, build_model):
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    groups: list[UpdateGroup] = []
+
+    def join() -> None:
+        groups.append(UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20))
+
+    joining = threading.Thread(target=join, daemon=True)
+    joining.start()
+    group = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    await served.post("/init_weights_update_group", {**group, "group_name": "g", "backend": "gloo"})
+    joining.join(20)
+    name, value = next(iter(build_model("qwen3-gqa").named_parameters()))
+    update = {"names": [name], "dtypes": ["float32"], "shapes": [list(value.shape)], "group_name": "g"}
+    update |= {"flush_cache": True, "weight_version": "2", "load_format": "flattened_bucket"}
+    waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
+    await served.until(lambda: served.engine.is_torn)
+    await served.post("/destroy_weights_update_group", {"group_name": "g"})
+    assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 10))["error"]["message"]
+    await served.get("/health", 503)  # nobody knows what was copied
