@@ -46,6 +46,7 @@ class BatchMaker:
         self._dp_size = 1
         self._asked_s: dict[int, float] = {}
         self.last: BatchRecord | None = None
+        """The batch served last, a recorded one too."""
 
     @property
     def wanted_step(self) -> int | None:
@@ -60,6 +61,7 @@ class BatchMaker:
             if step not in self._ledger.state.batches:
                 return None
         await self._ledger.durable()
+        self.last = self._ledger.state.batches[step]
         return self._encoded(step, dp_size)[dp_rank]
 
     async def _wait_for(self, step: int, timeout_s: float) -> None:
@@ -105,7 +107,6 @@ class BatchMaker:
         stats = token_stats(shares, max_staleness=self._max_staleness) | self._episode_stats(step, episodes)
         record = self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
         self._keep(record, shares)
-        self.last = record
         composed = self._wanted.pop(step)
         if not composed.done():
             composed.set_result(None)

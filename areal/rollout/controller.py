@@ -309,12 +309,19 @@ class Controller:
         if not self._is_attached:
             return "a trainer to attach" if self._going_on is None else "the servers to hold the trainer's version"
         if self._evaluations.active:
-            return f"the evaluation: {self._evaluations.active}"
+            return f"the evaluation: {self._evaluations.active}" + self._no_server()
         if self._fleet.version != state.version:
             return f"policy version {state.version}: the servers hold version {self._fleet.version}"
         closed = self._executor.why_closed()
         step = self._batches.wanted_step
         if step is not None:
             enough = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted, {len(state.running)} running"
-            return f"batch {step}: {enough}" + (f"; no more start because {closed}" if closed else "")
+            return (
+                f"batch {step}: {enough}" + (f"; no more start because {closed}" if closed else "") + self._no_server()
+            )
         return "the trainer" + (f"; no episode starts because {closed}" if closed else "")
+
+    def _no_server(self) -> str:
+        """Why no request can be answered; empty while some replica serves."""
+        cause: str = self._fleet.status().get("waiting_for", "")
+        return f"; requests wait for {cause}" if cause else ""

@@ -12,7 +12,7 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.errors import LaunchError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
-from areal.observe.log import configure_logging
+from areal.observe.log import configure_logging, get_logger
 from areal.system.process import ProcessContext
 from areal.trainer.progress import TrainingLength
 
@@ -42,6 +42,10 @@ class PPOTrainer:
         self._context = context
         self._train_rows = train_dataset
         self._valid_rows = valid_dataset
+        if config.valid_dataset is not None and not valid_dataset and context.index == 0:
+            get_logger("trainer").warning(
+                "nothing is evaluated, and evaluator.* has no effect: the script gave PPOTrainer no valid_dataset"
+            )
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
 
     def __enter__(self) -> PPOTrainer:
@@ -76,4 +80,4 @@ class PPOTrainer:
         else:
             from areal.trainer.ppo_loop import train_policy
 
-            train_policy(self._config, self._context, self._length, has_valid=self._valid_rows is not None)
+            train_policy(self._config, self._context, self._length, has_valid=bool(self._valid_rows))

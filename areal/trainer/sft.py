@@ -102,7 +102,7 @@ class SFTTrainer:
         source = recover.start_from(after_failure=self._context.recover)
         point = recover.load(source, engines) if source else None
         start_step = point.step if point else 0
-        valid = self._valid_rows
+        valid, batch_size = self._valid_rows, config.train_dataset.batch_size
         after_step = AfterStep(
             config,
             engines,
@@ -110,7 +110,7 @@ class SFTTrainer:
             recover=recover,
             trackers=build_trackers(config, paths, first_step=start_step + 1) if is_rank0 else [],
             hooks=StepHooks(
-                evaluate=(lambda done: self._evaluate(engine, valid)) if valid else None,
+                evaluate=(lambda done: evaluation_loss(engine, valid, rows_at_once=batch_size)) if valid else None,
                 goal_reached=lambda values: False,
                 committed=lambda step, path: None,
             ),
@@ -146,16 +146,21 @@ class SFTTrainer:
         mine = balanced_parts([len(row.token_ids) for row in rows], engine.dp_size)[engine.dp_rank]
         return rows_to_train_batch([rows[i].token_ids for i in mine], [rows[i].loss_mask for i in mine])
 
-    def _evaluate(self, engine: TrainEngine, rows: Sequence[EncodedRow]) -> dict[str, float]:
-        """Mean loss per token over the held-out rows, the same number on every rank."""
 
-        mine = rows[engine.dp_rank :: engine.dp_size]
+def evaluation_loss(engine: TrainEngine, rows: Sequence[EncodedRow], *, rows_at_once: int) -> dict[str, float]:
+    """Mean loss per token over the held-out rows, the same number on every rank; a collective.
+
+    `rows_at_once` over all ranks: without a token limit a batch is one forward pass, and the held-out set may be large.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    for first in range(0, len(rows), rows_at_once):
+        mine = rows[first : first + rows_at_once][engine.dp_rank :: engine.dp_size]
         batch = rows_to_train_batch([row.token_ids for row in mine], [row.loss_mask for row in mine])
         outputs = engine.forward(batch)
         assert outputs.logprobs is not None
-        total = -(outputs.logprobs * batch.loss_mask).sum()
-        sums = engine.all_reduce(torch.tensor([float(total), float(batch.loss_mask.sum())], dtype=torch.float64))
-        return {"eval/loss": float(sums[0] / sums[1].clamp(min=1))}
+        sums += torch.stack([-(outputs.logprobs * batch.loss_mask).sum(), batch.loss_mask.sum()]).double()
+    loss, count = engine.all_reduce(sums).tolist()
+    return {"eval/loss": loss / max(count, 1.0)}
 
 
 def train_one_batch(engine: TrainEngine, batch: TrainBatch) -> Metrics:

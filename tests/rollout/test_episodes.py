@@ -200,6 +200,30 @@ async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed(ki
     await controller.close()
 
 
+async def test_a_run_without_a_serving_replica_says_so(kit):
+    """A stopped server holds up a batch or an evaluation for as long as rollout.request_timeout."""
+
+    class Stopped(kit.FakeFleet):
+        async def agenerate(self, request):
+            await asyncio.Event().wait()
+
+        def status(self):
+            return {"waiting_for": "a replica that serves: server-0 is absent: no answer"}
+
+    workflow = kit.ScriptedWorkflow()
+    options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+    controller = kit.make_controller(memory_ledger(), fleet=Stopped(), workflow=workflow, **options)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    assert await controller.next_batch(0, 0, 1, timeout_s=0.01) is None
+    no_server = "requests wait for a replica that serves: server-0 is absent: no answer"
+    assert controller.waiting_for().startswith("batch 0: 0 of 4 episodes accepted, 8 running; ")
+    assert controller.waiting_for().endswith("; " + no_server)
+    assert await controller.evaluate(0, "greedy", timeout_s=0.01) is None
+    assert controller.waiting_for() == "the evaluation: greedy after step 0; " + no_server
+    await controller.close()
+
+
 async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do(kit):
     workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail" if index == 3 else "accept"))
     broken = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail"))

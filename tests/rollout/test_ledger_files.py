@@ -111,6 +111,7 @@ async def test_recorded_batches_are_served_again_byte_for_byte(kit, recorded):
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     for step in range(3):
         assert [await controller.next_batch(step, 0, 1, timeout_s=1.0)] == blobs[step]
+        assert controller.status()["reward_mean"] == decode_share(blobs[step][0]).stats["reward"]
     await controller.close()
 
 
