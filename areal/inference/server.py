@@ -32,6 +32,7 @@ from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.network import bind_socket, http_address, is_loopback
+from areal.system.open_files import raise_open_file_limit
 from areal.system.process import ProcessContext, run_main
 
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
@@ -188,6 +189,7 @@ def main() -> None:
     options = parse_options(sys.argv[1:])
     configure_logging(options.native.log_level, options.process_name)
     torch.set_num_threads(options.num_threads)
+    raise_open_file_limit()
     # Two threads share the interpreter: hand it over soon, so that neither waits for the other's whole turn.
     sys.setswitchinterval(0.001)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
