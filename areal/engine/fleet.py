@@ -19,7 +19,7 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable, Weight
 from areal.engine.continuation import Answer
 from areal.engine.native import make_native_replica
 from areal.engine.replica import PartChunk, Replica, ReplicaFactory
-from areal.engine.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet, Slot
+from areal.engine.replica_set import ANY_VERSION, CHECK_TIMEOUT_INTERVALS, ReplicaSet, Slot
 from areal.engine.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
@@ -258,9 +258,19 @@ class Fleet:
             "replicas": [slot.status() for slot in self._replicas.slots],
             "waiting_requests": self._num_waiting,
             "waiting_for": waiting_for,
+            "needs_publication": self._needs_publication(),
             "generated_tokens": self._num_tokens,
             "tokens_per_s": self._tokens_per_s(),
         }
+
+    def _needs_publication(self) -> bool:
+        """Servers came back and none holds the version, which went over a collective: only the trainer has it."""
+        replicas = self._replicas
+        if self._publishing is not None or replicas.serving or any(slot.state == "updating" for slot in replicas.slots):
+            return False
+        has_begun = replicas.target_version != ANY_VERSION
+        by_trainer_only = replicas.target is None or replicas.target.kind == "collective"
+        return has_begun and by_trainer_only and any(slot.state == "stale" for slot in replicas.slots)
 
     def _tokens_per_s(self) -> float:
         """Over the calls of the last seconds; 0 at the first call."""

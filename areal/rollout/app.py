@@ -3,6 +3,7 @@
     GET  /health       GET /status       GET /replicas   {"live": [ids for a collective update]}
     POST /attach       {rank, world_size, dp_size, step, version}
     POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not yet, ask again | 410 never
+                                                    409 the servers lost the weights: publish them again first
     POST /publish      a WeightUpdate               200 every replica serves it | 204 not yet, send it again
     POST /consumed     {step, version}
     POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again
@@ -23,7 +24,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from areal.api.errors import ArealError, LedgerError, RequestError
 from areal.observe.log import get_logger
-from areal.rollout.controller import BatchUnavailable, Controller
+from areal.rollout.controller import BatchUnavailable, Controller, WeightsLost
 from areal.rollout.wire import decode_update
 
 _log = get_logger(__name__)
@@ -138,6 +139,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except BatchUnavailable as error:
         return _json({"error": str(error)}, status=410)
+    except WeightsLost as error:
+        return _json({"error": str(error)}, status=409)
     except RequestError as error:
         return _json({"error": str(error)}, status=400)
     except LedgerError as error:

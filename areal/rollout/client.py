@@ -66,7 +66,10 @@ class RolloutClient:
         self._call("/attach", body, "to attach")
 
     def next_batch(self, step: int) -> BatchShare:
-        """This rank's share of train batch `step`. Blocks until it is there; RequestError when it never will be."""
+        """This rank's share of train batch `step`. Blocks until it is there; RequestError when it never will be.
+
+        WeightsNeeded when it waits for this trainer: the servers came back without the current weights.
+        """
         body = {"step": step, "dp_rank": self._dp_rank, "dp_size": self._dp_size}
         return decode_share(self._call("/batch", body, f"for batch {step}"))
 
@@ -146,11 +149,17 @@ class ControllerError(ServerUnavailable):
     """The controller answered that it could not do what was asked."""
 
 
+class WeightsNeeded(RequestError):
+    """Publish the current version again, then ask again."""
+
+
 def _error_of(path: str, status: int, answer: bytes) -> Exception:
     try:
         message = str(orjson.loads(answer)["error"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = answer[:200].decode(errors="replace")
+    if status == 409:
+        return WeightsNeeded(message)
     if status in (400, 401, 404, 405, 410, 413):
         return RequestError(message)
     return ControllerError(f"the rollout controller could not serve {path}: {message}")

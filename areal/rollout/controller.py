@@ -33,6 +33,10 @@ class BatchUnavailable(RequestError):
     """There is no such batch and there will be none (HTTP 410)."""
 
 
+class WeightsLost(RequestError):
+    """The servers came back without the current weights: publish them again, then ask again (HTTP 409)."""
+
+
 class Controller:
     """The rollout side of a run. Built anew from its ledger after a death, it goes on where that says."""
 
@@ -195,6 +199,8 @@ class Controller:
         blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
         if blob is None:
             self._require_alive()
+            if self._fleet.status().get("needs_publication"):
+                raise WeightsLost(f"no server holds policy version {self._ledger.state.version}")
         return blob
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:

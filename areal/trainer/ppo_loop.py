@@ -10,6 +10,8 @@ import contextlib
 import time
 from dataclasses import dataclass
 
+import torch
+
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, StepInfo
 from areal.api.engine import TrainEngine, WeightChannel
@@ -17,10 +19,11 @@ from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
+from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
-from areal.rollout.client import RolloutClient
+from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -76,7 +79,7 @@ class PPOLoop:
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             with phase("rollout"):
-                share = self._client.next_batch(info.step)
+                share = self._next_share(info.step)
                 batch = to_train_batch(share)
             with phase("prox_logprobs"):
                 batch = actor.with_prox_logprobs(batch)
@@ -95,6 +98,22 @@ class PPOLoop:
             metrics = merge_metrics(metrics, batch_metrics(batch), _share_metrics(share, began_s))
             if self._finish_step(info, metrics):
                 self._progress.stop()
+
+    def _next_share(self, step: int) -> BatchShare:
+        """Batch `step`; servers that died and came back without this policy get it once more, from all ranks together.
+
+        The version before batch `step` is `step`: the number of publications.
+        """
+        share: BatchShare | None = None
+        while True:
+            try:
+                share = share or self._client.next_batch(step)
+            except WeightsNeeded as reason:
+                get_logger("trainer").warning("%s: publishing it again", reason)
+            has_share = torch.tensor([float(share is not None)], dtype=torch.float64)
+            if self._roles.trained["actor"].all_reduce(has_share, "min").item() and share is not None:
+                return share
+            self._weights.publish(step)
 
     def _finish_step(self, info: StepInfo, metrics: Metrics) -> bool:
         with phase("after_step"):

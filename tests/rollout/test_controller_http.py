@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.rollout.app import make_app
-from areal.rollout.client import RolloutClient
+from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.ledger import Ledger
 from areal.rollout.serve import serve
@@ -256,3 +256,26 @@ def test_a_weight_update_survives_the_wire():
         replicas=["server-0"],
     )
     assert decode_update(orjson.loads(encode_update(sent))) == sent
+
+
+async def test_a_trainer_is_asked_for_weights_that_only_it_has(kit, tmp_path):
+    """All servers died under collective publication: the batch waits for the trainer, which waits for the batch."""
+
+    class Fleet(kit.FakeFleet):
+        def status(self):
+            return {"needs_publication": not self.updates}
+
+        async def agenerate(self, request):
+            while not self.updates:
+                await asyncio.sleep(0.001)
+            return await super().agenerate(request)
+
+    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet(), total_steps=2)
+    async with running(controller, poll_s=0.05) as address:
+        client = RolloutClient(address)
+        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+        with pytest.raises(WeightsNeeded, match="no server holds policy version 0"):
+            await asyncio.to_thread(client.next_batch, 0)
+        again = WeightUpdate(version=0, kind="collective", group_name="again", replicas=["server-0"])
+        await asyncio.to_thread(client.publish, again)
+        assert (await asyncio.to_thread(client.next_batch, 0)).step == 0

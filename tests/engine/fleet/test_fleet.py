@@ -116,6 +116,7 @@ async def test_a_restarted_replica_serves_once_it_holds_the_current_version(kit:
 async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication(kit: FleetKit) -> None:
     first = await kit.server(0)
     fleet = await kit.fleet(1)
+    assert not fleet.status()["needs_publication"]
     await fleet.update_weights(collective(1, fleet.live_replicas(), "g1"))
     assert first.version == 1
     await first.die()
@@ -124,7 +125,9 @@ async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication
     waiting = asyncio.create_task(fleet.agenerate(a_request()))
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     assert "holds version 0 while 1 is current" in fleet.status()["waiting_for"]
+    assert fleet.status()["needs_publication"]  # the trainer may be waiting for what this request belongs to
     await fleet.update_weights(collective(2, fleet.live_replicas(), "g2"))
+    assert not fleet.status()["needs_publication"]
     assert (await waiting).output_versions == [2] * 100
 
 
