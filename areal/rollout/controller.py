@@ -60,12 +60,9 @@ class Controller:
         self._ledger = ledger
         self._total_steps = total_steps
         self._failure: Exception | None = None
-        self._ended = asyncio.Event()
-        self._told = asyncio.Event()
+        self._started, self._ended, self._told = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._publishing: tuple[WeightUpdate, asyncio.Task[None]] | None = None
-        self._started = asyncio.Event()
-        self._is_attached = False
-        """Whether it is known where the trainer stands now, not only where it stood when this ledger was closed."""
+        self._is_attached = False  # known where the trainer stands now, not only where it stood in this ledger
         self._has_met_trainer = False
         self._going_on: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
