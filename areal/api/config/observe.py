@@ -135,7 +135,7 @@ class StatsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PerfTracerConfig:
-    """Chrome-trace spans of the phases of every process."""
+    """Chrome-trace spans of the phases of every trainer rank."""
 
     enabled: bool = False
     """Write trace/{process}.jsonl in the run folder."""
