@@ -29,6 +29,7 @@ from areal.rollout.controller import Controller
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
 from areal.rollout.prompts import PromptStream
+from areal.rollout.serve import collect_rarely
 
 NUM_TOKENS = 16
 
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of which the best counts")
     parser.add_argument("--folder", default=None, help="where the ledgers are written; default: the temporary folder")
     args = parser.parse_args()
+    collect_rarely()  # as the controller's process does
     us_per_episode: dict[str, float] = {}
     ratio_to_asyncio: dict[str, float] = {}
     print(f"{'in flight':>10} {'controller us':>14} {'asyncio us':>11} {'ratio':>6}")
