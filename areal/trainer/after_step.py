@@ -107,7 +107,6 @@ class AfterStep:
     def _save_recovery(self, info: StepInfo, elapsed_s: float) -> None:
         point = RecoverPoint(
             step=info.step + 1,
-            version=info.step + 1,
             cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
             elapsed_s=elapsed_s,
         )

@@ -20,10 +20,9 @@ NEXT = "next"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverPoint:
-    """Where training stood: `step` train steps done, the weights being policy version `version`."""
+    """Where training stood: `step` train steps done, which is also the policy version of the weights."""
 
     step: int
-    version: int
     cadence_s: dict[str, float]
     """Seconds of the run's clock at which each periodic action last fired."""
     elapsed_s: float
@@ -84,7 +83,6 @@ class RecoverStore:
         if self._is_rank0:
             state = {
                 "step": point.step,
-                "version": point.version,
                 "cadence_s": point.cadence_s,
                 "elapsed_s": point.elapsed_s,
                 "num_ranks": self._num_ranks,

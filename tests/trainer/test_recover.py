@@ -32,7 +32,7 @@ def store(folder: Path, mode: str = "auto", num_ranks: int = 1) -> RecoverStore:
 
 
 def point(step: int) -> RecoverPoint:
-    return RecoverPoint(step=step, version=step, cadence_s={"save": 1.5}, elapsed_s=7.0)
+    return RecoverPoint(step=step, cadence_s={"save": 1.5}, elapsed_s=7.0)
 
 
 def test_what_was_saved_is_what_is_loaded_for_actor_and_critic(tmp_path):
