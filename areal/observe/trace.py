@@ -113,8 +113,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run folder (or its trace folder)")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"))
     arguments = parser.parse_args()
-    inside = RunPaths(arguments.run).trace
-    trace = join_traces(inside if inside.is_dir() else arguments.run)
+    # Never the run folder itself: it holds other .jsonl files.
+    folder = arguments.run if arguments.run.name == "trace" else RunPaths(arguments.run).trace
+    trace = join_traces(folder)
     arguments.output.write_text(json.dumps(trace))
 
 

@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.errors import LaunchError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
-from areal.observe.log import configure_logging, get_logger
-from areal.system.process import ProcessContext
+from areal.observe.log import get_logger
+from areal.trainer.launched import join_run
 from areal.trainer.progress import TrainingLength
 
 Row = dict[str, Any]
@@ -32,12 +31,7 @@ class PPOTrainer:
         train_dataset: Sequence[Row],
         valid_dataset: Sequence[Row] | None = None,
     ) -> None:
-        context = ProcessContext.from_env()
-        if context is None:
-            raise LaunchError(
-                "this script is started by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
-            )
-        configure_logging(process_name=context.name)
+        context = join_run()
         self._config = config
         self._context = context
         self._train_rows = train_dataset

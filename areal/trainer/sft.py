@@ -12,22 +12,20 @@ import torch
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import SFTConfig
 from areal.api.engine import TrainEngine
-from areal.api.errors import LaunchError
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import rows_to_train_batch
 from areal.data.sft import EncodedRow
 from areal.data.split import balanced_parts
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
-from areal.observe.log import configure_logging
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
 from areal.rollout.prompts import PromptStream
 from areal.system.discovery import registry_of
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.launched import join_run
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
@@ -54,12 +52,7 @@ class SFTTrainer:
         train_dataset: Sequence[EncodedRow],
         valid_dataset: Sequence[EncodedRow] | None = None,
     ) -> None:
-        context = ProcessContext.from_env()
-        if context is None:
-            raise LaunchError(
-                "this script is started by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
-            )
-        configure_logging(process_name=context.name)
+        context = join_run()
         self._config = config
         self._context = context
         self._train_rows = train_dataset
