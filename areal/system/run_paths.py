@@ -76,6 +76,32 @@ class RunPaths:
     def trace(self) -> Path:
         return self.root / "trace"
 
+    @property
+    def alive(self) -> Path:
+        """Signs of life, one file for each process of the launcher."""
+        return self.root / "alive"
+
+    @property
+    def stacks(self) -> Path:
+        """What the threads and tasks of each process were doing when somebody asked."""
+        return self.root / "stacks"
+
+    @property
+    def requests(self) -> Path:
+        """What other commands ask of the running launcher, and its answers."""
+        return self.root / "requests"
+
+    @property
+    def replays(self) -> Path:
+        """Results of training again from the recorded batches, one folder each."""
+        return self.root / "replays"
+
+    def alive_of(self, process_name: str) -> Path:
+        return self.alive / f"{process_name}.json"
+
+    def stacks_of(self, process_name: str) -> Path:
+        return self.stacks / f"{process_name}.txt"
+
     def log_of(self, process_name: str) -> Path:
         """Standard output and error of one process."""
         return self.logs / f"{process_name}.log"

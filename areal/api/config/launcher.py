@@ -53,3 +53,7 @@ class LauncherConfig:
     """Seconds between the polite and the hard end of a process."""
     status_interval_s: float = number(1.0, above=0)
     """Seconds between two refreshes of the status line."""
+    hang_s: float = number(120.0, above=0)
+    """Seconds without a sign of life after which a process counts as hung, is killed and started again."""
+    stall_s: float = number(300.0, above=0)
+    """Seconds without any progress of the run after which the launcher says who waits for what, and dumps all stacks."""
