@@ -100,7 +100,7 @@ class SimulatedFleet:
         self._paused_s += self._publish_s
         self.version = update.version
 
-    def live_replicas(self) -> list[str]:
+    def live_replicas(self, version: int) -> list[str]:
         return []
 
     def status(self) -> dict[str, Any]:

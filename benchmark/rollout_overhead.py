@@ -49,7 +49,7 @@ class NoFleet:
     async def update_weights(self, update: WeightUpdate) -> None:
         self.version = update.version
 
-    def live_replicas(self) -> list[str]:
+    def live_replicas(self, version: int) -> list[str]:
         return []
 
     def status(self) -> dict[str, Any]:

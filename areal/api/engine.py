@@ -71,8 +71,9 @@ class InferenceFleet(InferenceEngine, Protocol):
         """Bring every live replica to `update.version`; returns when each serves it. WeightSyncError otherwise."""
         ...
 
-    def live_replicas(self) -> list[str]:
-        """Ids of the replicas that a collective update can reach now, for `WeightUpdate.replicas`."""
+    def live_replicas(self, version: int) -> list[str]:
+        """Ids of the replicas that an update to `version` must reach, for `WeightUpdate.replicas`: alive, and not
+        serving that version already."""
         ...
 
     def status(self) -> dict[str, Any]:

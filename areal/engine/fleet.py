@@ -66,9 +66,10 @@ class Fleet:
         """Stop watching and drop all connections; running requests fail."""
         await self._replicas.close()
 
-    def live_replicas(self) -> list[str]:
-        """Ids of the replicas that a collective update can reach now, whatever weights they hold."""
-        return [slot.incarnation for slot in self._replicas.slots if slot.state in ("serving", "stale", "suspect")]
+    def live_replicas(self, version: int) -> list[str]:
+        """Ids of the replicas that an update to `version` must reach: alive, and not serving that version already."""
+        lacking = ("stale", "suspect") if version == self.version else ("serving", "stale", "suspect")
+        return [slot.incarnation for slot in self._replicas.slots if slot.state in lacking]
 
     # Generation
 

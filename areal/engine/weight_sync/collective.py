@@ -106,7 +106,7 @@ class _Sender:
         """One attempt; any failure leaves no group and no request behind."""
         publication: _Publication | None = None
         try:
-            replicas = self._wait_for_replicas()
+            replicas = self._wait_for_replicas(version)
             if self._group is None or replicas != self._replicas:
                 self.close()
                 # A name never used before: no replica can mistake it for a group it is in already.
@@ -149,17 +149,17 @@ class _Sender:
             self._joining.join(JOIN_TIMEOUT_S)  # a thread left in torch at exit would abort the process
             self._joining = None
 
-    def _wait_for_replicas(self) -> list[str]:
+    def _wait_for_replicas(self, version: int) -> list[str]:
         """After a failure the fleet looks at its replicas anew, one by one: wait until their list stands still."""
         deadline = time.monotonic() + self._timeout_s
-        replicas = self._control.live_replicas()
+        replicas = self._control.live_replicas(version)
         still_s = SETTLE_S if self._has_failed else 0.0
         unchanged_since = time.monotonic()
         while not replicas or time.monotonic() - unchanged_since < still_s:
             if time.monotonic() >= deadline:
                 raise WeightSyncError(f"no replica was there to take in weights for {self._timeout_s:g} s")
             time.sleep(_POLL_S)
-            before, replicas = replicas, self._control.live_replicas()
+            before, replicas = replicas, self._control.live_replicas(version)
             if replicas != before:
                 unchanged_since = time.monotonic()
         return replicas

@@ -18,8 +18,8 @@ class PublishControl(Protocol):
         """Block until the fleet serves the update. WeightSyncError when no replica could take it in."""
         ...
 
-    def live_replicas(self) -> list[str]:
-        """Ids of the replicas that a collective update can reach now (`Fleet.live_replicas`)."""
+    def live_replicas(self, version: int) -> list[str]:
+        """Ids of the replicas that an update to `version` must reach (`Fleet.live_replicas`)."""
         ...
 
 

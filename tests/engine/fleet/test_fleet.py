@@ -117,7 +117,7 @@ async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication
     first = await kit.server(0)
     fleet = await kit.fleet(1)
     assert not fleet.status()["needs_publication"]
-    await fleet.update_weights(collective(1, fleet.live_replicas(), "g1"))
+    await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
     assert first.version == 1
     await first.die()
     await kit.server(0)
@@ -126,7 +126,7 @@ async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     assert "holds version 0 while 1 is current" in fleet.status()["waiting_for"]
     assert fleet.status()["needs_publication"]  # the trainer may be waiting for what this request belongs to
-    await fleet.update_weights(collective(2, fleet.live_replicas(), "g2"))
+    await fleet.update_weights(collective(2, fleet.live_replicas(2), "g2"))
     assert not fleet.status()["needs_publication"]
     assert (await waiting).output_versions == [2] * 100
 
@@ -147,7 +147,7 @@ def collective(version: int, replicas: list[str], group_name: str) -> WeightUpda
 async def test_a_group_is_joined_once_and_ranks_follow_the_order(kit: FleetKit) -> None:
     servers = [await kit.server(i) for i in range(2)]
     fleet = await kit.fleet(2)
-    replicas = fleet.live_replicas()[::-1]
+    replicas = fleet.live_replicas(1)[::-1]
     await fleet.update_weights(collective(1, replicas, "g1"))
     await fleet.update_weights(collective(2, replicas, "g1"))
     await fleet.update_weights(collective(3, replicas, "g2"))
@@ -168,7 +168,7 @@ async def test_a_group_with_a_replica_that_is_gone_is_refused(kit: FleetKit) -> 
     first = await kit.server(0)
     await kit.server(1)
     fleet = await kit.fleet(2)
-    replicas = fleet.live_replicas()
+    replicas = fleet.live_replicas(1)
     await first.die()
     await serving(fleet, "server-1")
     with pytest.raises(WeightSyncError, match="server-0"):
@@ -182,10 +182,10 @@ async def test_a_mixture_of_weights_never_serves(kit: FleetKit) -> None:
     fleet = await kit.fleet(1)
     server.fail_update = 500
     with pytest.raises(WeightSyncError, match="cannot load these weights"):
-        await fleet.update_weights(collective(1, fleet.live_replicas(), "g"))
+        await fleet.update_weights(collective(1, fleet.live_replicas(1), "g"))
     await until(lambda: "mixture" in fleet.status()["waiting_for"])
     server.fail_update = None
-    await fleet.update_weights(collective(1, fleet.live_replicas(), "h"))
+    await fleet.update_weights(collective(1, fleet.live_replicas(1), "h"))
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
 
 

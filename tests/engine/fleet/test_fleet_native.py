@@ -143,8 +143,8 @@ class FleetControl:
         future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
         future.result(timeout=30)
 
-    def live_replicas(self) -> list[str]:
-        return self._fleet.live_replicas()
+    def live_replicas(self, version: int) -> list[str]:
+        return self._fleet.live_replicas(version)
 
 
 def a_request(name: str, num_tokens: int, **changes: Any) -> GenerationRequest:

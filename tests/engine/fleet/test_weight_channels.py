@@ -75,7 +75,7 @@ class Replicas:
         self.die_at: int | None = None
         """The last replica leaves before it takes in this bucket of the next update."""
 
-    def live_replicas(self) -> list[str]:
+    def live_replicas(self, version: int) -> list[str]:
         return list(self.live)
 
     def publish(self, update: WeightUpdate) -> None:
@@ -128,7 +128,7 @@ class DiskReplica:
         self.model = model
         self.paths: list[str] = []
 
-    def live_replicas(self) -> list[str]:
+    def live_replicas(self, version: int) -> list[str]:
         return ["r0"]
 
     def publish(self, update: WeightUpdate) -> None:
