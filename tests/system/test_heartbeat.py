@@ -1,0 +1,121 @@
+import asyncio
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from areal.system import heartbeat as module
+from areal.system.heartbeat import Beat, Heartbeat, beating_loop, beating_thread, read_beat
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+
+
+def wait_for_beats(path, more_than: int, limit_s: float = 20.0) -> Beat:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        beat = read_beat(path)
+        if beat is not None and beat.beats > more_than:
+            return beat
+        time.sleep(0.002)
+    raise AssertionError(f"no beat beyond {more_than} in {limit_s} s")
+
+
+def test_a_beat_tells_who_does_what_since_when(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    path = tmp_path / "alive" / "trainer-0.json"
+    assert read_beat(path) is None
+    heartbeat = Heartbeat(path)
+    heartbeat.beat()
+    assert read_beat(path) == Beat(pid=os.getpid(), beats=1, doing="starts", for_s=0.0, step=None)
+    heartbeat.doing("rollout", 4)
+    now[0] = 107.0
+    heartbeat.doing("rollout", 4)
+    heartbeat.beat()
+    assert read_beat(path) == Beat(pid=os.getpid(), beats=2, doing="rollout", for_s=7.0, step=4)
+    heartbeat.doing("rollout", 5)
+    heartbeat.beat()
+    assert read_beat(path).for_s == 0.0
+    assert set(json.loads(path.read_bytes())) == {"pid", "beats", "doing", "for_s", "step"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["trainer-0.json"]
+
+
+def test_what_is_no_beat_is_none(tmp_path):
+    path = tmp_path / "a.json"
+    for text in ("", "{", "[1]", '{"pid": 1}', '{"pid": 1, "beats": 1, "doing": "", "for_s": 0, "step": 1, "more": 2}'):
+        path.write_text(text)
+        assert read_beat(path) is None
+
+
+def test_saying_what_it_does_writes_nothing(tmp_path):
+    path = tmp_path / "a.json"
+    heartbeat = Heartbeat(path)
+    for step in range(1000):
+        heartbeat.doing("update", step)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_harms_nothing(tmp_path, caplog):
+    folder = tmp_path / "alive"
+    heartbeat = Heartbeat(folder / "server-0.json")
+    heartbeat.beat()
+    (folder / "server-0.json").unlink()
+    folder.rmdir()
+    with beating_thread(heartbeat):
+        deadline = time.monotonic() + 20.0
+        while heartbeat._beats < 5 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert sum("no sign of life" in record.message for record in caplog.records) == 1
+        folder.mkdir()  # there is room again
+        assert wait_for_beats(folder / "server-0.json", 4).beats >= 5
+
+
+def test_a_thread_beats_while_the_main_thread_is_in_a_long_tensor_operation(tmp_path):
+    import torch
+
+    torch.set_num_threads(1)
+    path = tmp_path / "trainer-0.json"
+    with beating_thread(Heartbeat(path)) as heartbeat:
+        before = wait_for_beats(path, 0).beats
+        heartbeat.doing("update", 3)
+        big = torch.rand(1500, 1500)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.3:
+            big @ big
+        assert wait_for_beats(path, before + 2).doing == "update"
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
+    last = read_beat(path)
+    time.sleep(0.05)
+    assert read_beat(path) == last, "it stops with its block"
+
+
+async def test_a_loop_beats_with_what_it_tells_and_falls_silent_when_blocked(tmp_path):
+    path = tmp_path / "controller.json"
+    sentence = ["batch 3"]
+    async with beating_loop(Heartbeat(path), lambda: sentence[0]):
+        assert (await asyncio.to_thread(wait_for_beats, path, 2)).doing == "batch 3"
+        sentence[0] = "the trainer"
+        now = read_beat(path).beats
+        assert (await asyncio.to_thread(wait_for_beats, path, now + 2)).doing == "the trainer"
+        time.sleep(0.1)  # a write that was under way has ended
+        silent = read_beat(path)
+        time.sleep(0.2)
+        assert read_beat(path) == silent
+        await asyncio.to_thread(wait_for_beats, path, silent.beats)
+    assert "heartbeat" not in [task.get_name() for task in asyncio.all_tasks()]
+
+
+async def test_a_sentence_that_cannot_be_made_does_not_end_the_beats(tmp_path):
+    path = tmp_path / "controller.json"
+
+    def tell():
+        raise KeyError("step")
+
+    async with beating_loop(Heartbeat(path), tell):
+        beat = await asyncio.to_thread(wait_for_beats, path, 3)
+    assert beat.doing == "cannot tell what it does (KeyError: 'step')"
