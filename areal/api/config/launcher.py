@@ -56,4 +56,4 @@ class LauncherConfig:
     hang_s: float = number(120.0, above=0)
     """Seconds without a sign of life after which a process counts as hung, is killed and started again."""
     stall_s: float = number(300.0, above=0)
-    """Seconds without any progress of the run after which the launcher says who waits for what, and dumps all stacks."""
+    """Seconds without progress of the run after which the launcher says who waits for what and dumps all stacks."""
