@@ -1,10 +1,22 @@
 import json
 import os
+import zlib
 
 import pytest
 
-from areal.api.errors import InputError
-from areal.system.durable import COMPLETE, is_complete, publish_folder, require_complete, write_atomic
+from areal.system import durable
+from areal.system.durable import (
+    COMPLETE,
+    damage_of,
+    is_complete,
+    is_intact,
+    publish_folder,
+    remove_folder,
+    seal_folder,
+    settle_leftovers,
+    write_atomic,
+    writing_folder,
+)
 
 
 def test_write_atomic_replaces_whole_and_leaves_no_temporary(tmp_path):
@@ -36,26 +48,65 @@ def _filled(folder, text):
     return folder
 
 
-def test_published_folder_is_complete_until_a_file_changes_or_goes(tmp_path):
+def test_published_folder_is_complete_until_a_size_changes_or_a_file_goes(tmp_path):
     final = tmp_path / "v1"
     temporary = _filled(tmp_path / "tmp", b"abc")
     assert not is_complete(temporary)
     publish_folder(temporary, final)
     assert is_complete(final)
     assert not temporary.exists()
-    assert json.loads((final / COMPLETE).read_text()) == {"files": {"model.bin": 3, "sub/x": 1}}
+    sums = {"model.bin": zlib.crc32(b"abc"), "sub/x": zlib.crc32(b"1")}
+    assert json.loads((final / COMPLETE).read_text()) == {"files": {"model.bin": 3, "sub/x": 1}, "crc32": sums}
     (final / "model.bin").write_bytes(b"ab")
     assert not is_complete(final)
-    (final / "model.bin").write_bytes(b"abd")
+    assert damage_of(final) == "model.bin has 2 bytes instead of 3"
+    (final / "model.bin").write_bytes(b"abc")
     (final / "sub" / "x").unlink()
-    with pytest.raises(InputError, match="not a complete folder"):
-        require_complete(final)
+    assert not is_complete(final)
+    assert "No such file" in damage_of(final)
+
+
+def test_a_flipped_bit_is_found_by_whoever_reads_that_part(tmp_path):
+    final = tmp_path / "v1"
+    content = os.urandom(3 * 2**20 + 5)
+    publish_folder(_filled(tmp_path / "tmp", content), final)
+    assert is_intact(final)
+    flipped = bytearray(content)
+    flipped[2 * 2**20 + 7] ^= 16
+    (final / "model.bin").write_bytes(flipped)
+    assert is_complete(final)  # the cheap test reads nothing
+    assert not is_intact(final)
+    assert damage_of(final, part=0, parts=2) == "model.bin is not what was written (its checksum differs)"
+    assert damage_of(final, part=1, parts=2) == ""
+
+
+def test_a_marker_from_before_there_were_checksums_still_counts(tmp_path):
+    final = _filled(tmp_path / "v1", b"abc")
+    (final / COMPLETE).write_text(json.dumps({"files": {"model.bin": 3, "sub/x": 1}}))
+    assert is_complete(final)
+    assert is_intact(final)
+
+
+def test_what_was_summed_up_while_it_was_written_is_not_read_again(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(durable, "checksum_of", lambda path: read.append(path.name) or 7)
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    publish_folder(_filled(tmp_path / "tmp", b"abc"), outer / "inner")
+    (outer / "state.json").write_bytes(b"{}")
+    (outer / "large").write_bytes(b"large")
+    assert read == ["model.bin", "x"]
+    seal_folder(outer, {outer / "large": 5})
+    assert read == ["model.bin", "x", COMPLETE, "state.json"]
+    sums = json.loads((outer / COMPLETE).read_text())["crc32"]
+    assert sums == {"inner/COMPLETE": 7, "inner/model.bin": 7, "inner/sub/x": 7, "large": 5, "state.json": 7}
 
 
 @pytest.mark.parametrize("marker", [b"", b"{", b"[]", b"{}", b'{"files": 3}'])
 def test_damaged_marker_is_not_complete(tmp_path, marker):
     (tmp_path / COMPLETE).write_bytes(marker)
     assert not is_complete(tmp_path)
+    assert "marker cannot be read" in damage_of(tmp_path)
 
 
 def test_publishing_again_replaces_the_folder(tmp_path):
@@ -64,3 +115,27 @@ def test_publishing_again_replaces_the_folder(tmp_path):
     publish_folder(_filled(tmp_path / "t2", b"newer"), final)
     assert (final / "model.bin").read_bytes() == b"newer"
     assert os.listdir(tmp_path) == ["v1"]
+
+
+def test_what_a_killed_writer_left_is_settled(tmp_path, monkeypatch):
+    publish_folder(_filled(tmp_path / "t1", b"old"), tmp_path / "v1")
+    publish_folder(_filled(tmp_path / "t1", b"other"), tmp_path / "v2")
+    replace = os.replace
+
+    def killed_between(source, target):
+        if str(target).endswith("v1"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed_between)
+    with pytest.raises(KeyboardInterrupt):
+        publish_folder(_filled(writing_folder(tmp_path / "v1"), b"new"), tmp_path / "v1")
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(durable, "_delete", lambda folder: None)
+    remove_folder(tmp_path / "v2")
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == [".v1.old", ".v1.writing", ".v2.removed"]
+    (tmp_path / ".mine").mkdir()
+    settle_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".mine", "v1"]
+    assert (tmp_path / "v1" / "model.bin").read_bytes() == b"old"
