@@ -1,11 +1,12 @@
 """Owns the controller's HTTP interface, for trainers and for whoever watches the run.
 
-    GET  /health       GET /status       GET /replicas   {"live": [ids for a collective update]}
+    GET  /health       GET /status
+    GET  /replicas?version=N                        200 {"live": [ids that an update to version N must reach]}
     POST /attach       {rank, world_size, dp_size, step, version}
     POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not yet, ask again | 410 never
                                                     409 the servers lost the weights: publish them again first
     POST /publish      a WeightUpdate               200 every replica serves it | 204 not yet, send it again
-    POST /consumed     {step, version}
+    POST /consumed     {step, version, weights_checksum}
     POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again
     POST /committed    {step, path}
     POST /finish       {}
@@ -70,7 +71,10 @@ class _Handlers:
         return _json(self._controller.status())
 
     async def replicas(self, request: web.Request) -> web.Response:
-        return _json({"live": self._controller.live_replicas()})
+        version = request.query.get("version", "")
+        if not version.isdecimal():
+            raise RequestError(f"version is {version!r}, expected a number: GET /replicas?version=N")
+        return _json({"live": self._controller.live_replicas(int(version))})
 
     async def attach(self, request: web.Request) -> web.Response:
         body = await _fields(request, rank=int, world_size=int, dp_size=int, step=int, version=int)
@@ -90,7 +94,7 @@ class _Handlers:
         return _json({"version": update.version}) if done else web.Response(status=204)
 
     async def consumed(self, request: web.Request) -> web.Response:
-        await self._controller.consumed(**await _fields(request, step=int, version=int))
+        await self._controller.consumed(**await _fields(request, step=int, version=int, weights_checksum=str))
         return _json({})
 
     async def evaluate(self, request: web.Request) -> web.Response:

@@ -80,13 +80,14 @@ class RolloutClient:
         except ControllerError as error:
             raise WeightSyncError(str(error)) from error
 
-    def live_replicas(self) -> list[str]:
-        """Ids of the replicas that a collective update can reach now."""
-        return orjson.loads(self._call("/replicas", None, "for its live replicas"))["live"]
+    def live_replicas(self, version: int) -> list[str]:
+        """Ids of the replicas that an update to `version` must reach."""
+        return orjson.loads(self._call(f"/replicas?version={version}", None, "for its live replicas"))["live"]
 
-    def consumed(self, step: int, version: int) -> None:
-        """Batch `step` was trained on and `version` published."""
-        self._call("/consumed", {"step": step, "version": version}, f"to report step {step} as consumed")
+    def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
+        """Batch `step` was trained on and `version` published. `weights_checksum` (hex): of the actor after it."""
+        body = {"step": step, "version": version, "weights_checksum": weights_checksum}
+        self._call("/consumed", body, f"to report step {step} as consumed")
 
     def evaluate(self, step: int, mode: str) -> dict[str, float]:
         """Mean reward and more over the held-out rows under the current weights. Blocks until all are scored."""

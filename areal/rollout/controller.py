@@ -222,16 +222,17 @@ class Controller:
     async def _publish(self, update: WeightUpdate) -> None:
         await self._fleet.update_weights(update)
         self._ledger.published(version=update.version, kind=update.kind, path=update.path)
+        await self._ledger.durable()  # the trainer goes on from the answer: a successor of this process must know
         self._executor.drop_stale()
         self._open()
 
-    def live_replicas(self) -> list[str]:
-        """Ids of the replicas that a collective update can reach now."""
-        return self._fleet.live_replicas()
+    def live_replicas(self, version: int) -> list[str]:
+        """Ids of the replicas that an update to `version` must reach."""
+        return self._fleet.live_replicas(version)
 
-    async def consumed(self, step: int, version: int) -> None:
+    async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
         """The trainer has trained on batch `step` and published `version`."""
-        self._ledger.consumed(step=step, version=version)
+        self._ledger.consumed(step=step, version=version, weights=weights_checksum)
         await self._ledger.durable()
         self._executor.admit()
         self._batches.poke()

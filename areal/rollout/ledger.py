@@ -163,12 +163,15 @@ class Ledger:
         )
         return self.state.batches[step]
 
-    def consumed(self, *, step: int, version: int) -> None:
-        """The trainer has trained on batch `step` and published `version`. A repeated call changes nothing."""
+    def consumed(self, *, step: int, version: int, weights: str = "") -> None:
+        """The trainer has trained on batch `step` and published `version`. A repeated call changes nothing.
+
+        `weights`: checksum of the actor's weights after the step, in hex; empty = unknown.
+        """
         if self.state.trained_steps == step + 1 and step in self.state.consumed_steps:
             return
         kind = "trained_again" if step in self.state.consumed_steps else "consumed"
-        self._record({"event": kind, "step": step, "version": version, "at": self._clock()})
+        self._record({"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()})
 
     def committed(self, *, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""

@@ -81,6 +81,8 @@ class LedgerState:
     """Train steps covered by the newest recovery checkpoint."""
     version: int = 0
     """Policy version of the trainer: the newest one published, or the one it attached with since."""
+    highest_version: int = 0
+    """The newest version ever published. Above `version` while a trainer that went back catches up."""
     last_publication: Event | None = None
     trained_steps: int | None = None
     """Train steps the trainer has done, as it said when it attached and after each step; None = no trainer yet."""
@@ -203,6 +205,7 @@ class LedgerState:
 
     def _published(self, event: Event) -> None:
         self.version = event["version"]
+        self.highest_version = max(self.highest_version, self.version)
         self.last_publication = event
 
     def _admitted(self, event: Event) -> None:

@@ -49,7 +49,7 @@ class FakeFleet:
         self.updates.append(update)
         self.version = update.version
 
-    def live_replicas(self) -> list[str]:
+    def live_replicas(self, version: int) -> list[str]:
         return ["server-0"]
 
     def status(self) -> dict[str, Any]:

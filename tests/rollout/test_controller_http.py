@@ -62,7 +62,7 @@ async def test_a_whole_run_through_the_client(kit, tmp_path):
         client.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         result = client.evaluate(0, "greedy")
         assert (result["reward"], result["num"], result["failed"]) == (3.0, 2.0, 0.0)
-        assert client.live_replicas() == ["server-0"]
+        assert client.live_replicas(1) == ["server-0"]
         for step in range(3):
             share = client.next_batch(step)
             assert (share.step, share.version) == (step, step)
@@ -70,7 +70,7 @@ async def test_a_whole_run_through_the_client(kit, tmp_path):
             assert share.token_ids.dtype == share.output_versions.dtype == np.int32
             assert share.stats["reward"] == pytest.approx(float(share.rewards.mean()))
             client.publish(update(step + 1))
-            client.consumed(step, step + 1)
+            client.consumed(step, step + 1, f"{step:08x}")
         client.committed(3, "/recover/step-000003")
         with pytest.raises(RequestError, match=r"step 3 is past the end of the run: it has 3 steps"):
             client.next_batch(3)
