@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal.api.errors import LedgerError
-from areal.rollout.ledger_files import cut_torn_tail, read_contents, read_payload
+from areal.rollout.ledger_files import read_payload, recover_folder
 from areal.rollout.ledger_log import EventLog, GroupCommitLog, GroupWriter
 from areal.rollout.ledger_state import BatchRecord, Event, LedgerState
 from areal.rollout.payload import EncodedEpisode, check_payload
@@ -43,18 +43,10 @@ class Ledger:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Go on with the ledger in `folder`, or begin one: read all events, cut a torn tail, write to new files."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            contents = read_contents(folder)
-            if contents.torn is not None:
-                cut_torn_tail(contents.torn)
-        except OSError as error:
-            raise LedgerError(f"cannot open the ledger in {folder}: {error.strerror or error}") from error
-        number = contents.next_number
-        log = GroupCommitLog(GroupWriter(folder, number), first_segment=number)
-        return cls(
-            log, state=LedgerState.replay(contents.events), read_payload=lambda where: read_payload(folder, where)
-        )
+        found = recover_folder(folder)
+        writer = GroupWriter(folder, found.next_number, after=found.end)
+        log = GroupCommitLog(writer, first_segment=found.next_number)
+        return cls(log, state=found.state, read_payload=lambda where: read_payload(folder, where))
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:
         """Begin writing, on the running loop; `on_failure` hears of a write error at once."""

@@ -1,12 +1,14 @@
-"""Owns the bytes of a ledger folder: the format of event files, reading them back, cutting torn tails.
+"""Owns the bytes of a ledger folder: the format of event files, reading them back, making a folder ready to go on.
 
     RUN/ledger/events-000001.jsonl    one JSON object per line, in groups
     RUN/ledger/payload-000001.bin     payload records (see payload.py), found by [segment, offset, size]
 
-A group is written at once and is on disk before the next one is written. Its first line says how many bytes follow
-and their checksum: {"event": "group", "number": 7, "at": seconds, "bytes": 321, "crc": CRC-32 of line and bytes}. So a
-group counts whole or not at all. A damaged last group was never relied on and is cut; a damaged group before an
-intact one means that durable data was harmed, which is an error. Every start of a controller opens new files.
+A group is written at once and is on disk before the next one is written. Its first line says how many bytes follow,
+the checksum of the group before it and its own: {"event": "group", "number": 7, "after": CRC-32 of group 6, "at":
+seconds, "bytes": 321, "crc": CRC-32 of line and bytes}. So a group counts whole or not at all, and a file that is
+missing, of another run, or of a second writer does not fit. A damaged last group was never relied on and is cut; a
+damaged group before an intact one means that durable data was harmed, which is an error. Every start of a controller
+opens new files. Payload bytes that no event points at are of a group that was not written whole; nothing reads them.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import orjson
 
 from areal.api.errors import LedgerError
-from areal.rollout.ledger_state import Event
+from areal.rollout.ledger_state import Event, LedgerState
 from areal.system.durable import fsync_dir
 
 _GROUP_START = b'{"event":"group","number":'
@@ -39,11 +41,24 @@ def payload_path(folder: Path, number: int) -> Path:
     return folder / f"payload-{number:06d}.bin"
 
 
-def encode_group(number: int, at: float, events: Sequence[Event]) -> bytes:
-    """The bytes of one group."""
+class GroupEnd(NamedTuple):
+    """What the next group must follow."""
+
+    number: int
+    """Groups so far, over all files."""
+    crc: int
+    """Checksum of the last one; 0 before the first."""
+
+
+NO_GROUP = GroupEnd(0, 0)
+
+
+def encode_group(after: GroupEnd, at: float, events: Sequence[Event]) -> tuple[bytes, GroupEnd]:
+    """The bytes of the group that follows `after`, and what follows it."""
     body = b"".join([orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE) for event in events])
-    head = _GROUP_START + b'%d,"at":%.3f,"bytes":%d' % (number, at, len(body))
-    return head + _CRC_KEY + b"%d}\n" % zlib.crc32(body, zlib.crc32(head)) + body
+    head = _GROUP_START + b'%d,"after":%d,"at":%.3f,"bytes":%d' % (after.number + 1, after.crc, at, len(body))
+    crc = zlib.crc32(body, zlib.crc32(head))
+    return head + _CRC_KEY + b"%d}\n" % crc + body, GroupEnd(after.number + 1, crc)
 
 
 def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
@@ -71,37 +86,141 @@ class TornTail:
     size: int
 
 
+class LedgerReader:
+    """One pass over the event files of a folder, in order. Changes nothing, and may run while a controller writes.
+
+    `torn`, `damage` and `end` are known once the pass is over. A missing folder is empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.numbers = _numbers(folder, _EVENTS)
+        """Numbers of the event files."""
+        self.next_number = max([0, *self.numbers, *_numbers(folder, _PAYLOAD)]) + 1
+        """Number for the files of the next writer, above all that exist."""
+        self.torn: TornTail | None = None
+        self.damage = ""
+        """Why the pass ended early: durable lines are harmed."""
+        self.end = NO_GROUP
+
+    def groups(self) -> Iterator[list[Event]]:
+        """The events of one group after the other, each with its mark first; ends at the first damage."""
+        for number in self.numbers:
+            path = events_path(self._folder, number)
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                self.damage = f"cannot read {path}: {error.strerror or error}"
+                return
+            if data and self.torn is not None:
+                self.damage = f"{self.torn.path} is damaged at byte {self.torn.offset}, although {path.name} follows it"
+                self.torn = None
+                return
+            yield from self._groups_of(path, data)
+            if self.damage:
+                return
+
+    def _groups_of(self, path: Path, data: bytes) -> Iterator[list[Event]]:
+        offset = 0
+        while offset < len(data):
+            group = _decode_group(data, offset)
+            if group is None:
+                if _has_group(data, offset + 1):
+                    self.damage = f"{path} is damaged at byte {offset}: a later group is intact, so this was on disk"
+                else:
+                    self.torn = TornTail(path=path, offset=offset, size=len(data) - offset)
+                return
+            mark = group[0][0]
+            if (mark["number"], mark.get("after")) != (self.end.number + 1, self.end.crc):
+                self.damage = (
+                    f"{path}: the group at byte {offset} does not follow group {self.end.number}: "
+                    "events are missing, or two controllers wrote at once"
+                )
+                return
+            self.end = GroupEnd(mark["number"], mark["crc"])
+            yield group[0]
+            offset = group[1]
+
+    def events(self) -> Iterator[Event]:
+        """All events. LedgerError when durable lines are damaged."""
+        for group in self.groups():
+            yield from group
+        if self.damage:
+            raise LedgerError(self.damage)
+
+
+def _has_group(data: bytes, offset: int) -> bool:
+    """Whether a whole group begins anywhere from `offset` on."""
+    found = data.find(_GROUP_START, offset)
+    while found >= 0:
+        if _decode_group(data, found) is not None:
+            return True
+        found = data.find(_GROUP_START, found + 1)
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerContents:
     """Everything the events files say, in order."""
 
     events: list[Event]
     torn: TornTail | None
-    next_number: int
-    """Number for the files of the next writer, above all that exist."""
 
 
 def read_contents(folder: Path) -> LedgerContents:
     """Read all events; changes nothing. LedgerError when durable lines are damaged. A missing folder is empty."""
-    numbers = _numbers(folder, _EVENTS)
-    events: list[Event] = []
-    torn: TornTail | None = None
-    for number in numbers:
-        path = events_path(folder, number)
-        if torn is not None and path.stat().st_size > 0:
-            raise LedgerError(f"{torn.path} is damaged at byte {torn.offset}, although {path.name} follows it")
-        found, torn_here = _read_file(path)
-        events.extend(found)
-        torn = torn_here or torn
-    highest = max([0, *numbers, *_numbers(folder, _PAYLOAD)])
-    return LedgerContents(events=events, torn=torn, next_number=highest + 1)
+    reader = LedgerReader(folder)
+    events = list(reader.events())
+    return LedgerContents(events=events, torn=reader.torn)
 
 
-def cut_torn_tail(torn: TornTail) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredLedger:
+    """Where the next writer of a folder goes on."""
+
+    state: LedgerState
+    end: GroupEnd
+    next_number: int
+
+
+def recover_folder(folder: Path) -> RecoveredLedger:
+    """Make the ledger in `folder` ready to be written, beginning one where there is none.
+
+    Reads all events, cuts a torn tail and makes sure of what was read: a controller killed between writing and
+    fsyncing leaves lines that can be read but would not survive a power cut. Any part of this may be done twice.
+    """
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            fsync_dir(folder.parent)
+        reader = LedgerReader(folder)
+        state = LedgerState.replay(reader.events())
+        if reader.torn is not None:
+            _cut(reader.torn)
+        if reader.numbers:
+            last = reader.numbers[-1]
+            _fsync_file(events_path(folder, last))
+            for number in _numbers(folder, _PAYLOAD):
+                if number >= last:
+                    _fsync_file(payload_path(folder, number))
+    except OSError as error:
+        raise LedgerError(f"cannot open the ledger in {folder}: {error.strerror or error}") from error
+    return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number)
+
+
+def _cut(torn: TornTail) -> None:
     """Remove a torn tail for good."""
     with open(torn.path, "r+b") as file:
         file.truncate(torn.offset)
         os.fsync(file.fileno())
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
@@ -110,39 +229,16 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name)))
 
 
-def _read_file(path: Path) -> tuple[list[Event], TornTail | None]:
-    data = path.read_bytes()
-    events: list[Event] = []
-    offset = num_groups = 0
-    while offset < len(data):
-        group = _decode_group(data, offset)
-        if group is None:
-            _require_last(path, data, offset)
-            return events, TornTail(path=path, offset=offset, size=len(data) - offset)
-        num_groups += 1
-        if group[0][0]["number"] != num_groups:
-            raise LedgerError(f"{path} lacks group {num_groups} of events before byte {offset}")
-        events.extend(group[0])
-        offset = group[1]
-    return events, None
-
-
-def _require_last(path: Path, data: bytes, offset: int) -> None:
-    later = data.find(_GROUP_START, offset + 1)
-    while later >= 0:
-        if _decode_group(data, later) is not None:
-            raise LedgerError(
-                f"{path} is damaged at byte {offset}: a later group of events is intact, so this one was on disk"
-            )
-        later = data.find(_GROUP_START, later + 1)
-
-
 class AppendFile(Protocol):
-    """A file that only grows."""
+    """A file that only grows, but for a group that could not be made durable."""
 
     def write(self, data: bytes) -> None: ...
     def sync(self) -> None:
         """Return when everything written is on disk."""
+        ...
+
+    def cut(self, size: int) -> None:
+        """Take back all but the first `size` bytes."""
         ...
 
     def close(self) -> None: ...
@@ -163,20 +259,49 @@ class OsAppendFile:
     def sync(self) -> None:
         os.fsync(self._descriptor)
 
+    def cut(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
     def close(self) -> None:
         os.close(self._descriptor)
 
 
+class PayloadReader:
+    """Reads payload records, unchecked. Keeps the newest segment open: records are mostly asked for in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: tuple[int, int] | None = None  # segment and descriptor
+
+    def read(self, where: tuple[int, int, int]) -> bytes:
+        """The bytes of one record. LedgerError when the segment is not there or ends before it."""
+        segment, offset, size = where
+        path = payload_path(self._folder, segment)
+        try:
+            if self._open is None or self._open[0] != segment:
+                self.close()
+                self._open = (segment, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            data = os.pread(self._open[1], size, offset)
+        except (OSError, ValueError, OverflowError) as error:  # the latter: a place that no file has
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise LedgerError(f"cannot read {path}: {cause}") from error
+        if len(data) != size:
+            raise LedgerError(f"{path} ends before byte {offset + size}: a durable payload is missing")
+        return data
+
+    def close(self) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def read_payload(folder: Path, where: tuple[int, int, int]) -> bytes:
     """The bytes of one payload record, unchecked. LedgerError when the segment ends before it."""
-    segment, offset, size = where
-    path = payload_path(folder, segment)
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-    except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(data) != size:
-        raise LedgerError(f"{path} ends before byte {offset + size}: a durable payload is missing")
-    return data
+    with PayloadReader(folder) as reader:
+        return reader.read(where)

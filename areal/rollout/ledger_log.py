@@ -7,6 +7,7 @@ Loop `_run`: waits for a wish to be durable, a full buffer or the linger time; u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import LedgerError
-from areal.rollout.ledger_files import AppendFile, OsAppendFile, encode_group, events_path, payload_path
+from areal.rollout.ledger_files import (
+    NO_GROUP,
+    AppendFile,
+    GroupEnd,
+    OsAppendFile,
+    encode_group,
+    events_path,
+    payload_path,
+)
 from areal.rollout.ledger_state import Event
 
 LINGER_S = 0.05
@@ -50,33 +59,50 @@ class _Group:
 
 
 class GroupWriter:
-    """The files of one writer. Used by one thread at a time."""
+    """The files of one writer. Used by one thread at a time, and not again after an error."""
 
-    def __init__(self, folder: Path, number: int, open_file: Callable[[Path], AppendFile] = OsAppendFile) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        *,
+        after: GroupEnd = NO_GROUP,
+        open_file: Callable[[Path], AppendFile] = OsAppendFile,
+    ) -> None:
         self.folder = folder
         self._number = number
+        self._end = after
         self._open_file = open_file
         self._events: AppendFile | None = None
+        self._durable_bytes = 0
         self._segment: tuple[int, AppendFile] | None = None
-        self._num_groups = 0
 
     def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
-        """Make one group durable. OSError leaves a torn tail at most, which the next reader cuts."""
+        """Make one group durable. An error leaves at most a torn tail, which the next reader cuts."""
+        data, end = encode_group(self._end, time.time(), events)
         position = 0
         while position < len(payloads):
             segment = payloads[position][0]
-            end = position
-            while end < len(payloads) and payloads[end][0] == segment:
-                end += 1
+            stop = position
+            while stop < len(payloads) and payloads[stop][0] == segment:
+                stop += 1
             file = self._segment_file(segment)
-            file.write(b"".join(data for _, data in payloads[position:end]))
+            file.write(b"".join([payload for _, payload in payloads[position:stop]]))
             file.sync()
-            position = end
+            position = stop
         if self._events is None:
             self._events = self._open_file(events_path(self.folder, self._number))
-        self._num_groups += 1
-        self._events.write(encode_group(self._num_groups, time.time(), events))
-        self._events.sync()
+        try:
+            self._events.write(data)
+            self._events.sync()
+        except OSError:
+            # After a failed fsync the lines may be read back now and be gone after a power cut: the next writer must
+            # not build on them. Nobody was told that they are durable.
+            with contextlib.suppress(OSError):
+                self._events.cut(self._durable_bytes)
+            raise
+        self._durable_bytes += len(data)
+        self._end = end
 
     def _segment_file(self, segment: int) -> AppendFile:
         if self._segment is None or self._segment[0] != segment:
@@ -168,14 +194,14 @@ class GroupCommitLog:
             try:
                 if group.events:
                     await loop.run_in_executor(self._thread, self._writer.write, group.events, group.payloads)
-            except (OSError, TypeError) as error:  # TypeError: an event that JSON cannot hold
+            except Exception as error:  # noqa: BLE001 - whoever waits for the disk must hear of it, whatever it was
                 self._fail(error, waiters)
                 return
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _fail(self, error: OSError | TypeError, waiters: list[asyncio.Future[None]]) -> None:
+    def _fail(self, error: Exception, waiters: list[asyncio.Future[None]]) -> None:
         cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         failure = LedgerError(
             f"cannot write the ledger in {self._writer.folder}: {cause}; the run stops and nothing recorded is lost: "

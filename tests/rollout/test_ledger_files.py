@@ -277,6 +277,9 @@ class FullDiskFile:
     def sync(self):
         pass
 
+    def cut(self, size):
+        self._file.truncate(size)
+
     def close(self):
         self._file.close()
 
@@ -285,7 +288,7 @@ class FullDiskFile:
 async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, tmp_path, room):
     folder = tmp_path / "ledger"
     folder.mkdir()
-    log = GroupCommitLog(GroupWriter(folder, 1, FullDisk(room).open), first_segment=1)
+    log = GroupCommitLog(GroupWriter(folder, 1, open_file=FullDisk(room).open), first_segment=1)
     controller = kit.make_controller(Ledger(log, read_payload=lambda where: b""), total_steps=10)
     served = []
 
