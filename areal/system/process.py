@@ -20,11 +20,15 @@ from typing import Literal, NoReturn, Self
 
 import psutil
 
-from areal.api.errors import ArealError, LaunchError
+from areal.api.errors import ArealError, LaunchError, ServerUnavailable, WeightSyncError
 
 AREAL_PROCESS = "AREAL_PROCESS"
 ERROR_PREFIX = "areal: error: "
 """Starts the one line that a process prints when it ends with an error a user can mend."""
+MEND_EXIT = 2
+"""Exit code of an error that names what the user must mend: to start again would fail the same way."""
+TRANSIENT_EXIT = 75
+"""Exit code of a process that lost somebody it needs (EX_TEMPFAIL of sysexits.h): to start again may well help."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
@@ -40,7 +44,7 @@ class ProcessContext:
     """Trainer ranks."""
     num_servers: int
     run_id: int
-    """Attempt at this run, 0 first."""
+    """How often the trainer ranks were started before in this launch, 0 first."""
     run_dir: str
     num_threads: int
     """CPU threads this process may compute with."""
@@ -74,10 +78,11 @@ class ProcessContext:
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a process's main function and exit: 0, 2 with the message of an ArealError, 130 after Ctrl-C.
+    """Run a process's main function and exit: 0, 130 after Ctrl-C, else 2 with the message of an ArealError.
 
-    Under a launcher the message is one line, which the launcher quotes. A full disk is told in one line too. Anything
-    else is a fault of ours: it keeps its traceback and exits 1.
+    One that tells of another process that went away (ServerUnavailable, WeightSyncError) exits 75 instead of 2. Under
+    a launcher the message is one line, which the launcher quotes. A full disk is told in one line too. Anything else
+    is a fault of ours: it keeps its traceback and exits 1.
     """
     launched = AREAL_PROCESS in os.environ
     try:
@@ -88,7 +93,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
         sys.stdout.flush()
         message = " ".join(str(error).split()) if launched else str(error)
         print(ERROR_PREFIX + message, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
-        sys.exit(2)
+        sys.exit(TRANSIENT_EXIT if isinstance(error, ServerUnavailable | WeightSyncError) else MEND_EXIT)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -103,7 +108,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
         where = f" ({error.filename})" if error.filename else ""
         with contextlib.suppress(OSError):  # standard error may be a file on the same disk
             print(f"{ERROR_PREFIX}{error.strerror}{where}: make room", file=sys.stderr, flush=True)  # noqa: T201
-        sys.exit(2)
+        sys.exit(MEND_EXIT)
     sys.exit(0)
 
 

@@ -62,7 +62,7 @@ def test_bad_context_is_named(text):
 
 RUN_MAIN = """
 from areal.system.process import run_main
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, ServerUnavailable, WeightSyncError
 def main():
     {body}
 run_main(main)
@@ -74,6 +74,8 @@ run_main(main)
     [
         ("pass", 0, ""),
         ("raise ConfigError('first line\\n  second')", 2, "areal: error: first line second\n"),
+        ("raise ServerUnavailable('nobody there')", 75, "areal: error: nobody there\n"),
+        ("raise WeightSyncError('half of them')", 75, "areal: error: half of them\n"),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise ValueError('a bug')", 1, "ValueError: a bug\n"),
         ("raise SystemExit(7)", 7, ""),

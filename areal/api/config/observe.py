@@ -62,9 +62,9 @@ class RecoverConfig(Cadence):
     """Recovery checkpoints: everything a restarted run needs to go on."""
 
     mode: str = choice("disabled", "disabled", "auto", "fault", "resume")
-    """disabled = start anew; auto = recover if possible; fault = only after a failure; resume = must recover."""
+    """disabled = never; auto = whenever possible; fault = only trainers that died in this launch; resume = must."""
     retries: int = number(3, low=0)
-    """Restarts of the whole run after a failure (auto and fault)."""
+    """Restarts of one process, all trainer ranks counting as one, until the run gets a train step further."""
 
     def problems(self) -> Problems:
         if self.mode in ("auto", "fault") and not self.is_set:
