@@ -57,7 +57,7 @@ class Heartbeat:
         self._state = ("starts", None, time.monotonic())  # replaced as a whole: readers need no lock
         self._is_told = False
         with contextlib.suppress(OSError):  # told by the first beat
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
 
     def doing(self, what: str, step: int | None = None) -> None:
         """From now on this process does `what`; saying the same again keeps the time since when."""

@@ -1,0 +1,136 @@
+"""Owns stack dumps: on SIGUSR1 a process appends to a file what all its threads and asyncio tasks are doing.
+
+The threads are written by the signal handler itself, in C: also while the main thread is inside a long tensor operation
+or a collective, and when it holds the interpreter for ever. The tasks follow once the loop's thread runs Python again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import areal
+
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_PACKAGE = str(Path(areal.__file__).parent)
+_SHOWN_NAMES = 4
+
+
+def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
+    """From now on SIGUSR1 appends this process's stacks to `path`, or to standard error when that cannot be opened.
+
+    `with_tasks`: those of the event loop in the main thread too. Without it a system call that the signal interrupts
+    goes on in libraries that do not try again by themselves, too: a trainer rank is inside such ones most of the time.
+    """
+    descriptor = _open(path)
+    if with_tasks:
+        signal.signal(signal.SIGUSR1, _task_dumper(descriptor))
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=with_tasks)
+
+
+def request_stacks(path: Path, pid: int, why: str) -> None:
+    """Make a process that has registered write its stacks to `path`, below a line that tells when and why.
+
+    A process that has not registered would die of the signal.
+    """
+    try:
+        descriptor = _open_file(path)
+    except OSError:
+        descriptor = None  # the process has its own descriptor
+    if descriptor is not None:
+        _write(descriptor, f"\n=== {_now()} pid {pid}: {why}\n")
+        os.close(descriptor)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGUSR1)
+
+
+def _open_file(path: Path) -> int:
+    path.parent.mkdir(exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _open(path: Path) -> int:
+    try:
+        descriptor = _open_file(path)
+    except OSError:
+        return sys.stderr.fileno()
+    _write(descriptor, f"=== {_now()} pid {os.getpid()} starts: {' '.join(sys.argv)}\n")
+    return descriptor
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S%z")
+
+
+def _write(descriptor: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the process matters more than its stacks
+        os.write(descriptor, text.encode())
+
+
+def _task_dumper(descriptor: int) -> Callable[[int, FrameType | None], None]:
+    def dump(number: int, frame: FrameType | None) -> None:
+        try:
+            tasks = asyncio.all_tasks(asyncio.get_running_loop())
+            text = describe_tasks(tasks)
+        except RuntimeError:
+            text = "no event loop runs in the main thread\n"
+        except Exception as error:  # noqa: BLE001 - raised here it would end whatever the main thread is doing
+            text = f"tasks cannot be told: {type(error).__name__}: {error}\n"
+        _write(descriptor, f"=== {_now()} pid {os.getpid()}: asyncio\n{text}")
+
+    return dump
+
+
+def describe_tasks(tasks: set[asyncio.Task[Any]]) -> str:
+    """Where each task waits, one line for all that wait at one place: names, its deepest frame of ours, the deepest."""
+    names: dict[str, list[str]] = {}
+    for task in tasks:
+        names.setdefault(_place(task), []).append(task.get_name())
+    lines = [f"{len(tasks)} tasks\n"]
+    for place, here in sorted(names.items(), key=lambda entry: -len(entry[1])):
+        more = f" and {len(here) - _SHOWN_NAMES} more" if len(here) > _SHOWN_NAMES else ""
+        lines.append(f"  {', '.join(sorted(here)[:_SHOWN_NAMES])}{more}: {place}\n")
+    return "".join(lines)
+
+
+def _place(task: asyncio.Task[Any]) -> str:
+    frames = _frames(task.get_coro())
+    if not frames:
+        return "has ended" if task.done() else "has not begun, or is not written in Python"
+    own = [text for code, text in frames if _is_own(code)]
+    deepest = frames[-1][1]
+    if not own:
+        return deepest
+    return own[-1] if own[-1] == deepest else f"{own[-1]}, there in {deepest}"
+
+
+def _frames(awaited: Any) -> list[tuple[CodeType, str]]:
+    """From the task's outermost frame to the innermost one that can be seen: (code, place)."""
+    found: list[tuple[CodeType, str]] = []
+    while awaited is not None:
+        for prefix in ("cr", "gi", "ag"):  # coroutine, generator, asynchronous generator
+            frame = getattr(awaited, f"{prefix}_frame", None)
+            if frame is not None:
+                found.append((frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"))
+                awaited = getattr(awaited, "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await", None)
+                break
+        else:
+            break
+    return found
+
+
+def _is_own(code: CodeType) -> bool:
+    name = code.co_filename
+    return name.startswith(_PACKAGE) or not (
+        name.startswith(_LIBRARY) or "site-packages" in name or name.startswith("<frozen")
+    )
