@@ -20,6 +20,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+
 INTERVAL_S = 1.0
 _MAX_CHARACTERS = 400
 _log = logging.getLogger(__name__)
@@ -84,6 +87,12 @@ class Heartbeat:
                 _log.warning("no sign of life can be written to %s: %s", self._path, error.strerror or error)
 
 
+def launched_heartbeat() -> Heartbeat | None:
+    """That of this process as its launcher looks for it; None without a launcher."""
+    context = ProcessContext.from_env()
+    return None if context is None else Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
+
+
 @contextlib.contextmanager
 def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
     """Beat from a thread of its own while the block runs."""
@@ -104,8 +113,11 @@ def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
 
 
 @contextlib.asynccontextmanager
-async def beating_loop(heartbeat: Heartbeat, tell: Callable[[], str]) -> AsyncIterator[None]:
+async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str]) -> AsyncIterator[None]:
     """Beat from the running event loop while the block runs; `tell` says before each beat what the process does."""
+    if heartbeat is None:
+        yield
+        return
 
     async def run() -> None:
         while True:

@@ -21,6 +21,8 @@ from typing import Literal, NoReturn, Self
 import psutil
 
 from areal.api.errors import ArealError, LaunchError, ServerUnavailable, WeightSyncError
+from areal.system.run_paths import RunPaths
+from areal.system.stacks import register_stack_dumps
 
 AREAL_PROCESS = "AREAL_PROCESS"
 ERROR_PREFIX = "areal: error: "
@@ -88,6 +90,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     try:
         if launched:
             watch_parent()
+            _write_stacks_when_asked()
         main()
     except ArealError as error:
         sys.stdout.flush()
@@ -110,6 +113,13 @@ def run_main(main: Callable[[], None]) -> NoReturn:
             print(f"{ERROR_PREFIX}{error.strerror}{where}: make room", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(MEND_EXIT)
     sys.exit(0)
+
+
+def _write_stacks_when_asked() -> None:
+    context = ProcessContext.from_env()
+    if context is not None:
+        path = RunPaths(Path(context.run_dir)).stacks_of(context.name)
+        register_stack_dumps(path, with_tasks=context.role != "trainer")
 
 
 def watch_parent() -> None:
