@@ -43,7 +43,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
-        """False: Hugging Face export. True: recovery state (shards, optimiser, schedule, RNG)."""
+        """False: Hugging Face export. True: recovery state (shards, optimiser, schedule)."""
         ...
 
     def load(self, path: Path, *, with_optimizer: bool) -> None: ...
@@ -81,6 +81,18 @@ class InferenceFleet(InferenceEngine, Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """What a weight channel needs of a train engine, on every rank."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `TrainEngine.named_weights`: every rank goes through to the end."""
+        ...
+
+    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """As `TrainEngine.all_reduce`."""
+        ...
 
 
 class WeightChannel(Protocol):

@@ -50,6 +50,11 @@ class RunPaths:
         return self.root / "names"
 
     @property
+    def initial_weights(self) -> Path:
+        """Checksums of the models that the run began with."""
+        return self.root / "initial_weights.json"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger"
 

@@ -7,24 +7,27 @@ version (unblocked by the controller). The trainer is the only finite clock of a
 from __future__ import annotations
 
 import contextlib
+import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from functools import partial
+from typing import Protocol
 
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, StepInfo
-from areal.api.engine import TrainEngine, WeightChannel
+from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
-from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
-from areal.rollout.client import RolloutClient, WeightsNeeded
-from areal.system.discovery import NameRegistry, registry_of
+from areal.rollout.client import RolloutClient
+from areal.system.discovery import registry_of
+from areal.system.durable import write_atomic
+from areal.system.heartbeat import beating_thread, heartbeat_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.actor import PPOActor, batch_metrics
@@ -36,7 +39,7 @@ from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.reference import Reference
 from areal.trainer.saver import Saver
-from areal.trainer.weights import build_weight_channel
+from areal.trainer.weights import WeightPublisher, build_weight_publisher, checksum_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +51,42 @@ class PPORoles:
     critic: Critic | None
     trained: dict[str, TrainEngine]
     """Engines that learn, by role, the actor first."""
-    frozen: list[TrainEngine]
+    frozen: dict[str, TrainEngine]
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        return self.trained | self.frozen
+
+
+class BatchSource(Protocol):
+    """Where batches come from, and who hears that they were trained on."""
+
+    def next_batch(self, step: int) -> BatchShare:
+        """This rank's share of batch `step`; blocks until it is there."""
+        ...
+
+    def consumed(self, step: int, version: int, weights_checksum: str) -> None:
+        """Batch `step` was trained on and `version` published; called on rank 0."""
+        ...
 
 
 class PPOLoop:
-    """One rank's training."""
+    """One rank's training: on what it is given, wherever that comes from."""
 
     def __init__(
         self,
         *,
         roles: PPORoles,
-        client: RolloutClient,
-        weights: WeightChannel,
-        after_step: AfterStep,
+        batches: BatchSource,
+        weights: WeightPublisher,
+        after_step: Callable[[StepInfo, Metrics, dict[str, float]], bool],
         progress: Progress,
         clock: PhaseClock,
         is_rank0: bool,
     ) -> None:
+        """`after_step` gets the metrics of a step and the seconds of its phases; True ends the training."""
         self._roles = roles
-        self._client = client
+        self._batches = batches
         self._weights = weights
         self._after_step = after_step
         self._progress = progress
@@ -78,8 +98,10 @@ class PPOLoop:
         actor, reference, critic = self._roles.actor, self._roles.reference, self._roles.critic
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
+            self._clock.begin_step(info.step)
             with phase("rollout"):
-                share = self._next_share(info.step)
+                next_batch = partial(self._batches.next_batch, info.step)
+                share = self._weights.ask(next_batch, version=info.step)
                 batch = to_train_batch(share)
             with phase("prox_logprobs"):
                 batch = actor.with_prox_logprobs(batch)
@@ -92,32 +114,14 @@ class PPOLoop:
             with phase("update"):
                 metrics = actor.update(batch) | (critic.update(batch) if critic else {})
             with phase("publish_weights"):
-                self._weights.publish(info.step + 1)
+                checksum = self._weights.publish(info.step + 1)
             if self._is_rank0:
-                self._client.consumed(info.step, info.step + 1)
+                self._batches.consumed(info.step, info.step + 1, checksum)
             metrics = merge_metrics(metrics, batch_metrics(batch), _share_metrics(share, began_s))
-            if self._finish_step(info, metrics):
+            with phase("after_step"):
+                ends = self._after_step(info, metrics, self._clock.end_step())
+            if ends:
                 self._progress.stop()
-
-    def _next_share(self, step: int) -> BatchShare:
-        """Batch `step`; servers that died and came back without this policy get it once more, from all ranks together.
-
-        The version before batch `step` is `step`: the number of publications.
-        """
-        share: BatchShare | None = None
-        while True:
-            try:
-                share = share or self._client.next_batch(step)
-            except WeightsNeeded as reason:
-                get_logger("trainer").warning("%s: publishing it again", reason)
-            has_share = torch.tensor([float(share is not None)], dtype=torch.float64)
-            if self._roles.trained["actor"].all_reduce(has_share, "min").item() and share is not None:
-                return share
-            self._weights.publish(step)
-
-    def _finish_step(self, info: StepInfo, metrics: Metrics) -> bool:
-        with phase("after_step"):
-            return self._after_step(info, metrics, self._clock.end_step())
 
 
 def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
@@ -134,11 +138,11 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
     optimizer_steps = length.total_steps * config.actor.ppo_n_minibatches
     actor = build_train_engine(config.actor, role="actor", total_steps=optimizer_steps, mesh=mesh, seed=config.seed)
     trained: dict[str, TrainEngine] = {"actor": actor}
-    frozen: list[TrainEngine] = []
+    frozen: dict[str, TrainEngine] = {}
     reference = critic = None
     if config.ref is not None and config.actor.kl_ctl > 0:
-        frozen.append(build_train_engine(config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed))
-        reference = Reference(frozen[0])
+        frozen["ref"] = build_train_engine(config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
+        reference = Reference(frozen["ref"])
     if config.critic is not None:
         steps = length.total_steps * config.critic.ppo_n_minibatches
         trained["critic"] = build_train_engine(
@@ -155,17 +159,21 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     prepare_process(context, config.seed)
     registry = registry_of(config)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
-    clock = PhaseClock(tracer)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.close if tracer else lambda: None)
+        heartbeat = stack.enter_context(beating_thread(heartbeat_of(context)))
+        clock = PhaseClock(tracer, heartbeat)
         stack.enter_context(clock.active())
+        heartbeat.doing("meets the other ranks")
         mesh = TrainerMesh.open(context, registry)
         stack.callback(mesh.close)
+        heartbeat.doing("loads the models")
         roles = build_roles(config, mesh, length)
-        for engine in [*roles.trained.values(), *roles.frozen]:
+        for engine in roles.engines.values():
             stack.callback(engine.close)
         client = RolloutClient.from_registry(registry, config.rollout)
-        loop = _connect(config, context, length, roles, client, registry, clock, stack, has_valid=has_valid)
+        heartbeat.doing("joins the run")
+        loop = _connect(config, context, length, roles, client, clock, stack, has_valid=has_valid)
         loop.run()
         if context.index == 0:
             client.finish()
@@ -177,23 +185,21 @@ def _connect(
     length: TrainingLength,
     roles: PPORoles,
     client: RolloutClient,
-    registry: NameRegistry,
     clock: PhaseClock,
     stack: contextlib.ExitStack,
     *,
     has_valid: bool,
 ) -> PPOLoop:
-    """Recover or start anew, meet the controller, publish what it does not yet hold."""
+    """Recover or start anew, and meet the controller."""
     is_rank0, paths = context.index == 0, RunPaths.of(config)
-    lead = roles.trained["actor"]
     recover = RecoverStore(paths.recover, config.recover, num_ranks=context.world_size, is_rank0=is_rank0)
     source = recover.start_from(after_failure=context.recover)
     point = recover.load(source, roles.trained) if source else None
     start_step = point.step if point else 0
 
-    weights = build_weight_channel(config, lead, client, paths, is_rank0=is_rank0)
+    weights = build_weight_publisher(config, roles.trained["actor"], client, paths, is_rank0=is_rank0)
     stack.callback(weights.close)
-    evaluator = Evaluator(config.evaluator, client)
+    evaluator = Evaluator(config.evaluator, client, weights)
     after_step = AfterStep(
         config,
         roles.trained,
@@ -208,26 +214,36 @@ def _connect(
         is_rank0=is_rank0,
     )
     stack.callback(after_step.close)
-    if point is not None:
+    if point is None:
+        _record_initial_weights(paths, roles, is_rank0=is_rank0)
+    else:
         after_step.continue_from(point)
-    if point is not None or config.actor.init_from_scratch:
-        weights.publish(start_step)  # before attaching: no episode starts on weights the servers happened to load
-    client.attach(
-        rank=context.index,
-        world_size=context.world_size,
-        dp_size=lead.dp_size,
-        step=start_step,
-        version=start_step,
-    )
-    announce_ready(registry, context)
+    if point is not None or context.run_id > 0 or config.actor.init_from_scratch:
+        # Before attaching: no episode starts on what the servers happened to load, or hold of a later version.
+        weights.publish(start_step)
+    _attach(client, context, start_step, dp_size=roles.trained["actor"].dp_size)
+    announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first(0)
+    progress = Progress(length, start_step=start_step)
     return PPOLoop(
         roles=roles,
-        client=client,
+        batches=client,
         weights=weights,
         after_step=after_step,
-        progress=Progress(length, start_step=start_step),
+        progress=progress,
         clock=clock,
         is_rank0=is_rank0,
     )
+
+
+def _attach(client: RolloutClient, context: ProcessContext, step: int, *, dp_size: int) -> None:
+    """The policy version at a step is the step: the number of publications."""
+    client.attach(rank=context.index, world_size=context.world_size, dp_size=dp_size, step=step, version=step)
+
+
+def _record_initial_weights(paths: RunPaths, roles: PPORoles, *, is_rank0: bool) -> None:
+    """What a replay must begin with; a collective."""
+    found = {role: checksum_of(engine, is_rank0=is_rank0) for role, engine in roles.engines.items()}
+    if is_rank0:
+        write_atomic(paths.initial_weights, json.dumps(found).encode())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from areal.api.data import WeightSpec, WeightUpdate
-from areal.api.engine import TrainEngine
+from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
 from areal.engine.weight_sync.control import PublishControl, agree
 from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store, spec_bytes
@@ -41,7 +41,7 @@ class CollectiveChannel:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: WeightSource,
         control: PublishControl,
         *,
         bucket_bytes: int,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import TrainEngine
+from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
 
 
@@ -23,7 +23,7 @@ class PublishControl(Protocol):
         ...
 
 
-def agree(engine: TrainEngine, error: BaseException | None, version: int, *, may_retry: bool = False) -> bool:
+def agree(engine: WeightSource, error: BaseException | None, version: int, *, may_retry: bool = False) -> bool:
     """Settle one attempt on all ranks: True = done, False = try again. A collective, and so a barrier too.
 
     Otherwise raises on every rank: rank 0's own error there, a WeightSyncError on the others.

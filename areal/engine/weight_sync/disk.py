@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import TrainEngine
+from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
 from areal.engine.weight_files import MAX_FILE_BYTES, write_weights
 from areal.engine.weight_sync.control import PublishControl, agree
@@ -33,7 +33,7 @@ class DiskChannel:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: WeightSource,
         control: PublishControl,
         paths: RunPaths,
         *,
