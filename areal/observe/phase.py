@@ -1,4 +1,7 @@
-"""Owns the timing of named phases: `with phase("update"):` wherever work happens, a clock where it is collected."""
+"""Owns the timing of named phases: `with phase("update"):` wherever work happens, a clock where it is collected.
+
+The clock also tells the process's heartbeat which phase it is in, so that one that does not end can be named.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from areal.observe.trace import ChromeTracer
+from areal.system.heartbeat import Heartbeat
 
 _ACTIVE: ContextVar[PhaseClock | None] = ContextVar("areal_phase_clock", default=None)
 
@@ -16,8 +20,11 @@ _ACTIVE: ContextVar[PhaseClock | None] = ContextVar("areal_phase_clock", default
 class PhaseClock:
     """Collects the seconds of every phase that runs while it is active, and passes spans to its tracer."""
 
-    def __init__(self, tracer: ChromeTracer | None = None) -> None:
+    def __init__(self, tracer: ChromeTracer | None = None, heartbeat: Heartbeat | None = None) -> None:
         self._tracer = tracer
+        self._heartbeat = heartbeat
+        self._step: int | None = None
+        self._inside: list[str] = []
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -30,12 +37,28 @@ class PhaseClock:
         finally:
             _ACTIVE.reset(token)
 
-    def record(self, name: str, start_ns: int, end_ns: int) -> None:
-        """Count one phase between two readings of time.perf_counter_ns."""
+    def begin_step(self, step: int) -> None:
+        """The phases from here on belong to train step `step`."""
+        self._step = step
+
+    def enter(self, name: str) -> None:
+        """A phase begins, perhaps inside another."""
         with self._lock:
+            self._inside.append(name)
+            self._tell(name)
+
+    def leave(self, name: str, start_ns: int, end_ns: int) -> None:
+        """The phase is over: count it, between two readings of time.perf_counter_ns."""
+        with self._lock:
+            self._inside.remove(name)
+            self._tell(self._inside[-1] if self._inside else f"after {name}")
             self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
         if self._tracer is not None:
             self._tracer.add_span(name, start_ns, end_ns)
+
+    def _tell(self, what: str) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.doing(what, self._step)
 
     def end_step(self) -> dict[str, float]:
         """A train step ended: seconds per phase since the last call; a phase inside another counts in both."""
@@ -53,8 +76,9 @@ def phase(name: str) -> Iterator[None]:
     if clock is None:
         yield
         return
+    clock.enter(name)
     start_ns = time.perf_counter_ns()
     try:
         yield
     finally:
-        clock.record(name, start_ns, time.perf_counter_ns())
+        clock.leave(name, start_ns, time.perf_counter_ns())

@@ -18,6 +18,7 @@ from areal.rollout.app import make_app
 from areal.rollout.client import CONTROLLER
 from areal.rollout.controller import Controller
 from areal.system.discovery import NameRegistry
+from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import http_address
 
 _log = get_logger(__name__)
@@ -56,7 +57,9 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve_made(
     make_controller: Callable[[], Controller], bound: socket.socket, registry: NameRegistry, token: str | None
 ) -> None:
-    await serve(make_controller(), bound, registry, token=token)
+    controller = make_controller()
+    async with beating_loop(launched_heartbeat(), controller.waiting_for):
+        await serve(controller, bound, registry, token=token)
 
 
 async def serve(

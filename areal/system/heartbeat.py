@@ -87,10 +87,15 @@ class Heartbeat:
                 _log.warning("no sign of life can be written to %s: %s", self._path, error.strerror or error)
 
 
+def heartbeat_of(context: ProcessContext) -> Heartbeat:
+    """The heartbeat of a launched process, where its launcher looks for it."""
+    return Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
+
+
 def launched_heartbeat() -> Heartbeat | None:
-    """That of this process as its launcher looks for it; None without a launcher."""
+    """That of this process; None without a launcher."""
     context = ProcessContext.from_env()
-    return None if context is None else Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
+    return None if context is None else heartbeat_of(context)
 
 
 @contextlib.contextmanager

@@ -192,9 +192,9 @@ def _connect(
 ) -> PPOLoop:
     """Recover or start anew, and meet the controller."""
     is_rank0, paths = context.index == 0, RunPaths.of(config)
-    recover = RecoverStore(paths.recover, config.recover, num_ranks=context.world_size, is_rank0=is_rank0)
+    recover = RecoverStore(paths.recover, config.recover, roles.trained)
     source = recover.start_from(after_failure=context.recover)
-    point = recover.load(source, roles.trained) if source else None
+    point = recover.load(source) if source else None
     start_step = point.step if point else 0
 
     weights = build_weight_publisher(config, roles.trained["actor"], client, paths, is_rank0=is_rank0)
@@ -225,7 +225,7 @@ def _connect(
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first(0)
-    progress = Progress(length, start_step=start_step)
+    progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
     return PPOLoop(
         roles=roles,
         batches=client,

@@ -23,6 +23,7 @@ from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
 from areal.rollout.prompts import PromptStream
 from areal.system.discovery import registry_of
+from areal.system.heartbeat import beating_thread, heartbeat_of
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.launched import join_run
@@ -74,12 +75,15 @@ class SFTTrainer:
         prepare_process(context, config.seed)
         paths, registry = RunPaths.of(config), registry_of(config)
         tracer = open_tracer(config.perf_tracer, paths, context.name)
-        clock = PhaseClock(tracer)
         with contextlib.ExitStack() as stack:
             stack.callback(tracer.close if tracer else lambda: None)
+            heartbeat = stack.enter_context(beating_thread(heartbeat_of(context)))
+            clock = PhaseClock(tracer, heartbeat)
             stack.enter_context(clock.active())
+            heartbeat.doing("meets the other ranks")
             mesh = TrainerMesh.open(context, registry)
             stack.callback(mesh.close)
+            heartbeat.doing("loads the model")
             engine = build_train_engine(
                 config.model, role="actor", total_steps=self._length.total_steps, mesh=mesh, seed=config.seed
             )
@@ -91,9 +95,9 @@ class SFTTrainer:
 
         config, is_rank0 = self._config, self._context.index == 0
         engines = {"model": engine}
-        recover = RecoverStore(paths.recover, config.recover, num_ranks=self._context.world_size, is_rank0=is_rank0)
+        recover = RecoverStore(paths.recover, config.recover, engines)
         source = recover.start_from(after_failure=self._context.recover)
-        point = recover.load(source, engines) if source else None
+        point = recover.load(source) if source else None
         start_step = point.step if point else 0
         valid, batch_size = self._valid_rows, config.train_dataset.batch_size
         after_step = AfterStep(
@@ -118,6 +122,7 @@ class SFTTrainer:
         order = self._row_order()
         for info in progress.remaining_steps():
             began_s = time.monotonic()
+            clock.begin_step(info.step)
             with phase("data"):
                 batch = self._batch(engine, order, info.step)
             with phase("update"):

@@ -10,6 +10,7 @@ from areal.api.config import PerfTracerConfig
 from areal.observe.log import configure_logging, get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import ChromeTracer, join_traces, open_tracer
+from areal.system.heartbeat import Heartbeat, read_beat
 from areal.system.run_paths import RunPaths
 
 
@@ -110,3 +111,25 @@ def test_log_lines_carry_the_process_and_leave_others_alone(capsys):
     ours = logging.getLogger("areal")
     ours.handlers.clear()
     ours.propagate = True
+
+
+def test_the_heartbeat_tells_the_innermost_phase_and_its_step(tmp_path):
+    path = tmp_path / "trainer-0.json"
+    heartbeat = Heartbeat(path)
+
+    def told():
+        heartbeat.beat()
+        beat = read_beat(path)
+        return beat.doing, beat.step
+
+    clock = PhaseClock(heartbeat=heartbeat)
+    assert told() == ("starts", None)
+    with clock.active():
+        with phase("joins"):
+            assert told() == ("joins", None)
+        clock.begin_step(41)
+        with phase("rollout"):
+            with phase("publish_weights"):
+                assert told() == ("publish_weights", 41)
+            assert told() == ("rollout", 41)
+        assert told() == ("after rollout", 41)
