@@ -190,9 +190,8 @@ def recover_folder(folder: Path) -> RecoveredLedger:
     fsyncing leaves lines that can be read but would not survive a power cut. Any part of this may be done twice.
     """
     try:
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            fsync_dir(folder.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        fsync_dir(folder.parent)
         reader = LedgerReader(folder)
         state = LedgerState.replay(reader.events())
         if reader.torn is not None:
@@ -281,11 +280,11 @@ class PayloadReader:
             if self._open is None or self._open[0] != segment:
                 self.close()
                 self._open = (segment, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            data = os.pread(self._open[1], size, offset)
-        except (OSError, ValueError, OverflowError) as error:  # the latter: a place that no file has
-            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise LedgerError(f"cannot read {path}: {cause}") from error
-        if len(data) != size:
+            is_there = offset >= 0 and 0 <= size <= os.fstat(self._open[1]).st_size - offset
+            data = os.pread(self._open[1], size, offset) if is_there else b""
+        except OSError as error:
+            raise LedgerError(f"cannot read {path}: {error.strerror or error}") from error
+        if not is_there or len(data) != size:
             raise LedgerError(f"{path} ends before byte {offset + size}: a durable payload is missing")
         return data
 

@@ -96,7 +96,7 @@ async def test_a_damaged_payload_is_found_and_never_served(recorded):
     path.write_bytes(data)
     report = audit(folder)
     assert len(report.violations) == 1
-    assert "checksum" in report.violations[0]
+    assert "checksum" in report.violations[0].message
     ledger = Ledger.open(folder)
     batch = ledger.state.batches[0]
     first = min(batch.payloads)
@@ -358,7 +358,7 @@ async def test_audit_command(recorded):
     payload_path(folder, 1).unlink()
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "VIOLATION episode " in done.stdout
+    assert "VIOLATION [payload] " in done.stdout
     command[-1] = str(folder / "nothing")
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,0 +1,83 @@
+"""Owns looking into the payloads of accepted episodes: their columns, and whether they are what the events say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal.api.errors import LedgerError
+from areal.rollout.ledger_files import PayloadReader
+from areal.rollout.ledger_state import Event
+from areal.rollout.payload import check_payload, join_columns, payload_sizes
+
+_HEADER_BYTES = 24
+"""Magic, checksum, episode id and the two counts, as payload.py writes them."""
+
+
+class EpisodeColumns(NamedTuple):
+    """The trajectories of one episode, one after the other. n trajectories, T tokens."""
+
+    lengths: np.ndarray  # [n] int32
+    token_ids: np.ndarray  # [T] int32
+    output_versions: np.ndarray  # [T] int32, -1 where not generated
+    rewards: np.ndarray  # [n] float32
+    rollout_logprobs: np.ndarray  # [T] float32
+    loss_mask: np.ndarray  # [T] uint8
+    finished: np.ndarray  # [n] uint8
+
+
+def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
+    """The trajectories that an `accepted` event points at. LedgerError when they are missing, damaged or others."""
+    segment, offset, size = event["payload"]
+    payload = reader.read((segment, offset, size))
+    check_payload(event["id"], payload)
+    n, t = payload_sizes(payload)
+    if len(payload) != _HEADER_BYTES + 9 * n + 13 * t:
+        raise LedgerError(f"the payload of episode {event['id']} does not have the size that its counts make")
+    raw = join_columns([payload])
+    columns = EpisodeColumns(
+        lengths=np.frombuffer(raw["lengths"], dtype="<i4"),
+        token_ids=np.frombuffer(raw["token_ids"], dtype="<i4"),
+        output_versions=np.frombuffer(raw["output_versions"], dtype="<i4"),
+        rewards=np.frombuffer(raw["rewards"], dtype="<f4"),
+        rollout_logprobs=np.frombuffer(raw["rollout_logprobs"], dtype="<f4"),
+        loss_mask=np.frombuffer(raw["loss_mask"], dtype=np.uint8),
+        finished=np.frombuffer(raw["finished"], dtype=np.uint8),
+    )
+    if int(columns.lengths.sum()) != t:
+        raise LedgerError(f"the payload of episode {event['id']}: its trajectories do not have {t} tokens in all")
+    return columns
+
+
+def disagreements(event: Event, columns: EpisodeColumns) -> list[str]:
+    """What an `accepted` event says otherwise than the payload it points at."""
+    made = columns.output_versions[columns.output_versions != -1]
+    found: dict[str, Any] = {
+        "trajectories": len(columns.lengths),
+        "tokens": len(columns.token_ids),
+        "generated": int((columns.loss_mask == 1).sum()),
+        "min_version": int(made.min()) if len(made) else -1,
+        "max_version": int(made.max()) if len(made) else -1,
+    }
+    problems = [
+        f"{name} is {event[name]} in the event, {value} in the payload"
+        for name, value in found.items()
+        if event[name] != value
+    ]
+    reward = float(columns.rewards.mean(dtype=np.float64))
+    if not math.isclose(event["reward"], reward, rel_tol=1e-4, abs_tol=1e-4):  # the payload holds 32 bits
+        problems.append(f"reward is {event['reward']} in the event, {reward:.6g} in the payload")
+    return problems
+
+
+def num_going_back(columns: EpisodeColumns) -> int:
+    """Trajectories in which a generated token is of an older version than one before it."""
+    made = np.flatnonzero(columns.output_versions >= 0)
+    falls = np.flatnonzero(np.diff(columns.output_versions[made]) < 0) + 1
+    if len(falls) == 0:
+        return 0
+    trajectory_of = np.repeat(np.arange(len(columns.lengths)), columns.lengths)[made]
+    within = trajectory_of[falls] == trajectory_of[falls - 1]
+    return len(np.unique(trajectory_of[falls][within]))
