@@ -1,6 +1,8 @@
 """Owns the ledger of a run: every event goes through the state machine and then to the log, in this one place.
 
-python -m areal.rollout.ledger audit RUN    proves the conservation equation from the files; exit status 1 if not
+python -m areal.rollout.ledger audit RUN             proves the conservation equation from the files; else exit status 1
+python -m areal.rollout.ledger show RUN EPISODE      tells the life of an episode; --step K: how a batch was made
+python -m areal.rollout.ledger stats RUN             histograms of staleness, lengths, latency; reasons; rates
 """
 
 from __future__ import annotations
@@ -189,6 +191,6 @@ def _clean(reason: str) -> str:
 
 
 if __name__ == "__main__":
-    from areal.rollout.ledger_audit import main
+    from areal.rollout.ledger_cli import main
 
     sys.exit(main(sys.argv[1:]))
