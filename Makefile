@@ -1,10 +1,11 @@
 # Two commands matter: `make quickstart` and `make test`. Each sets itself up in .venv.
 PYTHON ?= python3
 SEED ?= 0
+KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-slow test-faults lint clean
 
 # torch first and pinned: whatever depends on it would pull a build with several GB of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
@@ -22,6 +23,10 @@ test: lint
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+# Kills the quickstart's processes again and again, then proves that nothing was lost: tests/faults/soak.py --help
+test-faults: .venv/.installed
+	$(BIN)/python tests/faults/soak.py --seed $(SEED) --kills $(KILLS) $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

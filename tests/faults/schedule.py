@@ -1,0 +1,113 @@
+"""Owns the schedule of a soak: which faults strike what, and at which moments. A pure function of the seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Action = Literal["kill", "stop", "stop_then_go", "stop_then_kill"]
+"""kill: SIGKILL. stop: SIGSTOP, for the launcher to find. stop_then_*: SIGSTOP, then SIGCONT or SIGKILL by us."""
+MomentKind = Literal["training", "publishing", "checkpointing", "evaluating", "catching_up", "restarting", "soon"]
+
+SERVERS = ("server-0", "server-1")
+TRAINERS = ("trainer-0", "trainer-1")
+EVERYTHING = ("launcher", "controller", *SERVERS, *TRAINERS)
+
+_LIMITS_S: dict[MomentKind, float] = {
+    "training": 60.0,
+    "publishing": 20.0,
+    "checkpointing": 30.0,
+    "evaluating": 30.0,
+    "catching_up": 40.0,
+    "restarting": 40.0,
+    "soon": 20.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When a fault strikes: a condition on what can be seen of the run, and a pause after it."""
+
+    kind: MomentKind
+    """training: `steps` more steps were trained. publishing, checkpointing, evaluating: that is going on.
+    catching_up: steps are trained again after a recovery. restarting: what the fault before killed has been started
+    again and is not ready yet. soon: straight after the fault before."""
+    steps: int = 0
+    delay_s: float = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """After this time the fault strikes anyway."""
+        return _LIMITS_S[self.kind]
+
+    def __str__(self) -> str:
+        more = f" +{self.steps} steps" if self.steps else ""
+        return f"{self.kind}{more}" + (f" +{self.delay_s:.2f} s" if self.delay_s else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One blow."""
+
+    moment: Moment
+    action: Action
+    targets: tuple[str, ...]
+    hold_s: float = 0.0
+    """How long a stopped launcher stays stopped."""
+    is_chained: bool = False
+    """Falls into the recovery from the fault before, on purpose."""
+
+    def __str__(self) -> str:
+        held = f" ({self.hold_s:.1f} s)" if self.hold_s else ""
+        return f"{self.action} {'+'.join(self.targets)}{held}"
+
+
+def make_schedule(seed: int, num_faults: int, *, hang_s: float) -> list[Fault]:
+    """`num_faults` blows. Every kind comes once before one comes again."""
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    while len(faults) < num_faults:
+        recipes = _recipes(rng, hang_s)
+        rng.shuffle(recipes)
+        for recipe in recipes:
+            faults += recipe
+    return faults[:num_faults]
+
+
+def _recipes(rng: random.Random, hang_s: float) -> list[list[Fault]]:
+    """Every kind of blow once; a list of several is a chain."""
+    server, trainer = rng.choice(SERVERS), rng.choice(TRAINERS)
+    singles = [
+        *(_blow(rng, "publishing", target) for target in (rng.choice(SERVERS), "controller", trainer, "launcher")),
+        *(_blow(rng, "checkpointing", target) for target in (rng.choice(TRAINERS), "launcher")),
+        *(_blow(rng, "evaluating", target) for target in ("controller", rng.choice([server, trainer]))),
+        *(_blow(rng, "training", target, action="stop") for target in (server, "controller", trainer)),
+        _blow(rng, "publishing", rng.choice(SERVERS), action="stop"),
+        _blow(rng, "training", *SERVERS),
+        _blow(rng, "training", "controller", rng.choice(TRAINERS)),
+        _blow(rng, "training", *EVERYTHING),
+        replace(_blow(rng, "training", "launcher", action="stop_then_go"), hold_s=hang_s * rng.uniform(1.2, 1.6)),
+        replace(_blow(rng, "training", "launcher", action="stop_then_kill"), hold_s=rng.uniform(0.5, 3.0)),
+    ]
+    again = rng.choice(TRAINERS)
+    chains = [
+        [_blow(rng, "training", trainer), _chained(rng, "catching_up", "controller")],
+        [_blow(rng, "training", again), _chained(rng, "catching_up", rng.choice(SERVERS))],
+        [_blow(rng, "training", "launcher"), _chained(rng, "catching_up", again)],
+        [_blow(rng, "training", server), _chained(rng, "restarting", server)],
+        [_blow(rng, "training", "controller"), _chained(rng, "restarting", "controller")],
+        [_blow(rng, "training", again), _chained(rng, "restarting", again), _chained(rng, "soon", "launcher")],
+    ]
+    return [[single] for single in singles] + chains
+
+
+def _blow(rng: random.Random, kind: MomentKind, *targets: str, action: Action = "kill") -> Fault:
+    # Both the step and the time within it are drawn, so that every phase of a step is hit in the long run.
+    steps, delay_s = (1 + rng.randrange(2), rng.uniform(0.0, 0.6)) if kind == "training" else (0, 0.0)
+    return Fault(moment=Moment(kind=kind, steps=steps, delay_s=delay_s), action=action, targets=targets)
+
+
+def _chained(rng: random.Random, kind: MomentKind, *targets: str) -> Fault:
+    delay_s = rng.uniform(0.0, 2.0) if kind in ("restarting", "soon") else 0.0
+    return Fault(moment=Moment(kind=kind, delay_s=delay_s), action="kill", targets=targets, is_chained=True)

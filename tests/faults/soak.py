@@ -1,0 +1,196 @@
+"""Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
+
+    make test-faults [SEED=0]    which is:  python tests/faults/soak.py --seed 0 [--kills 30] [--folder runs/faults]
+
+Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Two thirds of the faults strike a run
+with weights over the collective, which must solve the task; the rest a shorter one with weights over disk; further runs
+follow while faults are left. The same seed gives the same schedule; where exactly within a moment a blow falls is up to
+the machine. After each run: exit status, task, audit, a second count of the raw ledger, rows, metrics, checkpoint,
+processes left, replay. The folder stays when something is wrong, and says itself what. Exit status: 0 all is well, 1
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from driver import ROOT, Run, RunBroken
+from ledger_proof import raw_events, seconds_to_training
+from proofs import prove
+from schedule import Fault, make_schedule
+from striker import Blow, Striker, last_words
+
+HANG_S = 6.0
+LIMIT_S = 3600.0
+"""The whole soak may take so long; it is ended by force then."""
+SECOND_LEG_STEPS = 45
+QUICKSTART = "examples/quickstart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """One run and its share of the faults."""
+
+    name: str
+    weight_update_mode: str
+    is_to_solve: bool
+    """Goes on until the task is solved; otherwise ends after a few steps."""
+    faults: list[Fault]
+
+
+@dataclass(slots=True, kw_only=True)
+class LegResult:
+    """What one leg showed."""
+
+    leg: Leg
+    blows: list[Blow]
+    seconds: float
+    num_launches: int
+    facts: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="decides about the whole schedule")
+    parser.add_argument("--kills", type=int, default=30, help="how many faults, at least 2")
+    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="emptied before; kept on failure")
+    args = parser.parse_args()
+    folder = args.folder.absolute() / f"seed-{args.seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    schedule = make_schedule(args.seed, args.kills, hang_s=HANG_S)
+    say(f"seed {args.seed}, {len(schedule)} faults, folder {folder}")
+    for number, fault in enumerate(schedule, 1):
+        say(f"{number:3}. {fault.moment}: {fault}{' (chained)' if fault.is_chained else ''}")
+    began_s = time.monotonic()
+    prepare(folder)
+    results: list[LegResult] = []
+    rest, num_first = schedule, _end_of_chain(schedule, -(-2 * len(schedule) // 3))
+    while (rest or not results) and not any(result.problems for result in results):
+        is_first = not results
+        leg = Leg(
+            name=f"leg-{len(results)}",
+            weight_update_mode="disk" if len(results) % 2 else "xccl",
+            is_to_solve=is_first,
+            faults=rest[:num_first] if is_first else rest,
+        )
+        result, left = run_leg(leg, folder, time.monotonic() + LIMIT_S - (time.monotonic() - began_s))
+        results.append(result)
+        rest = left + (rest[num_first:] if is_first else [])
+    return report(args.seed, folder, results, time.monotonic() - began_s)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - a command's output
+
+
+def _end_of_chain(schedule: list[Fault], index: int) -> int:
+    while index < len(schedule) and schedule[index].is_chained:
+        index += 1
+    return index
+
+
+def prepare(folder: Path) -> None:
+    """The quickstart's data, model and supervised warm-up, as its own commands make them."""
+    say("preparing data and the warm-up checkpoint ...")
+    root = f"cluster.fileroot={folder}"
+    commands = [
+        [f"{QUICKSTART}/prepare.py", str(folder / "quickstart" / "data")],
+        ["-m", "areal.launcher.local", "--config", f"{QUICKSTART}/sft.yaml", root],
+    ]
+    for words in commands:
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+
+
+def leg_arguments(leg: Leg, folder: Path) -> list[str]:
+    words = [
+        "--config",
+        f"{QUICKSTART}/grpo.yaml",
+        f"cluster.fileroot={folder}",
+        f"trial_name={leg.name}",
+        "allocation_mode=native:d2+fsdp:d2",
+        f"actor.weight_update_mode={leg.weight_update_mode}",
+        "recover.mode=auto",
+        "recover.freq_steps=4",
+        "recover.retries=50",
+        f"launcher.hang_s={HANG_S:g}",
+        "launcher.stall_s=60",
+        "rollout.health_check_interval_s=0.5",
+        "rollout.weight_update_timeout_s=20",
+        "evaluator.freq_steps=5",
+    ]
+    return words if leg.is_to_solve else [*words, f"total_train_steps={SECOND_LEG_STEPS}", "evaluator.stop_at={}"]
+
+
+def run_leg(leg: Leg, folder: Path, deadline: float) -> tuple[LegResult, list[Fault]]:
+    """One run to its end under its faults, and all proofs. Returns also the faults that came too late."""
+    root = folder / "quickstart" / leg.name
+    run = Run(
+        arguments=leg_arguments(leg, folder),
+        folder=root,
+        log_path=root.with_name(f"{leg.name}-launcher.log"),
+        deadline=deadline,
+    )
+    say(f"\n{leg.name}: weights over {leg.weight_update_mode}, {len(leg.faults)} faults")
+    striker = Striker(run=run, hang_s=HANG_S, say=say)
+    result = LegResult(leg=leg, blows=striker.blows, seconds=0.0, num_launches=0)
+    began_s = time.monotonic()
+    rest: list[Fault] = []
+    try:
+        run.start()
+        rest = striker.run_to_the_end(leg.faults)
+    except RunBroken as error:
+        result.problems += [str(error), f"logs at that moment:\n{last_words(run)}"]
+    finally:
+        run.abandon()
+    result.seconds, result.num_launches = time.monotonic() - began_s, run.num_launches
+    if not result.problems:
+        result.facts, result.problems = prove(run, data=folder / "quickstart" / "data", is_to_solve=leg.is_to_solve)
+    for fact in result.facts:
+        say(f"    {fact}")
+    return result, rest
+
+
+def report(seed: int, folder: Path, results: list[LegResult], seconds: float) -> int:
+    """The table and the verdict."""
+    for result in results:
+        say(
+            f"\n{result.leg.name} ({result.leg.weight_update_mode}): {result.seconds:.0f} s, "
+            f"{len(result.blows)} faults, launched {result.num_launches} times"
+        )
+        say(f"{'':4}{'step':>5}  {'fault':34} {'moment':26} {'trains again':>12} {'new step':>9}")
+        events = raw_events(folder / "quickstart" / result.leg.name / "ledger")
+        times: list[float] = []
+        for number, blow in enumerate(result.blows, 1):
+            again, new = seconds_to_training(events, blow.at)
+            times += [new] if new is not None else []
+            shown = [f"{value:.1f} s" if value is not None else "-" for value in (again, new)]
+            targets = "everything" if len(blow.fault.targets) > 3 else str(blow.fault)
+            moment = f"{blow.fault.moment}{'' if blow.was_moment else ' (not seen)'}"
+            say(f"{number:3}.{blow.step:5}  {targets:34} {moment:26} {shown[0]:>12} {shown[1]:>9}")
+        if times:
+            say(f"seconds to the next new step: median {median(times):.1f}, longest {max(times):.1f}")
+    problems = [f"{result.leg.name}: {problem}" for result in results for problem in result.problems]
+    total = sum(len(result.blows) for result in results)
+    for problem in problems:
+        say(f"WRONG {problem}")
+    say(f"\n{total} faults in {seconds:.0f} s: {'NOT well' if problems else 'nothing lost, nothing trained twice'}")
+    if problems:
+        say(f"seed {seed}; the run is kept in {folder}; again: make test-faults SEED={seed}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

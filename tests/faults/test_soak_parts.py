@@ -1,0 +1,170 @@
+"""The soak itself: its schedule is a function of the seed, and its proofs see what is wrong with a ledger."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ledger_proof import (
+    check_episodes,
+    check_metrics,
+    check_rows,
+    check_steps,
+    check_versions,
+    check_weights,
+    first_prompt,
+    raw_events,
+    seconds_to_training,
+)
+from schedule import EVERYTHING, make_schedule
+
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.rollout.ledger import Ledger
+from areal.rollout.payload import encode_episode
+from areal.rollout.prompts import PromptStream
+
+
+def test_the_schedule_is_a_function_of_the_seed():
+    assert make_schedule(7, 30, hang_s=6.0) == make_schedule(7, 30, hang_s=6.0)
+    assert make_schedule(7, 30, hang_s=6.0) != make_schedule(8, 30, hang_s=6.0)
+    assert make_schedule(7, 10, hang_s=6.0) == make_schedule(7, 30, hang_s=6.0)[:10]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thirty_faults_hold_every_kind(seed):
+    faults = make_schedule(seed, 30, hang_s=6.0)
+    struck = {(fault.action, target) for fault in faults for target in fault.targets if len(fault.targets) < 3}
+    roles = {(action, target.partition("-")[0]) for action, target in struck}
+    assert {("kill", role) for role in ("server", "controller", "trainer", "launcher")} <= roles
+    assert {("stop", role) for role in ("server", "controller", "trainer")} <= roles
+    assert {("stop_then_go", "launcher"), ("stop_then_kill", "launcher")} <= roles
+    moments = {fault.moment.kind for fault in faults}
+    assert {"publishing", "checkpointing", "evaluating", "catching_up", "restarting", "training"} <= moments
+    assert any(fault.targets == EVERYTHING for fault in faults)
+    assert not faults[0].is_chained
+
+
+def whole_run() -> list[dict]:
+    """Two steps of two episodes, a controller's death between them, one rejected and one failed."""
+
+    def admitted(number, attempt=0, version=0):
+        return {"event": "admitted", "id": number, "attempt": attempt, "version": version}
+
+    def accepted(number, version):
+        return {"event": "accepted", "id": number, "min_version": version, "max_version": version}
+
+    return [
+        {"event": "started"},
+        {"event": "attached", "step": 0, "version": 0},
+        *(admitted(number) for number in range(5)),
+        accepted(0, 0),
+        accepted(2, 0),
+        {"event": "rejected", "id": 1, "reason": "filter"},
+        {"event": "batched", "step": 0, "version": 0, "ids": [0, 2]},
+        {"event": "published", "version": 1},
+        {"event": "consumed", "step": 0, "version": 1, "weights": "aa", "at": 10.0},
+        {"event": "started"},
+        admitted(3, attempt=1, version=1),
+        admitted(4, attempt=1, version=1),
+        accepted(3, 1),
+        {"event": "failed", "id": 4, "reason": "RewardError"},
+        admitted(5, version=1),
+        accepted(5, 1),
+        {"event": "batched", "step": 1, "version": 1, "ids": [3, 5]},
+        {"event": "attached", "step": 0, "version": 0},
+        {"event": "trained_again", "step": 0, "version": 1, "weights": "aa", "at": 20.0},
+        {"event": "published", "version": 2},
+        {"event": "consumed", "step": 1, "version": 2, "weights": "bb", "at": 30.0},
+        admitted(6, version=2),
+    ]
+
+
+def all_problems(events) -> list[str]:
+    return check_episodes(events).problems + check_steps(events) + check_weights(events)[1] + check_versions(events)
+
+
+def test_a_run_that_lost_nothing_has_no_problems():
+    events = whole_run()
+    assert all_problems(events) == []
+    counts = check_episodes(events)
+    assert (counts.admitted, counts.trained, counts.rejected, counts.failed, counts.running) == (7, 4, 1, 1, 1)
+    assert (counts.lost, counts.twice, counts.waiting, counts.batched) == (0, 0, 0, 0)
+    assert check_weights(events)[0] == 1
+    assert seconds_to_training(events, 12.0) == (8.0, 18.0)
+
+
+def changed(change) -> list[dict]:
+    events = copy.deepcopy(whole_run())
+    change(events)
+    return events
+
+
+def find(events, kind, **fields):
+    return next(e for e in events if e["event"] == kind and all(e[name] == value for name, value in fields.items()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: e.remove(find(e, "admitted", id=2)), "rows were skipped"),
+        (lambda e: e.remove(find(e, "rejected")), r"episodes \[1\] were admitted, have no fate"),
+        (lambda e: e.remove(find(e, "admitted", id=3, attempt=1)), None),  # accepted all the same: not lost
+        (lambda e: find(e, "admitted", id=3, attempt=1).update(attempt=2), "attempt 2 follows 0"),
+        (lambda e: e.insert(9, find(e, "accepted", id=0)), "more than one fate"),
+        (lambda e: find(e, "batched", step=1)["ids"].append(0), "episode 0 is in 2 batches"),
+        (lambda e: find(e, "batched", step=1)["ids"].append(4), r"in a batch, but it was \['failed'\]"),
+        (lambda e: e.remove(find(e, "consumed", step=0)), "consumed"),
+        (lambda e: e.append(find(e, "consumed", step=1)), "consumed"),
+        (lambda e: e.remove(find(e, "attached", step=0)) or e.remove(find(e, "attached", step=0)), "trained_again"),
+        (lambda e: find(e, "trained_again").update(weights="ab"), "gave weights ab, the first time aa"),
+        (lambda e: find(e, "accepted", id=2).update(max_version=2), "has tokens of version 2"),
+        (lambda e: find(e, "batched", step=1).update(version=0), "holds later tokens"),
+    ],
+)
+def test_what_is_wrong_is_seen(change, said):
+    problems = " ; ".join(all_problems(changed(change)))
+    if said is None:
+        assert problems == ""
+    else:
+        assert re.search(said, problems), problems
+
+
+async def test_prompts_are_read_from_real_payloads(tmp_path):
+    ledger = Ledger.open(tmp_path)
+    ledger.start(lambda error: None)
+    rows = PromptStream([{"prompt": str(n)} for n in range(4)], seed=1, batch_size=2)
+    ledger.started(rows, total_steps=2)
+    ledger.attached(step=0, version=0)
+    for number in range(2):
+        assert ledger.admit(version=0) == number
+        prompt = [10 + number, 11, 12]
+        trajectory = Trajectory(
+            token_ids=[*prompt, 5, 6],
+            loss_mask=[0, 0, 0, 1, 1],
+            rollout_logprobs=[0.0] * 5,
+            output_versions=[-1, -1, -1, 0, 0],
+            reward=1.0,
+            finished=True,
+        )
+        episode = encode_episode(number, TrajectoryGroup(trajectories=[trajectory, trajectory]))
+        ledger.accept(number, episode, stats={}, seconds=0.0, replicas=[], num_interruptions=0)
+    await ledger.close()
+    events = raw_events(tmp_path)
+    assert [first_prompt(tmp_path, e["payload"]) for e in events if e["event"] == "accepted"] == [
+        [10, 11, 12],
+        [11, 11, 12],
+    ]
+    assert check_rows(events, tmp_path, str, lambda k: str([10 + k, 11, 12])) == []
+    assert len(check_rows(events, tmp_path, str, lambda k: str([10, 11, 12]))) == 1
+
+
+def test_metrics_must_hold_every_step_once(tmp_path):
+    def problems(steps):
+        path = Path(tmp_path / "metrics.jsonl")
+        path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+        return check_metrics(path, 3)
+
+    assert problems([0, 1, 2, 3]) == []
+    assert "missing [2]" in problems([0, 1, 3])[0]
+    assert "more than once [2]" in problems([0, 1, 2, 2, 3])[0]
