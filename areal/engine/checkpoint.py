@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal.api.errors import InputError
 from areal.engine.mesh import TrainerMesh
-from areal.engine.weight_files import write_weights
-from areal.system.durable import publish_folder
+from areal.engine.weight_files import write_tensors, write_weights
+from areal.system.durable import publish_folder, writing_folder
 
 _COPIED = (
     "tokenizer*",
@@ -32,17 +32,17 @@ _COPIED = (
 )
 """What of the source checkpoint goes into an export besides weights and config.json."""
 _STATE = "state.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryState:
-    """One rank's state of one engine; every tensor is on the CPU."""
+    """One rank's state of one engine."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    rng: dict[str, Tensor]
     num_steps: int
+    """Optimiser steps so far: where the schedule stands."""
 
 
 def export_model(
@@ -68,26 +68,31 @@ def export_model(
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
 
-    def gather() -> None:
+    def gather() -> Mapping[str, int]:
         for _ in weights:
             pass
+        return {}
 
     _write_folder(final, mesh, write if mesh.rank == 0 else None, always=gather)
 
 
 def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh) -> None:
     """Write the state of all ranks, one file each; a collective."""
+    checksums = torch.zeros(mesh.world_size, dtype=torch.float64)
 
     def write(folder: Path) -> None:
         tensors = {f"weights/{name}": value for name, value in state.weights.items()}
         tensors |= {f"optimizer/{name}": value for name, value in state.optimizer.items()}
-        tensors |= {f"rng/{name}": value for name, value in state.rng.items()}
-        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, _rank_file(folder, mesh))
+        checksums[mesh.rank] = write_tensors(folder / _rank_file(mesh.rank, mesh), tensors)
         if mesh.rank == 0:
             facts = {"format": _FORMAT, "world_size": mesh.world_size, "num_steps": state.num_steps}
             (folder / _STATE).write_text(json.dumps(facts))
 
-    _write_folder(final, mesh, write, always=lambda: None)
+    def exchange() -> Mapping[str, int]:
+        found: list[float] = mesh.all_reduce(checksums).tolist()
+        return {_rank_file(rank, mesh): int(value) for rank, value in enumerate(found)}
+
+    _write_folder(final, mesh, write, always=exchange)
 
 
 def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
@@ -103,41 +108,41 @@ def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
             f"recovery state in {folder} is of {facts['world_size']} trainer ranks, this run has {mesh.world_size}: "
             "use the allocation_mode it was written with"
         )
+    file = folder / _rank_file(mesh.rank, mesh)
     try:
-        tensors = load_file(_rank_file(folder, mesh))
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"recovery state {_rank_file(folder, mesh)} cannot be read: {error}") from error
-    parts: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}, "rng": {}}
+        raise InputError(f"recovery state {file} cannot be read: {error}") from error
+    parts: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
     for key, value in tensors.items():
         part, _, name = key.partition("/")
         parts[part][name] = value
-    return RecoveryState(
-        weights=parts["weights"], optimizer=parts["optimizer"], rng=parts["rng"], num_steps=facts["num_steps"]
-    )
+    return RecoveryState(weights=parts["weights"], optimizer=parts["optimizer"], num_steps=facts["num_steps"])
 
 
-def _rank_file(folder: Path, mesh: TrainerMesh) -> Path:
-    return folder / f"rank-{mesh.rank:05d}-of-{mesh.world_size:05d}.safetensors"
+def _rank_file(rank: int, mesh: TrainerMesh) -> str:
+    return f"rank-{rank:05d}-of-{mesh.world_size:05d}.safetensors"
 
 
 def _write_folder(
-    final: Path, mesh: TrainerMesh, write: Callable[[Path], None] | None, *, always: Callable[[], None]
+    final: Path, mesh: TrainerMesh, write: Callable[[Path], None] | None, *, always: Callable[[], Mapping[str, int]]
 ) -> None:
     """All ranks fill one temporary folder, which rank 0 then publishes; an error on one rank is raised on all.
 
-    `always` runs whether or not `write` failed: collectives that other ranks are in must come to their end.
+    `always` runs whether or not `write` failed: collectives that other ranks are in must come to their end. It returns
+    the checksums of files that are summed up and on disk already.
     """
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary = writing_folder(final)
     if mesh.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
     error = _attempt(lambda: temporary.mkdir(parents=True, exist_ok=True)) if mesh.rank == 0 else None
     mesh.barrier()
     if write is not None and error is None:
         error = _attempt(lambda: write(temporary))
-    always()
+    checksums = {temporary / name: value for name, value in always().items()}
     _raise_together(final, mesh, error)
     if mesh.rank == 0:
-        error = _attempt(lambda: publish_folder(temporary, final))
+        error = _attempt(lambda: publish_folder(temporary, final, checksums))
     _raise_together(final, mesh, error)
 
 
@@ -152,5 +157,7 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
 def _raise_together(final: Path, mesh: TrainerMesh, error: Exception | None) -> None:
     failed = mesh.all_reduce(torch.tensor([float(error is not None)], dtype=torch.float64), "max")
     if failed.item():
+        if mesh.rank == 0:
+            shutil.rmtree(writing_folder(final), ignore_errors=True)  # nobody writes there any more; it takes up room
         reason = str(error) if error is not None else "another trainer rank failed"
         raise InputError(f"{final} cannot be written: {reason}") from error

@@ -124,7 +124,6 @@ class FSDPEngine:
         state = RecoveryState(
             weights={name: local_part(weight) for name, weight in self._model.named_tensors()},
             optimizer=optimizer.state(),
-            rng=_rng_state(self._mesh.device),
             num_steps=optimizer.num_steps,
         )
         save_recovery(path, state, self._mesh)
@@ -136,7 +135,6 @@ class FSDPEngine:
             state = load_recovery(path, self._mesh)
             self._load_weights(state.weights.items(), path, are_local=True)
             optimizer.load_state(state.optimizer, state.num_steps)
-            _set_rng_state(state.rng, self._mesh.device)
         else:
             self._load_weights(read_weights(path), path, are_local=False)
 
@@ -204,16 +202,3 @@ class FSDPEngine:
         if self._optimizer is None:
             raise ValueError("this engine has no optimiser: it was built for a model that is never trained")
         return self._optimizer
-
-
-def _rng_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_rng_state(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +18,49 @@ from areal.api.errors import InputError
 MAX_FILE_BYTES = 4 * 2**30
 """Largest weight file, and so what the writer holds in memory at a time."""
 _INDEX = "model.safetensors.index.json"
+_BLOCK_BYTES = 2**20
+_TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write one safetensors file through to the disk; returns its CRC-32.
+
+    The checksum is of what was in memory, so it also tells about what went wrong on the way to the file. Tensors come
+    to the CPU one by one.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers want them aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        facts = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = facts
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = 0
+    with open(path, "wb") as file:
+        for content in _contents(text, ordered):
+            for begin in range(0, len(content), _BLOCK_BYTES):
+                block = content[begin : begin + _BLOCK_BYTES]
+                checksum = zlib.crc32(block, checksum)
+                file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksum
+
+
+def _contents(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for _, tensor in tensors:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> None:

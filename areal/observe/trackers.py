@@ -24,6 +24,10 @@ class Tracker(Protocol):
     """Takes the metrics of one train step after another."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
+    def flush(self) -> None:
+        """Return once what was logged outlives this process: a recovery goes on behind it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -42,9 +46,12 @@ class JsonlTracker:
         line = json.dumps({"step": step, "time": round(time.time(), 3), **shown}, allow_nan=False)
         self._file.write(line.encode() + b"\n")  # one write a line: readers see whole lines
 
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            self.flush()
             self._file.close()
 
 
@@ -77,6 +84,9 @@ class TensorBoardTracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in _finite(values).items():
             self._writer.add_scalar(name, value, global_step=step)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -122,6 +132,9 @@ class WandBTracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values) | {"train_step": step})
 
+    def flush(self) -> None:
+        """A process of wandb's own sends and keeps what it was given."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -150,6 +163,9 @@ class SwanLabTracker:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values), step=step)
+
+    def flush(self) -> None:
+        """SwanLab keeps what it was given as it comes."""
 
     def close(self) -> None:
         self._run.finish()

@@ -91,8 +91,8 @@ class AfterStep:
             self._cadences[name].fired(now_s=elapsed_s)  # before the checkpoint that remembers it
         if "save" in due or info.is_last or ends:
             self._saver.save(info)
-        if "recover" in due:
-            self._save_recovery(info, elapsed_s)
+        if "recover" in due or (self._config.recover.mode != "disabled" and (info.is_last or ends)):
+            self._save_recovery(info, elapsed_s, goal_reached=self._config.evaluator.stop_at if ends else {})
         return ends
 
     def _what_is_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
@@ -104,13 +104,16 @@ class AfterStep:
             due.discard("recover")
         return due | {"evaluate"} if info.is_last else due
 
-    def _save_recovery(self, info: StepInfo, elapsed_s: float) -> None:
+    def _save_recovery(self, info: StepInfo, elapsed_s: float, *, goal_reached: dict[str, float]) -> None:
         point = RecoverPoint(
             step=info.step + 1,
             cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
             elapsed_s=elapsed_s,
+            goal_reached=goal_reached,
         )
-        path = self._recover.save(point, self._engines, self._lead)
+        for tracker in self._trackers:
+            tracker.flush()
+        path = self._recover.save(point)
         if self._is_rank0:
             self._hooks.committed(point.step, path)
 

@@ -218,14 +218,15 @@ def _connect(
         _record_initial_weights(paths, roles, is_rank0=is_rank0)
     else:
         after_step.continue_from(point)
-    if point is not None or context.run_id > 0 or config.actor.init_from_scratch:
-        # Before attaching: no episode starts on what the servers happened to load, or hold of a later version.
-        weights.publish(start_step)
-    _attach(client, context, start_step, dp_size=roles.trained["actor"].dp_size)
+    progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
+    if not progress.is_complete:
+        if point is not None or context.run_id > 0 or config.actor.init_from_scratch:
+            # Before attaching: no episode starts on what the servers happened to load, or hold of a later version.
+            weights.publish(start_step)
+        _attach(client, context, start_step, dp_size=roles.trained["actor"].dp_size)
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first(0)
-    progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
     return PPOLoop(
         roles=roles,
         batches=client,

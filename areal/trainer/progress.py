@@ -1,4 +1,4 @@
-"""Owns how far training goes: steps per epoch, the last step, and which steps remain. Pure."""
+"""Owns how far training goes: steps per epoch, the last step, and which steps remain."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fractions import Fraction
 from areal.api.config import BaseExperimentConfig
 from areal.api.data import StepInfo
 from areal.api.errors import ConfigError
+from areal.observe.log import get_logger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +54,20 @@ class TrainingLength:
 class Progress:
     """The steps a trainer still has to do; `stop` ends them early (the goal was reached)."""
 
-    def __init__(self, length: TrainingLength, *, start_step: int = 0) -> None:
+    def __init__(self, length: TrainingLength, *, start_step: int = 0, ended: bool = False) -> None:
+        """`ended`: the goal was reached before this start."""
         self.length = length
         self.start_step = start_step
-        self._stopped = False
+        self._stopped = ended
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left from the start on: this run was trained to its end before."""
+        return self._stopped or self.start_step >= self.length.total_steps
 
     def remaining_steps(self) -> Iterator[StepInfo]:
+        if self.is_complete:
+            get_logger("trainer").info("training is complete: all of its %d steps were done before", self.start_step)
         for step in range(self.start_step, self.length.total_steps):
             if self._stopped:
                 return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from areal.api.data import StepInfo
 from areal.api.engine import TrainEngine
 from areal.observe.log import get_logger
+from areal.system.durable import remove_folder, settle_leftovers
 
 
 class Saver:
@@ -18,6 +18,9 @@ class Saver:
         self._engines = engines
         self._keep_last = keep_last
         self._is_rank0 = is_rank0
+        if is_rank0:
+            for role in engines:
+                settle_leftovers(folder / role)
 
     def save(self, info: StepInfo) -> Path:
         """Export every trained model after step `info`; a collective. Returns the folder of the first."""
@@ -37,4 +40,4 @@ class Saver:
         for role in self._engines:
             made = [path for path in sorted((self._folder / role).glob("step-*")) if path.name <= newest]
             for old in made[: -self._keep_last]:
-                shutil.rmtree(old)
+                remove_folder(old)

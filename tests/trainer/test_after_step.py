@@ -25,6 +25,7 @@ class Engine:
 
     def __init__(self, group, rank):
         self._group, self._rank = group, rank
+        self.dp_rank, self.dp_size = rank, group.size
 
     def all_reduce(self, values, op="sum"):
         return self._group.all_reduce(self._rank, values, op)
@@ -47,6 +48,9 @@ class Records:
     def log(self, step, values):
         self.lines.append((step, values))
 
+    def flush(self):
+        self.num_flushed = len(self.lines)
+
     def close(self):
         return None
 
@@ -64,7 +68,7 @@ def make(toolbox_group, rank, folder, hooks, **sections):
     )
     engines = {"actor": Engine(toolbox_group, rank)}
     records = Records()
-    recover = RecoverStore(folder / "recover", config.recover, num_ranks=toolbox_group.size, is_rank0=rank == 0)
+    recover = RecoverStore(folder / "recover", config.recover, engines)
     after = AfterStep(
         config,
         engines,
@@ -128,14 +132,14 @@ def test_a_checkpoint_remembers_what_fired_with_it(toolbox, tmp_path, monkeypatc
         "recover": RecoverConfig(mode="auto", freq_secs=100),
         "saver": SaverConfig(freq_secs=100),
     }
-    after, recover, engines, _ = make(group, 0, tmp_path, no_hooks(), **sections)
+    after, recover, _, _ = make(group, 0, tmp_path, no_hooks(), **sections)
     for step in range(3):
         now_s += 60.0
         after(LENGTH.info(step), {}, {})
-    newest = recover.newest()
+    newest = recover.start_from(after_failure=False)
     assert newest is not None
     assert newest.name == "step-000002"
-    point = recover.load(newest, engines)
+    point = recover.load(newest)
     assert point.cadence_s == {"save": 120.0, "recover": 120.0, "evaluate": 0.0}
     again, _, _, _ = make(group, 0, tmp_path, no_hooks(), **sections)
     again.continue_from(point)
@@ -154,6 +158,39 @@ def test_exports_from_before_a_recovery_do_not_push_out_new_ones(toolbox, tmp_pa
     assert sorted(path.name for path in old.iterdir()) == ["step-000001", "step-000002", "step-000004", "step-000005"]
     run(after, range(2, 3))
     assert sorted(path.name for path in old.iterdir()) == ["step-000002", "step-000003", "step-000004", "step-000005"]
+
+
+def test_the_end_is_a_recovery_point_and_says_that_nothing_is_left(toolbox, tmp_path):
+    """So the same command again on a finished run trains nothing."""
+    group, recovery = toolbox.RankGroup(1), RecoverConfig(mode="auto", freq_steps=100)
+    hooks = no_hooks(
+        evaluate=lambda done: {"eval/greedy/reward": done / 6},
+        goal_reached=lambda values: values["eval/greedy/reward"] >= 0.5,
+    )
+    evaluator = EvaluatorConfig(freq_steps=3, modes=["greedy"], stop_at={"greedy": 0.5})
+    after, recover, _, records = make(group, 0, tmp_path / "goal", hooks, evaluator=evaluator, recover=recovery)
+    assert run(after, range(6)) == 3
+    assert records.num_flushed == 3
+    point = recover.load(recover.start_from(after_failure=False))
+    assert (point.step, point.goal_reached) == (3, {"greedy": 0.5})
+    assert point.ends(after._config)
+    higher = EvaluatorConfig(freq_steps=3, modes=["greedy"], stop_at={"greedy": 0.9})
+    other, _, _, _ = make(group, 0, tmp_path / "other", hooks, evaluator=higher, recover=recovery)
+    assert not point.ends(other._config)
+
+    after, recover, _, _ = make(group, 0, tmp_path / "last", no_hooks(), recover=recovery)
+    run(after, range(6))
+    point = recover.load(recover.start_from(after_failure=False))
+    assert (point.step, point.goal_reached) == (6, {})
+    assert not point.ends(after._config)  # more steps may be asked for
+
+
+def test_leftovers_of_a_killed_export_are_gone_at_the_next_start(toolbox, tmp_path):
+    role = tmp_path / "checkpoints" / "actor"
+    for name in ("step-000001", ".step-000002.writing", ".step-000001.old", ".step-000000.removed"):
+        (role / name).mkdir(parents=True)
+    make(toolbox.RankGroup(1), 0, tmp_path, no_hooks())
+    assert [path.name for path in role.iterdir()] == ["step-000001"]
 
 
 @pytest.mark.parametrize("rank_of_clock", [0, 1])

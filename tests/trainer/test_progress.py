@@ -72,3 +72,10 @@ def test_stop_ends_the_steps_early():
         if info.step == 1:
             progress.stop()
     assert seen == [0, 1]
+
+
+@pytest.mark.parametrize(("start_step", "ended", "left"), [(5, False, 0), (3, True, 0), (3, False, 2)])
+def test_a_run_that_was_trained_to_its_end_has_nothing_left(start_step, ended, left):
+    progress = Progress(TrainingLength(steps_per_epoch=2, total_steps=5), start_step=start_step, ended=ended)
+    assert progress.is_complete is (left == 0)
+    assert len(list(progress.remaining_steps())) == left

@@ -1,5 +1,9 @@
+import json
+import logging
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,57 +13,159 @@ from areal.trainer.recover import RecoverPoint, RecoverStore
 
 
 class FakeEngine:
-    """Implements what the store calls of TrainEngine."""
+    """Implements what the store calls of TrainEngine; ranks are threads."""
 
-    def __init__(self, state: str) -> None:
+    def __init__(self, state: str, group, rank: int = 0) -> None:
         self.state = state
+        self._group = group
+        self.dp_rank, self.dp_size = rank, group.size
 
     def all_reduce(self, values: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return values
+        return self._group.all_reduce(self.dp_rank, values, op)
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         assert with_optimizer
-        path.mkdir(parents=True)
-        (path / "state").write_text(self.state)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"state-{self.dp_rank}").write_text(self.state)
 
     def load(self, path: Path, *, with_optimizer: bool) -> None:
         assert with_optimizer
-        self.state = (path / "state").read_text()
+        self.state = (path / f"state-{self.dp_rank}").read_text()
 
 
-def store(folder: Path, mode: str = "auto", num_ranks: int = 1) -> RecoverStore:
-    return RecoverStore(folder, RecoverConfig(mode=mode), num_ranks=num_ranks, is_rank0=True)
+@pytest.fixture
+def make_engine(toolbox):
+    """An engine that is alone."""
+    return lambda state="a": FakeEngine(state, toolbox.RankGroup(1))
+
+
+@pytest.fixture
+def make_store(make_engine):
+    """A store for one rank, with the engine it saves when none is given."""
+
+    def make(folder: Path, mode: str = "auto", engines=None) -> RecoverStore:
+        return RecoverStore(folder, RecoverConfig(mode=mode, freq_steps=1), engines or {"actor": make_engine()})
+
+    return make
 
 
 def point(step: int) -> RecoverPoint:
-    return RecoverPoint(step=step, cadence_s={"save": 1.5}, elapsed_s=7.0)
+    return RecoverPoint(step=step, cadence_s={"save": 1.5}, elapsed_s=7.0, goal_reached={})
 
 
-def test_what_was_saved_is_what_is_loaded_for_actor_and_critic(tmp_path):
-    engines = {"actor": FakeEngine("a3"), "critic": FakeEngine("c3")}
-    store(tmp_path).save(point(3), engines, engines["actor"])
-    fresh = {"actor": FakeEngine(""), "critic": FakeEngine("")}
-    source = store(tmp_path).start_from(after_failure=False)
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path: Path) -> None:
+    """Other content of the same size."""
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def test_what_was_saved_is_what_is_loaded_for_actor_and_critic(make_store, make_engine, tmp_path):
+    make_store(tmp_path, engines={"actor": make_engine("a3"), "critic": make_engine("c3")}).save(point(3))
+    fresh = {"actor": make_engine(""), "critic": make_engine("")}
+    store = make_store(tmp_path, engines=fresh)
+    source = store.start_from(after_failure=False)
     assert source is not None
-    assert store(tmp_path).load(source, fresh) == point(3)
+    assert store.load(source) == point(3)
     assert (fresh["actor"].state, fresh["critic"].state) == ("a3", "c3")
 
 
-def test_the_previous_checkpoint_stays_and_older_ones_go(tmp_path):
-    engines = {"actor": FakeEngine("a")}
+def draws() -> list[float]:
+    numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+    return [*numbers, torch.randn(3).sum().item()]
+
+
+def test_every_global_random_generator_goes_on_where_it_was(make_store, tmp_path):
+    store = make_store(tmp_path)
+    random.gauss(0, 1)  # keeps a second number for the next call
+    np.random.randn()
+    path = store.save(point(1))
+    expected = draws()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    store.load(path)
+    assert draws() == expected
+
+
+def test_each_rank_has_its_own_random_numbers_and_proves_its_part(toolbox, tmp_path, monkeypatch):
+    group = toolbox.RankGroup(2)
+    engines = [FakeEngine(f"a{rank}", group, rank) for rank in range(2)]
+    asked = []
+
+    def damage_of(folder, *, part, parts):
+        asked.append((folder.name, part, parts))
+        return ""
+
+    monkeypatch.setattr("areal.trainer.recover.damage_of", damage_of)
+
+    def rank_run(rank):
+        store = RecoverStore(tmp_path, RecoverConfig(mode="auto", freq_steps=1), {"actor": engines[rank]})
+        store.save(point(1))
+        return store.start_from(after_failure=False)
+
+    assert group.run(rank_run) == [tmp_path / "step-000001"] * 2
+    assert names(tmp_path / "step-000001" / "rng") == ["rank-00000.json", "rank-00001.json"]
+    assert sorted(asked) == [("next", 0, 2), ("next", 1, 2), ("step-000001", 0, 2), ("step-000001", 1, 2)]
+
+
+def test_the_previous_checkpoint_stays_and_older_ones_go(make_store, tmp_path):
+    store = make_store(tmp_path)
     for step in (1, 2, 3):
-        store(tmp_path).save(point(step), engines, engines["actor"])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+        store.save(point(step))
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
-def test_a_checkpoint_cut_short_is_never_trusted(tmp_path):
-    engines = {"actor": FakeEngine("whole")}
+@pytest.mark.parametrize("damage", ["cut short", "another content", "no marker"])
+def test_a_damaged_checkpoint_is_passed_over_with_one_line(make_store, tmp_path, caplog, monkeypatch, damage):
+    store = make_store(tmp_path)
     for step in (1, 2):
-        store(tmp_path).save(point(step), engines, engines["actor"])
-    (tmp_path / "step-000002" / "actor" / "state").write_text("who")
-    newest = store(tmp_path).newest()
-    assert newest is not None
-    assert newest.name == "step-000001"
+        store.save(point(step))
+    broken = tmp_path / "step-000002"
+    match damage:
+        case "cut short":
+            (broken / "actor" / "state-0").write_text("")
+        case "another content":
+            flip(broken / "actor" / "state-0")
+        case _:
+            (broken / "COMPLETE").unlink()
+    (tmp_path / "next").mkdir()
+    monkeypatch.setattr(logging.getLogger("areal"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "areal"):
+        assert make_store(tmp_path).start_from(after_failure=False) == tmp_path / "step-000001"
+    assert [str(broken) in record.getMessage() for record in caplog.records] == [True]
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_a_rank_that_finds_damage_makes_all_ranks_pass_over(toolbox, tmp_path):
+    group = toolbox.RankGroup(2)
+    engines = [FakeEngine(f"a{rank}", group, rank) for rank in range(2)]
+    config = RecoverConfig(mode="auto", freq_steps=1)
+    stores = [RecoverStore(tmp_path, config, {"actor": engines[rank]}) for rank in range(2)]
+    for step in (1, 2):
+        group.run(lambda rank, step=step: stores[rank].save(point(step)))
+    flip(tmp_path / "step-000002" / "actor" / "state-1")
+    assert group.run(lambda rank: stores[rank].start_from(after_failure=False)) == [tmp_path / "step-000001"] * 2
+
+
+def test_a_recovered_run_keeps_what_it_came_from_and_removes_the_damaged_one(make_store, tmp_path):
+    store = make_store(tmp_path)
+    for step in (2, 4):
+        store.save(point(step))
+    flip(tmp_path / "step-000004" / "state.json")
+    again = make_store(tmp_path)
+    assert again.start_from(after_failure=True) == tmp_path / "step-000002"
+    again.save(point(3))
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_steps_are_ordered_as_numbers(make_store, tmp_path):
+    store = make_store(tmp_path)
+    for step in (999_999, 1_000_000):
+        store.save(point(step))
+    assert store.start_from(after_failure=False) == tmp_path / "step-1000000"
 
 
 @pytest.mark.parametrize(
@@ -72,19 +178,77 @@ def test_a_checkpoint_cut_short_is_never_trusted(tmp_path):
         ("resume", False, True),
     ],
 )
-def test_recover_mode_decides_whether_a_start_goes_on(tmp_path, mode, after_failure, recovers):
-    engines = {"actor": FakeEngine("a")}
-    store(tmp_path).save(point(1), engines, engines["actor"])
-    assert (store(tmp_path, mode).start_from(after_failure=after_failure) is not None) is recovers
+def test_recover_mode_decides_whether_a_start_goes_on(make_store, tmp_path, mode, after_failure, recovers):
+    make_store(tmp_path).save(point(1))
+    assert (make_store(tmp_path, mode).start_from(after_failure=after_failure) is not None) is recovers
 
 
-def test_resume_with_nothing_to_resume_says_so(tmp_path):
+def test_resume_with_nothing_to_resume_says_so(make_store, tmp_path):
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        store(tmp_path, "resume").start_from(after_failure=False)
+        make_store(tmp_path, "resume").start_from(after_failure=False)
 
 
-def test_another_number_of_ranks_is_refused(tmp_path):
-    engines = {"actor": FakeEngine("a")}
-    path = store(tmp_path).save(point(1), engines, engines["actor"])
-    with pytest.raises(InputError, match="another number of trainer ranks"):
-        store(tmp_path, num_ranks=2).load(path, engines)
+def test_with_damaged_checkpoints_only_resume_names_them_and_auto_starts_anew(make_store, tmp_path):
+    store = make_store(tmp_path)
+    for step in (1, 2):
+        store.save(point(step))
+        flip(tmp_path / f"step-00000{step}" / "actor" / "state-0")
+    assert make_store(tmp_path, "auto").start_from(after_failure=False) is None
+    with pytest.raises(ConfigError, match="all are damaged: step-000002, step-000001"):
+        make_store(tmp_path, "resume").start_from(after_failure=False)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(make_store, make_engine, toolbox, tmp_path):
+    path = make_store(tmp_path).save(point(1))
+    hint = "; use the configuration it was written with, or change trial_name to start anew"
+    two_models = make_store(tmp_path, engines={"actor": make_engine(), "critic": make_engine()})
+    with pytest.raises(InputError, match=r"its models is \['actor'\], not \['actor', 'critic'\]" + hint):
+        two_models.load(path)
+    two_ranks = RecoverStore(tmp_path, RecoverConfig(), {"actor": FakeEngine("a", toolbox.RankGroup(2))})
+    with pytest.raises(InputError, match="its trainer ranks is 1, not 2" + hint):
+        two_ranks.load(path)
+    state = json.loads((path / "state.json").read_bytes())
+    (path / "state.json").write_text(json.dumps(state | {"format": 1}))
+    with pytest.raises(InputError, match="its format is 1, not 2"):
+        make_store(tmp_path).load(path)
+    (path / "state.json").write_text(json.dumps({"step": 3, "num_ranks": 1}))
+    with pytest.raises(InputError, match="its format is None, not 2"):
+        make_store(tmp_path).load(path)
+
+
+def test_a_checkpoint_that_reads_back_differently_never_counts(make_store, make_engine, tmp_path, monkeypatch):
+    store = make_store(tmp_path)
+    store.save(point(1))
+    store.save(point(2))
+    monkeypatch.setattr("areal.trainer.recover.damage_of", lambda folder, **part: "x differs")
+    with pytest.raises(InputError, match=r"after step 3 failed: it could not be read back: x differs; kept: .*000002"):
+        store.save(point(3))
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_rest(toolbox, tmp_path, monkeypatch, bad_rank):
+    group = toolbox.RankGroup(2)
+    engines = [FakeEngine(f"a{rank}", group, rank) for rank in range(2)]
+    config = RecoverConfig(mode="auto", freq_steps=1)
+    stores = [RecoverStore(tmp_path, config, {"actor": engines[rank]}) for rank in range(2)]
+    group.run(lambda rank: stores[rank].save(point(1)))
+    write_bytes = Path.write_bytes
+
+    def full(path, data):
+        if path.name == f"rank-{bad_rank:05d}.json":
+            write_bytes(path, data[:10])
+            raise OSError(28, "No space left on device", str(path))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+
+    def rank_run(rank):
+        with pytest.raises(InputError, match="after step 2 failed") as caught:
+            stores[rank].save(point(2))
+        return str(caught.value)
+
+    messages = group.run(rank_run)
+    assert "No space left on device" in messages[bad_rank]
+    assert "another trainer rank failed; kept: step-000001; mend the cause and start again" in messages[1 - bad_rank]
+    assert names(tmp_path) == ["step-000001"]
