@@ -46,6 +46,7 @@ class RuleBook:
     """The books of one ledger. Feed it every event once, in order."""
 
     violations: list[Violation] = field(default_factory=list[Violation])
+    num_admitted: int = 0
     num_starts: int = 0
     """Starts of episodes, repetitions after a death included."""
     num_controllers: int = 0
@@ -72,10 +73,6 @@ class RuleBook:
     """Policy version less train step: the same all through a run."""
     _unconfirmed: int | None = None
     """A publication out of turn: right only if a trainer attaches at that version before anything depends on it."""
-
-    @property
-    def num_admitted(self) -> int:
-        return len(self._episodes)
 
     def counts(self) -> dict[str, int]:
         """Episodes per state."""
@@ -198,6 +195,7 @@ class RuleBook:
                 episodes=[episode_id],
             )
         known = self._episodes.get(episode_id)
+        self.num_admitted += known is None
         state = "running" if known is None else known.state
         step = -1 if known is None else known.step
         self._episodes[episode_id] = _Episode(state, attempt, self.num_controllers, version, step=step)
