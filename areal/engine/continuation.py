@@ -1,6 +1,7 @@
 """Owns the rules by which an answer made in parts, on several replicas or under several versions, is one answer.
 
-Pure: no clock, no network. Token limits concern the whole answer: each part gets exactly what is left.
+Pure: no clock, no network. Token limits concern the whole answer: each part gets exactly what is left. An answer never
+goes on under an older policy than made its newest token.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> 
 class Answer:
     """One answer while it is made: the tokens so far and what to ask for next."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, stream_interval: int) -> None:
         self._request = request
+        self._stream_interval = stream_interval
         self._budget = token_budget(request.gconfig, len(request.input_ids))
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -45,6 +47,11 @@ class Answer:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
+    @property
+    def newest_version(self) -> int | None:
+        """The policy that made the newest token, None before the first."""
+        return self._versions[-1] if self._versions else None
+
     def next_part(self, replica_name: str) -> GenerationPart:
         """What `replica_name` is asked for now."""
         request, done = self._request, len(self._token_ids)
@@ -60,10 +67,12 @@ class Answer:
             gconfig=request.gconfig,
             group_id=request.group_id,
             seed=request.seed,
+            stream_interval=self._stream_interval,
         )
 
     def add(self, chunk: PartChunk) -> None:
-        """Take in tokens of the current part. ServerUnavailable when the replica broke the protocol."""
+        """Take in tokens of the current part. ServerUnavailable when the replica broke the protocol, or went back to an
+        older policy: tokens from there on are not taken in."""
         count = len(chunk.token_ids)
         if len(chunk.logprobs) != count or len(chunk.versions) != count:
             raise ServerUnavailable(
@@ -72,9 +81,15 @@ class Answer:
             )
         if len(self._token_ids) + count > self._budget:
             raise ServerUnavailable(f"{self._replicas[-1]} sent more tokens than it was asked for")
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._versions += chunk.versions
+        taken = _num_rising(chunk.versions, self.newest_version)
+        self._token_ids += chunk.token_ids[:taken]
+        self._logprobs += chunk.logprobs[:taken]
+        self._versions += chunk.versions[:taken]
+        if taken < count:
+            raise ServerUnavailable(
+                f"{self._replicas[-1]} went on under policy version {chunk.versions[taken]}, which is older than "
+                f"{self.newest_version}, which made the tokens before"
+            )
         if chunk.finish_reason in ("stop", "length"):
             self._stop_reason = chunk.finish_reason
 
@@ -105,6 +120,17 @@ class Answer:
             latency_s=latency_s,
             ttft_s=ttft_s,
         )
+
+
+def _num_rising(versions: list[int], floor: int | None) -> int:
+    """How many of the first versions do not fall, starting from `floor`."""
+    if versions and (floor is None or versions[0] >= floor) and versions.count(versions[0]) == len(versions):
+        return len(versions)  # nearly always
+    for index, version in enumerate(versions):
+        if floor is not None and version < floor:
+            return index
+        floor = version
+    return len(versions)
 
 
 def versions_of(spans: list[tuple[int, int, int]], num_tokens: int) -> list[int]:

@@ -79,7 +79,7 @@ class Fleet:
         RequestError: the request can never succeed. ServerUnavailable: more replicas failed under it than
         request_retries allows, or none served for request_timeout.
         """
-        answer = Answer(request)
+        answer = Answer(request, stream_interval=self._config.stream_interval)
         started = time.perf_counter()
         first_token: float | None = None
 

@@ -14,9 +14,6 @@ from areal.engine.continuation import versions_of
 from areal.engine.http_connection import HttpClient, OnData
 from areal.engine.replica import GenerationPart, PartChunk, PauseMode, ReplicaInfo
 
-STREAM_FROM_TOKENS = 64
-"""A part that may get this long is streamed, so that the death of the server costs few tokens. Shorter ones come in
-one piece: making them again costs less than an event per token."""
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 """Environment variable with the secret that servers off loopback demand (areal.inference.server has it too, but
 importing that would import torch)."""
@@ -37,7 +34,7 @@ class NativeReplica:
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, which frees its place in the server."""
-        if part.max_new_tokens < STREAM_FROM_TOKENS:
+        if part.max_new_tokens <= part.stream_interval:
             body = orjson.dumps(_generate_body(part, stream=False))
             chunk = self._parse(await self._request("POST", "/generate", body))
             if chunk.finish_reason is None:
@@ -174,6 +171,8 @@ def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         sampling["sampling_seed"] = part.seed
     if part.num_prior_output_tokens:
         sampling["num_prior_output_tokens"] = part.num_prior_output_tokens
+    if stream:
+        sampling["stream_interval"] = part.stream_interval
     body = {
         "rid": part.part_id,
         "input_ids": part.input_ids,

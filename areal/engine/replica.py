@@ -29,6 +29,8 @@ class GenerationPart:
     """The other sampling settings; its limits on length concern the whole answer."""
     group_id: str
     seed: int | None
+    stream_interval: int
+    """Tokens per chunk; a part that may get no more comes in one piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ from areal.observe.log import get_logger
 _LOG = get_logger(__name__)
 _MAX_BODY_BYTES = 1 << 28
 _EVENT_STREAM = "text/event-stream"
+STUCK_S = 60.0
+"""A step that takes longer than this will not end: native.chunked_prefill_size limits what it computes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -144,7 +146,7 @@ class ServerApp:
     async def _stream(
         self, request: web.Request, call: GenerateCall, waiter: asyncio.Future[None]
     ) -> web.StreamResponse:
-        """Events with what is new, as often as the engine flushes. A short answer is one event and one write."""
+        """An event per `stream_interval` tokens, with all there is. A short answer is one event and one write."""
         response: web.StreamResponse | None = None
         start = 0
         while True:
@@ -230,6 +232,8 @@ class ServerApp:
     # ---- observation
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        if self._engine.stuck_s > STUCK_S:
+            return error_response(500, f"the engine's thread has made no step for {self._engine.stuck_s:.0f} s")
         if self._engine.is_torn:
             return error_response(503, "a weight update is under way or has failed half-way: send a complete one")
         return ok()

@@ -16,8 +16,8 @@ from areal.inference.model_runner import BLOCK_SIZE, ModelRunner, load_model, vo
 from areal.inference.requests import RequestLimits
 from areal.inference.scheduler import Scheduler
 
-STREAM_INTERVAL_S = 0.05
-"""An event costs more than a token: what is made meanwhile goes in one."""
+NO_VERSION = "-1"
+"""The version of a server that waits for its first weights."""
 _CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Of the memory that is free once the model is loaded; the rest is for activations."""
@@ -33,12 +33,14 @@ def build_engine(
     deliver: Delivery,
     on_failure: Callable[[BaseException], None],
     detokenizer: Detokenizer | None = None,
-    version: str = "0",
-    stream_interval_s: float = STREAM_INTERVAL_S,
+    from_scratch: bool = False,
 ) -> Engine:
-    """An engine on the model in `model_path`, not yet started."""
+    """An engine on the model in `model_path`, not yet started.
+
+    Its own weights are policy version 0; `from_scratch`: they are random, and no version until an update is in.
+    """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    runner = ModelRunner(load_model(model_path, dtype, device))
+    runner = ModelRunner(load_model(model_path, dtype, device, from_scratch=from_scratch))
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)
@@ -50,11 +52,10 @@ def build_engine(
     return Engine(
         runner,
         scheduler,
-        version=version,
+        version=NO_VERSION if from_scratch else "0",
         deliver=deliver,
         on_failure=on_failure,
         detokenizer=detokenizer,
-        stream_interval_s=stream_interval_s,
     )
 
 

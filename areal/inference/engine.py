@@ -28,7 +28,7 @@ PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in
 
 
 class Delivery(Protocol):
-    """Called in the engine's thread: sequences that ended, and streaming ones that have news."""
+    """Called in the engine's thread: sequences that ended, and streaming ones that are due an event."""
 
     def __call__(self, finished: list[Sequence], progressed: list[Sequence]) -> None: ...
 
@@ -63,7 +63,6 @@ class Engine:
         deliver: Delivery,
         on_failure: Callable[[BaseException], None],
         detokenizer: Detokenizer | None = None,
-        stream_interval_s: float,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -75,8 +74,8 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
-        self._stream_interval_s = stream_interval_s
-        self._next_flush_s = 0.0
+        self._moved_s = time.monotonic()
+        """When the thread last began a step or was called out of idleness."""
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -93,6 +92,11 @@ class Engine:
         """
         self._commands.put(self._stop)
         self._thread.join(timeout_s)
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long the thread has made no step although there is one to make; 0 while it has a reason to rest."""
+        return 0.0 if self._is_blocked else time.monotonic() - self._moved_s
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request."""
@@ -129,7 +133,6 @@ class Engine:
             self._abort([*self.scheduler.running, *begun], "the server was paused")
         elif mode == "retract":
             self.scheduler.retract_all()
-        self._flush()
 
     def resume(self) -> None:
         self.is_paused = False
@@ -178,8 +181,9 @@ class Engine:
     def _take_commands(self) -> None:
         """Run what has been asked for; wait for it when there is nothing else to do."""
         if self._is_blocked:
-            self._flush()
-            self._commands.get()()
+            command = self._commands.get()
+            self._moved_s = time.monotonic()
+            command()
         try:
             while True:
                 self._commands.get_nowait()()
@@ -189,38 +193,42 @@ class Engine:
     def step(self) -> None:
         """Compute once for all running sequences: plan, forward, sample, take in, deliver."""
         began_s = time.perf_counter()
+        self._moved_s = time.monotonic()
         plan = self.scheduler.plan_step()
         if plan is None:
             raise RuntimeError("requests wait, but nothing can be computed: the cache account is broken")
         logits, sequences = self.runner.forward(plan)
         finished: list[Sequence] = []
+        progressed: list[Sequence] = []
         if sequences:
             tokens, logprobs = sample(logits, sequences)
-            finished = self._take_in(sequences, tokens, logprobs)
+            finished, progressed = self._take_in(sequences, tokens, logprobs)
         counters = self.counters
         counters.steps += 1
         counters.computed_tokens += sum(chunk.count for chunk in plan.chunks)
-        now_s = time.perf_counter()
-        counters.busy_s += now_s - began_s
-        if now_s >= self._next_flush_s:
-            self._flush(finished)
-        elif finished:
-            self._deliver(finished, [])
+        counters.busy_s += time.perf_counter() - began_s
+        if finished or progressed:
+            self._deliver(finished, progressed)
 
-    def _take_in(self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]) -> list[Sequence]:
-        """Append the new tokens and end the sequences that are complete, which are returned."""
+    def _take_in(
+        self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Append the new tokens and end what is complete: (ended, those whose stream is due an event)."""
         version = self.version
         ended: list[tuple[Sequence, FinishReason]] = []
+        progressed: list[Sequence] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.append(token, logprob, version)
             reason = self._end_of(sequence, token)
             if reason is not None:
                 ended.append((sequence, reason))
+            elif sequence.stream_interval and len(sequence.logprobs) % sequence.stream_interval == 0:
+                progressed.append(sequence)
         self.counters.generated_tokens += len(tokens)
         if ended:
             self.scheduler.finish_many(ended)
             self.counters.finished += len(ended)
-        return [sequence for sequence, _ in ended]
+        return [sequence for sequence, _ in ended], progressed
 
     def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.params
@@ -255,15 +263,6 @@ class Engine:
         self.counters.aborted += len(ended)
         if ended:
             self._deliver(ended, [])
-
-    def _flush(self, finished: list[Sequence] | None = None) -> None:
-        """Deliver what ended and let streaming sequences show what they have."""
-        self._next_flush_s = time.perf_counter() + self._stream_interval_s
-        waiting = self.scheduler.waiting
-        progressed = [sequence for sequence in self.scheduler.running if sequence.is_streaming]
-        progressed += [sequence for sequence in waiting if sequence.is_streaming and sequence.num_output]
-        if finished or progressed:
-            self._deliver(finished or [], progressed)
 
     def _stop(self) -> None:
         self._stopping = True

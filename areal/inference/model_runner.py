@@ -33,14 +33,17 @@ _CPU_GROUP_BYTES = 1 << 20
 _CUDA_GROUP_BYTES = 1 << 28
 
 
-def load_model(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The causal language model in `path`, ready to generate through our attention."""
+def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: bool = False) -> PreTrainedModel:
+    """The causal language model in `path`, ready to generate through our attention; from scratch: random weights."""
     if not (path / "config.json").is_file():
         raise ConfigError(f"model_path={path}: no config.json there; give the folder of a Hugging Face checkpoint")
     register_attention()
     try:
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        if from_scratch:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
         model.set_attn_implementation(ATTENTION_NAME)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model_path={path}: transformers cannot load it ({error})") from error

@@ -41,7 +41,10 @@ class GenerateCall:
     with_logprobs: bool
     with_text: bool
     """Asked for, since decoding costs more than all else a short request does."""
-    is_streaming: bool
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.sequence.stream_interval > 0
 
 
 def check_fields(body: Any, known: frozenset[str] | set[str], where: str = "the request") -> Mapping[str, Any]:
@@ -103,6 +106,8 @@ class GenerateParser:
         if not input_ids:
             raise RequestError("input_ids must hold at least one token")
         sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
+        is_streaming = bool_field(body, "stream", False)
+        stream_interval = _stream_interval(sampling, is_streaming)
         seed, num_prior = self._own_fields(sampling, len(input_ids))
         params = self._params(sampling)
         num_prompt, context = len(input_ids), limits.context_length
@@ -115,7 +120,6 @@ class GenerateParser:
                 f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
                 f"of {context}: ask for at most {context - num_prompt} new tokens"
             )
-        is_streaming = bool_field(body, "stream", False)
         with_text = bool_field(body, "return_text", False)
         if with_text and (is_streaming or not limits.has_tokenizer):
             raise RequestError("return_text needs a tokenizer in the model's folder, and does not go with stream")
@@ -127,13 +131,12 @@ class GenerateParser:
             seed=seed,
             num_prior_output=num_prior,
             group_id=text_field(body, "group_id", ""),
-            is_streaming=is_streaming,
+            stream_interval=stream_interval,
         )
         return GenerateCall(
             sequence=sequence,
             with_logprobs=bool_field(body, "return_logprob", False),
             with_text=with_text,
-            is_streaming=is_streaming,
         )
 
     def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
@@ -184,6 +187,7 @@ _SAMPLING_FIELDS = frozenset(
         "ignore_eos",
         "sampling_seed",
         "num_prior_output_tokens",
+        "stream_interval",
     }
 )
 
@@ -210,6 +214,17 @@ def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> Sam
         stop=_stop_strings(body.get("stop"), limits),
         stop_token_ids=frozenset() if ignore_eos else limits.default_stop_ids.union(stop_ids),
     )
+
+
+def _stream_interval(sampling: dict[str, Any], is_streaming: bool) -> int:
+    """Take out the tokens per event of a stream, one unless said; 0 for an answer in one piece."""
+    if "stream_interval" not in sampling:
+        return 1 if is_streaming else 0
+    interval = int_field(sampling, "stream_interval", None, 1)
+    del sampling["stream_interval"]
+    if not is_streaming:
+        raise RequestError(f"stream_interval={interval} is for streams: set stream to true, or leave it out")
+    return interval
 
 
 def _stop_strings(value: Any, limits: RequestLimits) -> tuple[str, ...]:

@@ -77,7 +77,8 @@ class Sequence:
     num_prior_output: int = 0
     """Tokens at the end of the prompt that are the beginning of the answer, generated before an interruption."""
     group_id: str = ""
-    is_streaming: bool = False
+    stream_interval: int = 0
+    """Tokens after which the reader of a stream is told each time; 0 = only at the end."""
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list[int])
     """Cache blocks that hold, in order, the keys and values of `token_ids`."""

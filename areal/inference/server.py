@@ -26,11 +26,13 @@ from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
 from areal.inference.app import ServerApp
-from areal.inference.build import STREAM_INTERVAL_S, build_engine, load_detokenizer, request_limits, resolve_model_path
+from areal.inference.build import build_engine, load_detokenizer, request_limits, resolve_model_path
+from areal.inference.engine import Engine
 from areal.inference.requests import seed_source
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, registry_of
+from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import bind_socket, http_address, is_loopback
 from areal.system.open_files import raise_open_file_limit
 from areal.system.process import ProcessContext, run_main
@@ -52,7 +54,8 @@ class ServerOptions:
     process_name: str
     index: int
     registry: NameRegistry | None
-    stream_interval_s: float = STREAM_INTERVAL_S
+    from_scratch: bool = False
+    """The policy starts from random weights of the trainer's: this server has none until they arrive."""
 
 
 def parse_options(argv: Sequence[str]) -> ServerOptions:
@@ -74,21 +77,16 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--max-total-tokens", type=int, help="room of the KV cache in tokens")
     parser.add_argument("--chunked-prefill-size", type=int, help="most prompt tokens computed in one step")
     parser.add_argument("--random-seed", type=int, help="seed of requests that bring none")
-    parser.add_argument(
-        "--stream-interval-s",
-        type=float,
-        default=STREAM_INTERVAL_S,
-        help="seconds between two events of a stream; 0 = one per token (default: %(default)s)",
-    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(argv)
     context = ProcessContext.from_env()
-    native, registry = NativeServerConfig(), None
+    native, registry, from_scratch = NativeServerConfig(), None, False
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
             raise ConfigError(f"{args.config} has no section `native`: this kind of training starts no server")
         native = replace(config.native, model_path=config.native.model_path or config.actor.path)
+        from_scratch = config.actor.init_from_scratch
         if context is not None:
             registry = registry_of(config)
     names = ("model_path", "device", "dtype", "context_length", "max_running_requests", "max_total_tokens")
@@ -112,7 +110,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         process_name=context.name if context else "server",
         index=context.index if context else 0,
         registry=registry,
-        stream_interval_s=args.stream_interval_s,
+        from_scratch=from_scratch,
     )
 
 
@@ -140,7 +138,7 @@ async def serve(
         deliver=app.deliver,
         on_failure=fail,
         detokenizer=detokenizer,
-        stream_interval_s=options.stream_interval_s,
+        from_scratch=options.from_scratch,
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = bind_socket(options.host, options.port)
@@ -150,13 +148,20 @@ async def serve(
     await web.SockSite(runner, bound, backlog=4096).start()
     engine.start()
     on_ready(http_address(bound))
-    await stopped.wait()
+    async with beating_loop(launched_heartbeat(), lambda: _doing(engine)):
+        await stopped.wait()
     if failures:
         app.fail_waiting(failures[0])
     else:
         await loop.run_in_executor(None, engine.stop)
     await runner.cleanup()
     return failures[0] if failures else None
+
+
+def _doing(engine: Engine) -> str:
+    paused = "is paused with" if engine.is_paused else "runs"
+    scheduler = engine.scheduler
+    return f"{paused} {len(scheduler.running)} requests, {len(scheduler.waiting)} queued, version {engine.version}"
 
 
 def announce(options: ServerOptions, address: str) -> None:

@@ -82,7 +82,7 @@ class Driver:
             params=SamplingParams(**options),
             seed=seed,
             group_id=group_id,
-            is_streaming=True,
+            stream_interval=1,
         )
         self.engine.scheduler.add(sequence)
         return sequence
@@ -146,7 +146,6 @@ def drive() -> Callable[..., Driver]:
             deliver=deliver,
             on_failure=lambda error: None,
             detokenizer=detokenizer,
-            stream_interval_s=0.0,
         )
         return Driver(engine, finished, progressed)
 
@@ -243,7 +242,6 @@ def options(checkpoint) -> ServerOptions:
         process_name="server-0",
         index=0,
         registry=None,
-        stream_interval_s=0.0,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal.api.errors import RequestError
-from areal.inference.sequence import Status
+from areal.inference.sequence import Sequence, Status
 from areal.inference.weight_update import load_weights_from_folder
 
 
@@ -250,9 +250,15 @@ def test_a_failing_step_is_reported_not_swallowed(build_model, drive, prompts):
     assert "no room" in str(failures[0])
 
 
-def test_streaming_sequences_are_flushed_and_torch_stays_out_of_the_way(build_model, drive, prompts):
-    driver = drive(build_model("qwen3-gqa"))
-    driver.add(prompts[0], max_new_tokens=3)
+def test_a_stream_is_due_an_event_every_so_many_tokens_exactly(build_model, drive, prompts):
+    driver = drive(build_model("qwen3-gqa"), num_blocks=9)  # so few that some are preempted
+    made: list[tuple[Sequence, int]] = []
+    driver.engine._deliver = lambda finished, progressed: made.extend((one, one.num_output) for one in progressed)
+    streams = [driver.add(prompts[0], max_new_tokens=30) for _ in range(4)]
+    for sequence, interval in zip(streams, (1, 8, 30, 0), strict=True):
+        sequence.stream_interval = interval
     driver.run()
-    assert len(driver.progressed) == 2  # after the first and the second token; the third ends it
+    assert driver.engine.scheduler.num_preemptions > 0
+    for sequence, expected in zip(streams, ([*range(1, 30)], [8, 16, 24], [], []), strict=True):
+        assert [count for one, count in made if one is sequence] == expected  # the end is told apart
     assert not torch.is_inference_mode_enabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.inference import server
+from areal.inference import app, server
 from areal.inference.server import serve
 
 PROMPT = [3, 4, 5, 6, 7]
@@ -48,6 +49,53 @@ async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):
     for part in parsed:
         length = len(part["output_ids"])
         assert part["meta_info"]["weight_versions"] == ([{"version": "0", "start": 0, "end": length}] if length else [])
+
+
+async def test_a_stream_costs_an_event_per_interval_and_a_short_answer_one(served):
+    async def sizes(num_tokens: int, interval: int) -> list[int]:
+        sampling = {"max_new_tokens": num_tokens, "stream_interval": interval}
+        events = [event async for event in served.events(sampling_params=sampling)]
+        return [len(orjson.loads(event)["output_ids"]) for event in events[:-1]]
+
+    found = await sizes(100, 32)
+    assert sum(found) == 100
+    assert 1 < len(found) <= 4  # fewer when the reader was slow
+    assert found[0] >= 32
+    assert await sizes(20, 32) == await sizes(20, 20) == [20]
+
+
+async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
+    await served.get("/health")
+    step, go_on = served.engine.step, threading.Event()
+    served.engine.step = lambda: (go_on.wait(20), step())
+    running = asyncio.create_task(served.generate())
+    await served.until(lambda: served.engine.stuck_s > 0.05)
+    await served.get("/health")
+    monkeypatch.setattr(app, "STUCK_S", 0.05)
+    await served.get("/health", 500)
+    go_on.set()
+    await running
+    assert served.engine.stuck_s == 0.0  # idle
+    await served.post("/pause_generation", {"mode": "retract"})
+    waiting = asyncio.create_task(served.generate())
+    await served.until(lambda: len(served.engine.scheduler.waiting) == 1)
+    assert served.engine.stuck_s == 0.0  # paused
+    await served.get("/health")
+    await served.post("/continue_generation")
+    await waiting
+
+
+async def test_a_server_from_scratch_has_no_version_until_weights_come(options, serve_with, checkpoint, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((checkpoint(0) / "config.json").read_bytes())
+    scratch = replace(options, native=replace(options.native, model_path=str(bare)), from_scratch=True)
+    async for one in serve_with(scratch):
+        assert (await one.get("/get_model_info"))["weight_version"] == "-1"
+        update = {"model_path": str(checkpoint(0)), "weight_version": "0"}
+        await one.post("/update_weights_from_disk", update)
+        assert (await one.get("/get_model_info"))["weight_version"] == "0"
+        assert (await one.generate())["meta_info"]["weight_version"] == "0"
 
 
 async def test_siblings_over_http_share_their_prefill(served):
@@ -101,6 +149,8 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"repetition_penalty": 0}}, "above 0"),
     ({"sampling_params": {"ignore_eos": 1}}, "true or false"),
     ({"sampling_params": {"sampling_seed": -1}}, "sampling_seed must be a whole number"),
+    ({"stream": True, "sampling_params": {"stream_interval": 0}}, "stream_interval must be a whole number, at least 1"),
+    ({"sampling_params": {"stream_interval": 4}}, "stream_interval=4 is for streams"),
     ({"stream": "yes"}, "stream must be true or false"),
     ({"rid": 4}, "rid must be a string"),
     ({"return_text": True}, "return_text needs a tokenizer"),

@@ -57,6 +57,10 @@ def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
     assert (options.native.dtype, options.native.max_running_requests) == ("float32", 4)
     assert (options.process_name, options.index, options.device, options.num_threads) == ("server-1", 1, "cpu", 1)
     assert options.registry is not None
+    assert not options.from_scratch
+    text = config_file.read_text().replace('"optimizer"', '"init_from_scratch": true, "optimizer"')
+    config_file.write_text(text)
+    assert parse_options(["--config", str(config_file)]).from_scratch
 
 
 def test_a_process_registers_serves_and_ends(config_file, tmp_path):

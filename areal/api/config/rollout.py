@@ -31,6 +31,8 @@ class InferenceEngineConfig:
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all."""
     setup_timeout: float = number(120.0, above=0)
     """Seconds to wait for the servers to get healthy."""
+    stream_interval: int = number(32, low=1)
+    """Tokens per event of a streamed answer, and the most that a running request loses with its replica."""
     request_timeout: float = number(3600.0, above=0)
     """Seconds after which a generation request is given up on one replica and continued elsewhere."""
     request_retries: int = number(3, low=1)

@@ -33,7 +33,7 @@ def chunk(*token_ids: int, version: int = 0, finish: str | None = None) -> PartC
     cuts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=40),
 )
 def test_parts_add_up_to_the_whole_budget(budget: int, minimum: int, cuts: list[tuple[int, int]]) -> None:
-    answer = Answer(a_request(max_new_tokens=budget, min_new_tokens=minimum))
+    answer = Answer(a_request(max_new_tokens=budget, min_new_tokens=minimum), stream_interval=8)
     expected: list[int] = []
     for part_index, (size, replica) in enumerate([*cuts, (budget, 0)]):
         if answer.finished:
@@ -72,7 +72,7 @@ def test_the_bound_on_prompt_and_answer_together_counts() -> None:
     ],
 )
 def test_a_stop_token_ends_an_answer_whose_last_word_was_lost(gconfig: dict, finished: bool) -> None:
-    answer = Answer(a_request(**gconfig))
+    answer = Answer(a_request(**gconfig), stream_interval=8)
     answer.next_part("server-0")
     answer.add(chunk(5, 9))
     answer.interrupted()
@@ -80,7 +80,7 @@ def test_a_stop_token_ends_an_answer_whose_last_word_was_lost(gconfig: dict, fin
 
 
 def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
-    answer = Answer(a_request(max_new_tokens=2))
+    answer = Answer(a_request(max_new_tokens=2), stream_interval=8)
     answer.next_part("server-0")
     with pytest.raises(ServerUnavailable, match="server-0 sent more tokens"):
         answer.add(chunk(1, 2, 3))

@@ -40,7 +40,7 @@ async def serving(fleet: Fleet, *names: str) -> None:
     await until(lambda: {r["name"] for r in fleet.status()["replicas"] if r["state"] == "serving"} == set(names))
 
 
-@pytest.mark.parametrize("num_tokens", [5, 100])  # in one piece, and streamed
+@pytest.mark.parametrize("num_tokens", [32, 33])  # in one piece, and streamed
 async def test_an_answer_comes_whole(kit: FleetKit, num_tokens: int) -> None:
     server = await kit.server(0, version=3)
     fleet = await kit.fleet(1)
@@ -52,7 +52,8 @@ async def test_an_answer_comes_whole(kit: FleetKit, num_tokens: int) -> None:
     assert response.replicas == ["server-0"]
     assert response.num_interruptions == 0
     assert 0 < response.ttft_s <= response.latency_s
-    assert server.requests[0]["stream"] == (num_tokens == 100)
+    assert server.requests[0]["stream"] == (num_tokens == 33)
+    assert server.requests[0]["sampling_params"].get("stream_interval") == (32 if num_tokens == 33 else None)
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "keep"])
