@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -29,14 +30,33 @@ class StatusSource:
         self._metrics = metrics
         self._has_controller = has_controller
         self._total_steps = total_steps
-        # Without proxies: the controller is on this machine whatever http_proxy says.
         self._step: int | None = None
         self._step_since_s = 0.0
+        # Without proxies: the controller is on this machine whatever http_proxy says.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
+    def status(self) -> dict[str, Any] | None:
+        """What the controller says now; None without one, or when it is too busy to answer. One call to it."""
+        found = self._registry.get("controller") if self._has_controller else None
+        if found is None:
+            return None
+        try:
+            address = json.loads(found)["address"]
+            with self._opener.open(f"{address}/status", timeout=_TIMEOUT_S) as answer:
+                status = json.loads(answer.read())
+            return status if isinstance(status, dict) else None
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+            return None
+
+    def text(self, status: dict[str, Any] | None) -> str | None:
+        """The text of the line for what `status` found; None when nothing is known."""
+        if not self._has_controller:
+            return self._from_metrics()
+        return None if status is None else rollout_line(status, self._total_steps, is_still=self._is_still(status))
+
     def read(self) -> str | None:
-        """The text of the line; None when nothing is known yet or the controller is too busy to answer."""
-        return self._from_controller() if self._has_controller else self._from_metrics()
+        """The text of the line now."""
+        return self.text(self.status())
 
     def read_last(self) -> str | None:
         """The text once all processes have ended: from the metrics they left."""
@@ -45,22 +65,11 @@ class StatusSource:
             return None
         return finished_line(last, self._total_steps) if self._has_controller else self._from_metrics()
 
-    def _from_controller(self) -> str | None:
-        found = self._registry.get("controller")
-        if found is None:
-            return None
-        try:
-            address = json.loads(found)["address"]
-            with self._opener.open(f"{address}/status", timeout=_TIMEOUT_S) as answer:
-                status = json.loads(answer.read())
-            return rollout_line(status, self._total_steps, is_still=self._is_still(status))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def _is_still(self, status: dict[str, Any]) -> bool:
         now_s = time.monotonic()
-        if status["step"] != self._step:
-            self._step, self._step_since_s = status["step"], now_s
+        step = status.get("step")
+        if step != self._step:
+            self._step, self._step_since_s = step, now_s
         return now_s - self._step_since_s >= _STILL_S
 
     def _from_metrics(self) -> str | None:

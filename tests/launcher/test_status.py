@@ -114,16 +114,20 @@ def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, m
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     registry = FileNameRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=True, total_steps=9)
-    assert source.read() is None
+    assert source.status() is None
+    assert source.text(None) is None
     registry.add("controller", json.dumps({"address": "http://127.0.0.1:9"}))
-    assert source.read() is None
+    assert source.status() is None
     registry.add("controller", json.dumps({"address": controller}), replace=True)
-    assert source.read().startswith("step 4/9")
+    status = source.status()
+    assert status == {"step": 4}
+    assert source.text(status).startswith("step 4/9")
 
 
 def test_run_without_controller_reads_the_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
     registry = FileNameRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=False, total_steps=9)
-    assert source.read() == "step 6/9 | loss 1.0000 | - tokens/s"
-    assert source.read_last() == source.read()
+    assert source.status() is None
+    assert source.text(None) == "step 6/9 | loss 1.0000 | - tokens/s"
+    assert source.read_last() == source.text(None)
