@@ -1,13 +1,13 @@
 """Owns the controller's HTTP interface, for trainers and for whoever watches the run.
 
     GET  /health       GET /status
-    GET  /replicas?version=N                        200 {"live": [ids that an update to version N must reach]}
+    GET  /replicas?version=N                        200 {"live": [ids that an update to it must reach]} | 204
     POST /attach       {rank, world_size, dp_size, step, version}
     POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not yet, ask again | 410 never
-                                                    409 the servers lost the weights: publish them again first
+                                                    409 a server lost the weights: publish them again first
     POST /publish      a WeightUpdate               200 every replica serves it | 204 not yet, send it again
     POST /consumed     {step, version, weights_checksum}
-    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again
+    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again | 409 as above
     POST /committed    {step, path}
     POST /finish       {}
 
@@ -30,7 +30,7 @@ from areal.rollout.wire import decode_update
 
 _log = get_logger(__name__)
 
-POLL_S = 20.0
+POLL_S = 5.0
 """A long poll is answered with "not yet" after this time."""
 MAX_BODY_BYTES = 64 * 2**20
 """Weight updates list every weight of a model."""
@@ -74,7 +74,8 @@ class _Handlers:
         version = request.query.get("version", "")
         if not version.isdecimal():
             raise RequestError(f"version is {version!r}, expected a number: GET /replicas?version=N")
-        return _json({"live": self._controller.live_replicas(int(version))})
+        live = await self._controller.live_replicas(int(version), timeout_s=self._poll_s)
+        return web.Response(status=204) if live is None else _json({"live": live})
 
     async def attach(self, request: web.Request) -> web.Response:
         body = await _fields(request, rank=int, world_size=int, dp_size=int, step=int, version=int)

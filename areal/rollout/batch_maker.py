@@ -78,19 +78,25 @@ class BatchMaker:
         trainer has finished the step before it."""
         if not self._wanted:
             return
-        step = self._ledger.state.next_step
-        if step in self._wanted and step == self._ledger.state.trained_steps:
+        state = self._ledger.state
+        step = state.next_step
+        if step in self._wanted and step == state.trained_steps and not state.is_catching_up:
             try:
                 self._compose(step)
             except Exception as error:  # noqa: BLE001 - a batch that cannot be composed ends the run, with its cause
                 self._on_fatal(error)
 
-    def release(self) -> None:
-        """Let go of everybody who waits: no batch will come."""
-        for waiting in self._wanted.values():
+    def waiting_since_s(self, step: int) -> float | None:
+        """Loop time at which a trainer first asked for batch `step`, which is not there yet."""
+        return self._asked_s.get(step)
+
+    def release(self, beyond: int = -1) -> None:
+        """Let go of everybody who waits for a batch after step `beyond`: none will come, or the asker is gone."""
+        for step in [step for step in self._wanted if step > beyond]:
+            self._asked_s.pop(step, None)
+            waiting = self._wanted.pop(step)
             if not waiting.done():
                 waiting.set_result(None)
-        self._wanted.clear()
 
     def _compose(self, step: int) -> None:
         state = self._ledger.state

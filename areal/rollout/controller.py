@@ -14,7 +14,7 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.data import WeightUpdate
 from areal.api.engine import InferenceFleet
-from areal.api.errors import ArealError, RequestError
+from areal.api.errors import RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.observe.log import get_logger
 from areal.rollout.batch_maker import BatchMaker
@@ -25,6 +25,8 @@ from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_state import BATCHED, CONSUMED, FAILED, REJECTED
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.prompts import PromptStream
+from areal.rollout.publication import Publications
+from areal.rollout.waiting import replicas_behind, requests_waiting
 
 _log = get_logger(__name__)
 
@@ -60,9 +62,9 @@ class Controller:
         self._ledger = ledger
         self._total_steps = total_steps
         self._failure: Exception | None = None
-        self._started, self._ended, self._told = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._publishing: tuple[WeightUpdate, asyncio.Task[None]] | None = None
-        self._is_attached = False  # known where the trainer stands now, not only where it stood in this ledger
+        self._ended, self._told = asyncio.Event(), asyncio.Event()
+        self._publications = Publications(fleet, ledger, on_change=self._on_publication)
+        self._is_attached = False
         self._has_met_trainer = False
         self._going_on: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
@@ -99,6 +101,7 @@ class Controller:
             rows=eval_rows or [],
             max_concurrent=config.max_concurrent_rollouts,
             count_tokens=self._producer.count_tokens,
+            ledger=ledger,
         )
 
     async def start(self) -> None:
@@ -106,7 +109,7 @@ class Controller:
         self._ledger.start(self.fail)
         self._ledger.started(self._rows, total_steps=self._total_steps)
         await self._fleet.start()
-        self._started.set()
+        self._publications.begin()
         self._open()
 
     def _go_on(self) -> None:
@@ -121,35 +124,42 @@ class Controller:
 
     async def _go_on_unattached(self) -> None:
         try:
-            await self._started.wait()
-            await self._restore_weights()
+            await self._publications.restore()
             self._is_attached = True
             self._open()
         except Exception as error:  # noqa: BLE001 - a background task: the run must hear of it, and ends
             self.fail(error)
 
-    async def _restore_weights(self) -> None:
-        """Bring the fleet back to the ledger's version where the files for that still exist.
-
-        Where they do not, no episode starts until the trainer publishes.
-        """
-        state, last = self._ledger.state, self._ledger.state.last_publication
-        if last is None or last["version"] != state.version or self._fleet.version == state.version:
-            return
-        if last["kind"] == "disk":
-            _log.info("bringing the servers back to policy version %d from %s", state.version, last["path"])
-            try:
-                await self._fleet.update_weights(WeightUpdate(version=state.version, kind="disk", path=last["path"]))
-            except ArealError as error:
-                _log.warning("the servers could not go back to version %d: %s", state.version, error)
-
     def _open(self) -> None:
-        """Admit episodes while a trainer is there and the fleet holds the version that the ledger counts with."""
+        """Admit episodes while a trainer is there and the fleet holds the version that the ledger counts with.
+
+        While the trainer makes versions again that were published before, nothing is admitted and running episodes
+        wait with their next request: no policy that went back makes a token to train on.
+        """
         state, executor = self._ledger.state, self._executor
         is_over = self._failure is not None or self._ended.is_set()
-        executor.is_open = not is_over and self._is_attached and self._fleet.version == state.version
+        executor.hold_requests(self._catches_up)
+        may_start = self._knows_trainer and self._fleet.version == state.version and not self._catches_up
+        executor.is_open = may_start and not is_over
         if executor.is_open:
             executor.admit()
+
+    @property
+    def _knows_trainer(self) -> bool:
+        """Where the trainer stands now, and not only where it stood when a predecessor of this process wrote it down.
+
+        One that starts anew publishes before it attaches, if it holds other weights than the servers start with.
+        """
+        has_published = self._publications.has_published and self._ledger.state.trained_steps is not None
+        return self._is_attached or has_published
+
+    @property
+    def _catches_up(self) -> bool:
+        return self._publications.lowest_version < self._ledger.state.highest_version
+
+    def _on_publication(self) -> None:
+        self._executor.drop_stale()
+        self._open()
 
     def fail(self, error: Exception) -> None:
         """End the run with `error`. Trainers that ask for a batch are told first."""
@@ -181,79 +191,83 @@ class Controller:
         if rank == 0 or self._ledger.state.trained_steps is None:
             self._ledger.attached(step=step, version=version)
             self._is_attached = True
+            self._batches.release(beyond=step)
+            self._evaluations.cancel_beyond(step)
             await self._ledger.durable()
         self._open()
         self._batches.poke()
 
     async def next_batch(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
-        """A rank's share of batch `step`; None = not yet, ask again. BatchUnavailable when it will never come."""
+        """A rank's share of batch `step`; None = not yet, ask again.
+
+        BatchUnavailable when it will never come, WeightsLost when it waits for the trainer to publish again.
+        """
         self._require_alive()
         if not 0 <= dp_rank < dp_size:
             raise RequestError(f"dp_rank={dp_rank} is not below dp_size={dp_size}")
         if step >= self._total_steps:
             raise BatchUnavailable(f"step {step} is past the end of the run: it has {self._total_steps} steps")
         self._go_on()
+        if step not in self._ledger.state.batches:
+            self._require_weights()
         blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
         if blob is None:
             self._require_alive()
-            if self._fleet.status().get("needs_publication"):
-                raise WeightsLost(f"no server holds policy version {self._ledger.state.version}")
+            self._require_weights()
         return blob
+
+    def _require_weights(self) -> None:
+        """Only the trainers can bring a replica weights that came over a collective, or whose folder is gone."""
+        if self._knows_trainer and self._publications.needs_trainer:
+            raise WeightsLost(f"a server waits for policy version {self._ledger.state.version}")
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
         """Bring the fleet to a new version; True when done, False = not yet, ask again. Repeated calls join."""
         self._require_alive()
-        if self._publishing is not None and self._publishing[0] != update:
-            await asyncio.wait([self._publishing[1]], timeout=timeout_s)
-            if not self._publishing[1].done():
-                return False
-        if self._publishing is None or self._publishing[0] != update:
-            task = asyncio.create_task(self._publish(update), name=f"publish-{update.version}")
-            self._publishing = (update, task)
-        task = self._publishing[1]
-        await asyncio.wait([task], timeout=timeout_s)
-        if not task.done():
-            return False
-        if task.exception() is not None:
-            self._publishing = None  # the trainer may try again
-        task.result()
-        return True
+        return await self._publications.publish(update, timeout_s=timeout_s)
 
-    async def _publish(self, update: WeightUpdate) -> None:
-        await self._fleet.update_weights(update)
-        self._ledger.published(version=update.version, kind=update.kind, path=update.path)
-        await self._ledger.durable()  # the trainer goes on from the answer: a successor of this process must know
-        self._executor.drop_stale()
-        self._open()
-
-    def live_replicas(self, version: int) -> list[str]:
-        """Ids of the replicas that an update to `version` must reach."""
-        return self._fleet.live_replicas(version)
+    async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
+        """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, ask again."""
+        self._require_alive()
+        if not await self._publications.fleet_is_ready(timeout_s):
+            return None
+        return self._publications.live_replicas(version)
 
     async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
         """The trainer has trained on batch `step` and published `version`."""
         self._ledger.consumed(step=step, version=version, weights=weights_checksum)
         await self._ledger.durable()
+        self._go_on()
         self._executor.admit()
         self._batches.poke()
 
     async def evaluate(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
-        """Result of the evaluation after `step` train steps; None = not yet, ask again."""
+        """Result of the evaluation after `step` train steps; None = not yet, ask again.
+
+        It runs under the trainer's weights or not at all: WeightsLost when these must be published again first.
+        """
         self._require_alive()
-        self._go_on()
-        if self._going_on is not None:
-            await asyncio.wait([self._going_on], timeout=timeout_s)
-            if not self._going_on.done():
-                return None  # under the trainer's weights or not at all
+        self._evaluations.check(mode)
+        if (step, mode) not in self._ledger.state.evaluations:
+            self._go_on()
+            if not await self._publications.fleet_is_ready(timeout_s):
+                return None
+            if self._going_on is not None:
+                await asyncio.wait([self._going_on], timeout=timeout_s)
+                if not self._going_on.done():
+                    return None
+            self._require_weights()
         result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
         if result is None:
             self._require_alive()
+            self._require_weights()
         return result
 
     async def committed(self, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
         self._ledger.committed(step=step, path=path)
         await self._ledger.durable()
+        self._go_on()
 
     def finish(self) -> None:
         """The trainers are done: `ended` returns."""
@@ -268,9 +282,7 @@ class Controller:
         if self._going_on is not None:
             self._going_on.cancel()
             await asyncio.gather(self._going_on, return_exceptions=True)
-        if self._publishing is not None:
-            self._publishing[1].cancel()
-            await asyncio.gather(self._publishing[1], return_exceptions=True)
+        await self._publications.close()
         try:
             await self._ledger.close()
         finally:
@@ -280,12 +292,15 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         """Where the run stands, JSON-ready."""
-        state, last = self._ledger.state, self._batches.last
-        stats = last.stats if last else {}
+        state, last, now_s = self._ledger.state, self._batches.last, asyncio.get_running_loop().time()
+        stats, since_s = last.stats if last else {}, self._waiting_since_s()
         return {
             "step": state.trained_steps or 0,
             "total_steps": self._total_steps,
             "version": state.version,
+            "highest_version": state.highest_version,
+            "catching_up": self._catches_up,
+            "publishing": self._publications.publishing,
             "admitted": state.num_admitted,
             "accepted": state.num_accepted,
             "running": len(state.running),
@@ -298,34 +313,57 @@ class Controller:
             "staleness_max": stats.get("staleness_max"),
             "reward_mean": stats.get("reward"),
             "generated_tokens": self._producer.generated_tokens,
-            "tokens_per_s": self._producer.tokens_per_s(asyncio.get_running_loop().time()),
+            "tokens_per_s": self._producer.tokens_per_s(now_s),
             "replicas": self._fleet.status(),
             "waiting_for": self.waiting_for(),
+            "asked_for": self._asked_for(),
+            "shut_because": self._why_shut(),
+            "waiting_since_s": None if since_s is None else now_s - since_s,
         }
 
     def waiting_for(self) -> str:
-        """One sentence on who waits for what."""
-        state = self._ledger.state
+        """One sentence on who waits for whom: what is asked for, why the gate is shut, what is wrong with servers."""
+        fleet, version = self._fleet.status(), self._publications.publishing
+        if version is None:
+            version = self._ledger.state.version
+        shut = self._why_shut()
+        parts = [self._asked_for(), shut and f"no episode starts because {shut}"]
+        if self._failure is None and self._knows_trainer:
+            parts += [replicas_behind(fleet, version), requests_waiting(fleet)]
+        return "; ".join(part for part in parts if part)
+
+    def _asked_for(self) -> str:
+        state, publications = self._ledger.state, self._publications
         if self._failure is not None:
             return f"the end of the run: {self._failure}"
-        if self._publishing is not None and not self._publishing[1].done():
-            return f"the servers to take policy version {self._publishing[0].version}"
-        if not self._is_attached:
-            return "a trainer to attach" if self._going_on is None else "the servers to hold the trainer's version"
+        if publications.publishing is not None:
+            return f"the servers to take policy version {publications.publishing}"
+        if self._going_on is not None and not self._going_on.done():
+            return f"the servers to hold the trainer's policy version {state.version}"
         if self._evaluations.active:
-            return f"the evaluation: {self._evaluations.active}" + self._no_server()
-        if self._fleet.version != state.version:
-            return f"policy version {state.version}: the servers hold version {self._fleet.version}"
-        closed = self._executor.why_closed()
+            return f"the evaluation: {self._evaluations.active}"
         step = self._batches.wanted_step
         if step is not None:
             enough = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted, {len(state.running)} running"
-            return (
-                f"batch {step}: {enough}" + (f"; no more start because {closed}" if closed else "") + self._no_server()
-            )
-        return "the trainer" + (f"; no episode starts because {closed}" if closed else "")
+            return f"batch {step}: {enough}"
+        return "the trainer" if self._knows_trainer else "a trainer to attach"
 
-    def _no_server(self) -> str:
-        """Why no request can be answered; empty while some replica serves."""
-        cause: str = self._fleet.status().get("waiting_for", "")
-        return f"; requests wait for {cause}" if cause else ""
+    def _why_shut(self) -> str:
+        """Why no episode may start; empty while one may."""
+        state = self._ledger.state
+        if self._failure is not None or not self._knows_trainer:
+            return ""
+        if self._catches_up:
+            return f"the trainer catches up: version {self._publications.lowest_version} of {state.highest_version}"
+        if self._fleet.version != state.version and self._publications.publishing is None:
+            return f"the servers hold policy version {self._fleet.version}, not {state.version}"
+        return self._executor.why_closed()
+
+    def _waiting_since_s(self) -> float | None:
+        """Loop time at which what is asked for was first asked for, where it is known."""
+        if self._publications.publishing is not None:
+            return self._publications.since_s
+        if self._evaluations.active:
+            return self._evaluations.since_s
+        step = self._batches.wanted_step
+        return None if step is None else self._batches.waiting_since_s(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,21 @@ from areal.rollout.payload import EncodedEpisode, TrajectoryError, check_traject
 
 
 class EpisodeEngine:
-    """The InferenceEngine handed to one episode; remembers where its requests ran."""
+    """The InferenceEngine handed to one episode; remembers where its requests ran.
 
-    __slots__ = ("_count_tokens", "_engine", "num_interruptions", "replicas")
+    A request waits until `may_ask` is set (while the trainer catches up, what it would be given is made by a policy
+    that is older than the episode); unblocked by the publication that ends this.
+    """
 
-    def __init__(self, engine: InferenceEngine, count_tokens: Callable[[int], None]) -> None:
+    __slots__ = ("_count_tokens", "_engine", "_may_ask", "num_interruptions", "replicas")
+
+    def __init__(
+        self, engine: InferenceEngine, count_tokens: Callable[[int], None], *, may_ask: asyncio.Event | None = None
+    ) -> None:
+        """`may_ask` None: always."""
         self._engine = engine
         self._count_tokens = count_tokens
+        self._may_ask = may_ask
         self.num_interruptions = 0
         self.replicas: list[str] = []
 
@@ -28,6 +37,8 @@ class EpisodeEngine:
         return self._engine.version
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        if self._may_ask is not None and not self._may_ask.is_set():
+            await self._may_ask.wait()
         response = await self._engine.agenerate(request)
         self._count_tokens(len(response.output_ids))
         self.num_interruptions += response.num_interruptions
@@ -54,9 +65,14 @@ def judge(
     if check_format:
         for trajectory in group.trajectories:
             check_trajectory(trajectory)
-    for name, value in group.stats.items():
-        if not math.isfinite(value):
-            raise TrajectoryError(f"the episode's statistic {name!r} is {value}, which is not a finite number")
+    check_stats(group)
     if accept is not None and not accept(group):
         return Rejected(reason="filter")
     return encoded
+
+
+def check_stats(group: TrajectoryGroup) -> None:
+    """TrajectoryError when a statistic that the workflow reports is not finite: JSON could not hold it."""
+    for name, value in group.stats.items():
+        if not math.isfinite(value):
+            raise TrajectoryError(f"the episode's statistic {name!r} is {value}, which is not a finite number")

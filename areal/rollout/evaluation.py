@@ -1,6 +1,8 @@
 """Owns evaluations: the held-out rows through the evaluation workflow, beside the training episodes.
 
 One task per (step, mode), shared by all who ask for it; it waits for the fleet, and nobody waits for it but the asker.
+A result is in the ledger before anybody hears of it: trainer ranks decide by it, so all must get the same one, also
+those that ask again after this process died.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import RolloutWorkflow
 from areal.observe.log import get_logger
-from areal.rollout.episode import EpisodeEngine
+from areal.rollout.episode import EpisodeEngine, check_stats
+from areal.rollout.ledger import Ledger
 from areal.rollout.payload import encode_episode
 
 _log = get_logger(__name__)
@@ -31,10 +34,25 @@ class EvaluationFailed(ArealError, RuntimeError):
 class _Results:
     """What came of the rows of one evaluation so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
         self.scored: list[dict[str, float]] = []
         self.num_failed = 0
         self._last_failure = ""
+
+    @property
+    def num_done(self) -> int:
+        return len(self.scored) + self.num_failed
+
+    def summary(self, now_s: float) -> dict[str, float]:
+        """Means over the scored rows, each name over those that have it."""
+        means = {
+            name: sum(result[name] for result in self.scored if name in result)
+            / sum(1 for result in self.scored if name in result)
+            for name in {name: None for result in self.scored for name in result}
+        }
+        seconds = now_s - self.began_s
+        return means | {"num": float(len(self.scored)), "failed": float(self.num_failed), "seconds": seconds}
 
     def fail(self, reason: str) -> None:
         """Count a row that failed. EvaluationFailed when nothing but failures came."""
@@ -61,40 +79,65 @@ class Evaluations:
         rows: Sequence[dict[str, Any]],
         max_concurrent: int,
         count_tokens: Callable[[int], None],
+        ledger: Ledger,
     ) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._workflows = workflows
         self._rows = rows
         self._max_concurrent = max_concurrent
         self._count_tokens = count_tokens
-        self._tasks: dict[tuple[int, str], asyncio.Task[dict[str, float]]] = {}
+        self._tasks: dict[tuple[int, str], tuple[asyncio.Task[None], _Results]] = {}
 
     @property
     def active(self) -> str:
-        """What is being evaluated, for the status sentence; empty when nothing is."""
-        return ", ".join(f"{mode} after step {step}" for (step, mode), task in self._tasks.items() if not task.done())
+        """What is being evaluated and how far, for the status sentence; empty when nothing is."""
+        return ", ".join(
+            f"{mode} after step {step}, {results.num_done} of {len(self._rows)} rows done"
+            for (step, mode), (task, results) in self._tasks.items()
+            if not task.done()
+        )
 
-    async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
-        """The result, None when it is not there in time. Asking again joins the same evaluation."""
+    @property
+    def since_s(self) -> float | None:
+        """Loop time at which the oldest evaluation under way began."""
+        return min((results.began_s for task, results in self._tasks.values() if not task.done()), default=None)
+
+    def check(self, mode: str) -> None:
+        """RequestError when there is no such evaluation."""
         if mode not in self._workflows:
             raise RequestError(f"no evaluation mode {mode!r}: this run has {sorted(self._workflows) or 'none'}")
         if not self._rows:
             raise RequestError("there is no valid_dataset to evaluate on")
-        task = self._tasks.get((step, mode))
-        if task is None:
-            task = asyncio.create_task(self._evaluate(self._workflows[mode]), name=f"evaluate-{mode}-{step}")
-            self._tasks[step, mode] = task
-        await asyncio.wait([task], timeout=timeout_s)
-        if not task.done():
-            return None
-        if task.exception() is not None:
-            self._tasks.pop((step, mode), None)  # who asks again starts it anew
-        return task.result()
 
-    async def _evaluate(self, workflow: RolloutWorkflow) -> dict[str, float]:
-        began_s = asyncio.get_running_loop().time()
+    async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
+        """The result, None when it is not there in time. Asking again joins the same evaluation."""
+        key = (step, mode)
+        if key not in self._tasks and key not in self._ledger.state.evaluations:
+            results = _Results(asyncio.get_running_loop().time())
+            evaluating = self._evaluate(step, mode, results)
+            self._tasks[key] = asyncio.create_task(evaluating, name=f"evaluate-{mode}-{step}"), results
+        if key in self._tasks:
+            task, results = self._tasks[key]
+            await asyncio.wait([task], timeout=timeout_s)
+            if not task.done():
+                return None
+            if self._tasks.get(key) == (task, results):
+                del self._tasks[key]  # who asks again after an error starts it anew
+            if task.cancelled():
+                return None
+            task.result()
+        return self._ledger.state.evaluations[key]
+
+    def cancel_beyond(self, step: int) -> None:
+        """The trainer went back to `step`: who asked for later evaluations is gone. Results stay."""
+        for (asked_after, _), (task, _) in self._tasks.items():
+            if asked_after > step:
+                task.cancel()
+
+    async def _evaluate(self, step: int, mode: str, results: _Results) -> None:
+        workflow = self._workflows[mode]
         positions = iter(range(len(self._rows)))
-        results = _Results()
 
         async def work() -> None:
             for position in positions:
@@ -108,14 +151,8 @@ class Evaluations:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         results.require_scored()
-        scored = results.scored
-        means = {
-            name: sum(result[name] for result in scored if name in result)
-            / sum(1 for result in scored if name in result)
-            for name in {name: None for result in scored for name in result}
-        }
-        seconds = asyncio.get_running_loop().time() - began_s
-        return means | {"num": float(len(scored)), "failed": float(results.num_failed), "seconds": seconds}
+        self._ledger.evaluated(step=step, mode=mode, result=results.summary(asyncio.get_running_loop().time()))
+        await self._ledger.durable()
 
     async def _score(self, workflow: RolloutWorkflow, position: int, results: _Results) -> None:
         """Reward and length of one row; counted as failed when it failed or was rejected."""
@@ -123,6 +160,8 @@ class Evaluations:
         try:
             group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
             episode = None if group is None else encode_episode(position, group)
+            if group is not None:
+                check_stats(group)
         except Exception as error:  # noqa: BLE001 - user code: an error leaves out this one row
             reason = f"{type(error).__name__}: {error}"
             _log.warning("held-out row %d failed: %s", position, reason)
@@ -137,6 +176,7 @@ class Evaluations:
         )
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [task for task, _ in self._tasks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

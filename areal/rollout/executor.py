@@ -74,6 +74,8 @@ class Executor:
         self._producer = producer
         self._on_accepted = on_accepted
         self._on_fatal = on_fatal
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
@@ -94,6 +96,13 @@ class Executor:
     def _gate_accepted(self) -> int:
         state = self._ledger.state
         return state.num_accepted + state.skipped_steps * self.limits.batch_size
+
+    def hold_requests(self, hold: bool) -> None:
+        """While true, running episodes send no new request; those under way go on."""
+        if hold:
+            self._may_ask.clear()
+        else:
+            self._may_ask.set()
 
     def admit(self) -> None:
         """Start as many episodes as the gate lets in, those first that a dead controller left running."""
@@ -133,7 +142,7 @@ class Executor:
     async def _run(self, episode_id: int) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        engine = EpisodeEngine(self._engine, self._producer.count_tokens)
+        engine = EpisodeEngine(self._engine, self._producer.count_tokens, may_ask=self._may_ask)
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset

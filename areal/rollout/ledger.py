@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from areal.api.errors import LedgerError
 from areal.rollout.ledger_files import read_payload, recover_folder
+from areal.rollout.ledger_lock import LedgerLock
 from areal.rollout.ledger_log import EventLog, GroupCommitLog, GroupWriter
 from areal.rollout.ledger_state import BatchRecord, Event, LedgerState
 from areal.rollout.payload import EncodedEpisode, check_payload
@@ -34,8 +35,10 @@ class Ledger:
         state: LedgerState | None = None,
         read_payload: Callable[[tuple[int, int, int]], bytes],
         clock: Callable[[], float] = time.time,
+        lock: LedgerLock | None = None,
     ) -> None:
         self._log = log
+        self._lock = lock
         self._read_payload = read_payload
         self._clock = clock
         self._fresh: dict[int, bytes] = {}  # payloads of episodes that wait for a batch, as far as memory holds them
@@ -44,11 +47,19 @@ class Ledger:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Go on with the ledger in `folder`, or begin one: read all events, cut a torn tail, write to new files."""
-        found = recover_folder(folder)
+        """Go on with the ledger in `folder`, or begin one: read all events, cut a torn tail, write to new files.
+
+        LedgerError when another process writes it.
+        """
+        lock = LedgerLock(folder)
+        try:
+            found = recover_folder(folder)
+        except LedgerError:
+            lock.release()
+            raise
         writer = GroupWriter(folder, found.next_number, after=found.end)
         log = GroupCommitLog(writer, first_segment=found.next_number)
-        return cls(log, state=found.state, read_payload=lambda where: read_payload(folder, where))
+        return cls(log, state=found.state, read_payload=lambda where: read_payload(folder, where), lock=lock)
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:
         """Begin writing, on the running loop; `on_failure` hears of a write error at once."""
@@ -59,7 +70,11 @@ class Ledger:
         await self._log.durable()
 
     async def close(self) -> None:
-        await self._log.close()
+        try:
+            await self._log.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _record(self, event: Event) -> None:
         self._apply(event)
@@ -166,6 +181,10 @@ class Ledger:
             return
         kind = "trained_again" if step in self.state.consumed_steps else "consumed"
         self._record({"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()})
+
+    def evaluated(self, *, step: int, mode: str, result: dict[str, float]) -> None:
+        """An evaluation is over: all who ask get this result, also after a death."""
+        self._record({"event": "evaluated", "step": step, "mode": mode, "result": result, "at": self._clock()})
 
     def committed(self, *, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""

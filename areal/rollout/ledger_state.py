@@ -77,6 +77,10 @@ class LedgerState:
     waiting: dict[int, AcceptedEpisode] = field(default_factory=dict[int, AcceptedEpisode])
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
     consumed_steps: set[int] = field(default_factory=set[int])
+    evaluations: dict[tuple[int, str], dict[str, float]] = field(
+        default_factory=dict[tuple[int, str], dict[str, float]]
+    )
+    """Results by (train steps done, mode)."""
     committed_step: int = 0
     """Train steps covered by the newest recovery checkpoint."""
     version: int = 0
@@ -97,6 +101,11 @@ class LedgerState:
     def counts_by_name(self) -> dict[str, int]:
         """Episodes per state, by the state's name."""
         return dict(zip(STATE_NAMES, self.counts, strict=True))
+
+    @property
+    def is_catching_up(self) -> bool:
+        """The trainer went back and has yet to make again a version that was published before."""
+        return self.version < self.highest_version
 
     @property
     def num_admitted(self) -> int:
@@ -193,8 +202,9 @@ class LedgerState:
 
     def _attached(self, event: Event) -> None:
         step: int = event["step"]
-        if not self.batches:
+        if not self.batches:  # nothing is recorded with which it could catch up
             self.skipped_steps = step
+            self.highest_version = event["version"]
         elif not self.skipped_steps <= step <= self.next_step:
             raise LedgerError(
                 f"the trainer goes on at step {step}, but this ledger holds the batches of steps "
@@ -292,6 +302,9 @@ class LedgerState:
             raise LedgerError(f"step {step} trained again, but it was never consumed")
         self.trained_steps = step + 1
 
+    def _evaluated(self, event: Event) -> None:
+        self.evaluations[event["step"], event["mode"]] = event["result"]
+
     def _committed(self, event: Event) -> None:
         self.committed_step = event["step"]
 
@@ -310,6 +323,7 @@ _HANDLERS: dict[str, Callable[[LedgerState, Event], None]] = {
     "failed": LedgerState._failed,  # pyright: ignore[reportPrivateUsage]
     "batched": LedgerState._batched,  # pyright: ignore[reportPrivateUsage]
     "consumed": LedgerState._consumed,  # pyright: ignore[reportPrivateUsage]
+    "evaluated": LedgerState._evaluated,  # pyright: ignore[reportPrivateUsage]
     "committed": LedgerState._committed,  # pyright: ignore[reportPrivateUsage]
     "trained_again": LedgerState._trained_again,  # pyright: ignore[reportPrivateUsage]
     "group": _ignore,

@@ -196,7 +196,9 @@ async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed(ki
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=5, version=5)
     assert ledger.state.num_admitted == 0
-    assert controller.waiting_for() == "policy version 5: the servers hold version 0"
+    assert controller.waiting_for() == (
+        "the trainer; no episode starts because the servers hold policy version 0, not 5"
+    )
     await controller.close()
 
 
@@ -220,7 +222,8 @@ async def test_a_run_without_a_serving_replica_says_so(kit):
     assert controller.waiting_for().startswith("batch 0: 0 of 4 episodes accepted, 8 running; ")
     assert controller.waiting_for().endswith("; " + no_server)
     assert await controller.evaluate(0, "greedy", timeout_s=0.01) is None
-    assert controller.waiting_for() == "the evaluation: greedy after step 0; " + no_server
+    assert controller.waiting_for().startswith("the evaluation: greedy after step 0, 0 of 1 rows done; ")
+    assert controller.waiting_for().endswith("; " + no_server)
     await controller.close()
 
 
