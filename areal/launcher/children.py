@@ -1,4 +1,4 @@
-"""Owns the started processes of one attempt: how each stands, and what a dead one has to say."""
+"""Owns one started process: how it stands, how it is ended, and what a dead one has to say."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ _QUOTED_LINES = 6
 
 
 class Child:
-    """One planned process and its current incarnation."""
+    """One planned process and its current life."""
 
     def __init__(self, planned: PlannedProcess, environ: Mapping[str, str]) -> None:
         self.planned = planned
-        self.restarts = 0
         self.is_ready = False
+        self.was_ready = False
+        """In this life or an earlier one."""
         self.started_s = 0.0
+        self.killed_s: float | None = None
+        """When the launcher killed this life; None = it did not."""
+        self.died_along = False
+        """It was killed for the sake of others: its end says nothing about it."""
         self._environ = environ
         self._log = Path(planned.log_path)
         self._log_start = 0
+        self._killed_because = ""
+        self._was_asked_to_end = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -52,7 +59,30 @@ class Child:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self.is_ready = False
         self.started_s = time.monotonic()
+        self.killed_s, self.died_along, self._killed_because = None, False, ""
+        self._was_asked_to_end = False
         self._process = spawn(self.planned.argv, {**self._environ, **self.planned.env}, self._log)
+
+    def got_ready(self) -> None:
+        self.is_ready = self.was_ready = True
+
+    def terminate(self) -> None:
+        """Ask it to end; asking again changes nothing."""
+        if self._process is not None and not self._was_asked_to_end:
+            self._was_asked_to_end = True
+            self._process.terminate()
+
+    def kill(self, because: str = "") -> None:
+        """SIGKILL its whole group, now, whether it is stopped or runs. Without a cause it only goes along with others.
+
+        Returns at once: it has ended when its exit code is there.
+        """
+        if self._process is None or not self.is_running or self.killed_s is not None:
+            return
+        self.killed_s = time.monotonic()
+        self.died_along, self._killed_because = not because, because
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
         """Collect the exit code of a process that was killed."""
@@ -70,9 +100,16 @@ class Child:
 
     def obituary(self) -> str:
         """How it ended and what it said last."""
+        return f"{self.name} {self.end()}: {self._last_words()}"
+
+    def end(self) -> str:
+        """How it ended."""
         code = self.exit_code
-        how = "is running" if code is None else f"was killed by {_signal(-code)}" if code < 0 else f"exited with {code}"
-        return f"{self.name} {how}: {self._last_words()}"
+        if self._killed_because:
+            return f"{self._killed_because}, and was killed"
+        return (
+            "is running" if code is None else f"was killed by {_signal(-code)}" if code < 0 else f"exited with {code}"
+        )
 
     def spoke_last_ns(self) -> int:
         """When it last wrote to its log; among processes that died together the earliest is likely the cause.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.memory import served_bytes, trained_bytes
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -64,11 +65,12 @@ class LaunchPlan:
     """Everything a launcher does, before it does it."""
 
     run_dir: str
-    run_id: int
     recover: bool
     allocation: str
     ports: str
     processes: tuple[PlannedProcess, ...]
+    spare_gpus: tuple[str, ...]
+    """GPUs that no process uses, for replicas that join later."""
     identities: Identities
 
     @property
@@ -82,10 +84,9 @@ def make_plan(
     *,
     script: str | None = None,
     num_rows: int | None = None,
-    run_id: int = 0,
     recover: bool = False,
 ) -> LaunchPlan:
-    """The plan of one attempt at a run. ConfigError when the machine or this version cannot run it."""
+    """The plan of a run's start. ConfigError when the machine or this version cannot run it."""
     mode = config.allocation
     check_supported(mode)
     num_servers = mode.inference.num_replicas if mode.inference is not None else 0
@@ -103,7 +104,7 @@ def make_plan(
                 index=index,
                 world_size=ranks,
                 num_servers=num_servers,
-                run_id=run_id,
+                run_id=0,
                 run_dir=str(paths.root),
                 num_threads=threads[role],
                 recover=recover,
@@ -112,13 +113,42 @@ def make_plan(
             processes.append(_planned(context, config, paths, script=script, gpu=gpu, on_gpus=bool(machine.gpus)))
     return LaunchPlan(
         run_dir=str(paths.root),
-        run_id=run_id,
         recover=recover,
         allocation=str(mode),
         ports="chosen at start, on loopback",
         processes=tuple(processes),
+        spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in gpus.values()),
         identities=_identities(config, num_rows),
     )
+
+
+def start_again(
+    planned: PlannedProcess, *, num_servers: int, run_id: int | None = None, recover: bool | None = None
+) -> PlannedProcess:
+    """The same process with what has changed since it was planned; None = as before."""
+    before = _context(planned)
+    context = dataclasses.replace(
+        before,
+        num_servers=num_servers,
+        run_id=before.run_id if run_id is None else run_id,
+        recover=before.recover if recover is None else recover,
+    )
+    return dataclasses.replace(planned, env=planned.env | context.to_env())
+
+
+def another_server(like: PlannedProcess, index: int, *, gpu: str | None) -> PlannedProcess:
+    """One more server of the same kind."""
+    context = dataclasses.replace(_context(like), index=index)
+    env = like.env | context.to_env() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    log_path = str(Path(like.log_path).with_name(f"{context.name}.log"))
+    return dataclasses.replace(like, name=context.name, index=index, env=env, log_path=log_path, gpu=gpu)
+
+
+def _context(planned: PlannedProcess) -> ProcessContext:
+    context = ProcessContext.from_env(planned.env)
+    if context is None:
+        raise LaunchError(f"{planned.name} was planned without a process context")
+    return context
 
 
 def _share_gpus(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +15,11 @@ from typing import Any
 from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
 from areal.api.errors import ConfigError, LaunchError
+from areal.launcher import attach
+from areal.launcher.interruptions import Interruptions, counted_interruptions
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
+from areal.launcher.leftovers import wait_for_leftovers
+from areal.launcher.life import MemoryMeter
 from areal.launcher.memory import bytes_text
 from areal.launcher.preflight import (
     check_run_folder,
@@ -27,8 +30,9 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     run_lock,
 )
+from areal.launcher.requests import RequestBox
 from areal.launcher.status import StatusLine, StatusSource
-from areal.launcher.supervisor import Interruptions, MemoryMeter, Outcome, Supervisor
+from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import write_atomic
@@ -36,13 +40,15 @@ from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 
 USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
+       python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
-configuration names all parts. --dry-run prints the plan and starts nothing. Exit status: 0 the run completed,
-1 it failed, 2 it could not start as configured, 130 it was interrupted.
+configuration names all parts. --dry-run prints the plan and starts nothing. --attach changes a run that is running
+(--attach --help tells more). Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured,
+130 it was interrupted.
 
 """
-_RETRY_DELAY_S = 1.0
+_LEFTOVER_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,124 +110,67 @@ def launch(request: Launch, machine: Machine) -> int:
         return 0
     make_run_folder(paths)
     with run_lock(paths):
+        line = StatusLine()
+        wait_for_leftovers(paths, limit_s=_LEFTOVER_LIMIT_S, tell=line.say)
         check_run_folder(config, paths)
         save_config(config, paths.config, extra=request.extras)
-        line = StatusLine()
-        with _interruptions() as interruptions:
-            runner = _Runner(request, machine, paths, rows, line, interruptions)
+        began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        meter = MemoryMeter()
+        with counted_interruptions() as interruptions:
             try:
-                outcome = runner.run()
+                outcome = _run(request, machine, paths, rows, line, meter, interruptions)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 raise LaunchError(f"the launcher cannot keep its books, all processes have ended: {cause}") from error
-        line.end(None)
-        runner.write_summary(outcome)
+            line.end(None)
+            summary = {
+                "status": outcome.status,
+                "cause": outcome.cause,
+                "started_at": started_at,
+                "seconds": round(time.monotonic() - began_s, 3),
+                "peak_rss_gib": round(meter.peak_bytes / 2**30, 4),
+                "exit_codes": outcome.exit_codes,
+                "restarts": outcome.restarts,
+            }
+            try:
+                write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
+            except OSError as error:
+                line.say(f"areal: {paths.summary} was not written: {error.strerror or error}")
         return _tell(outcome, paths, line)
 
 
-class _Runner:
-    """Attempts at one run: the first, and restarts of the whole run as recover.mode and recover.retries say."""
-
-    def __init__(
-        self,
-        request: Launch,
-        machine: Machine,
-        paths: RunPaths,
-        rows: int | None,
-        line: StatusLine,
-        interruptions: Interruptions,
-    ) -> None:
-        self._request = request
-        self._machine = machine
-        self._paths = paths
-        self._rows = rows
-        self._line = line
-        self._interruptions = interruptions
-        self._meter = MemoryMeter()
-        self._attempts = 0
-        self._began_s = time.monotonic()
-        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-
-    def run(self) -> Outcome:
-        recovery = self._request.config.recover
-        outcome = self._attempt(recover=recovery.mode in ("auto", "resume"))
-        while outcome.status == "failed" and recovery.mode in ("auto", "fault"):
-            if self._attempts > recovery.retries or (not outcome.was_ready and self._attempts == 1):
-                break
-            source = newest_checkpoint(self._paths)
-            self._line.say(
-                f"areal: attempt {self._attempts} failed: {outcome.cause}\n"
-                f"areal: starting again from {source.name if source else 'the beginning'} "
-                f"({self._attempts} of at most {recovery.retries} restarts)"
-            )
-            if self._interruptions.wait(_RETRY_DELAY_S):
-                return dataclasses.replace(outcome, status="interrupted")
-            outcome = self._attempt(recover=True)
-        return outcome
-
-    def _attempt(self, *, recover: bool) -> Outcome:
-        config = self._request.config
-        plan = make_plan(
-            config,
-            self._machine,
-            script=self._request.script,
-            num_rows=self._rows,
-            run_id=self._attempts,
-            recover=recover and newest_checkpoint(self._paths) is not None,
-        )
-        self._attempts += 1
-        write_atomic(self._paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
-        registry = registry_of(config)
-        registry.clear()
-        source = StatusSource(
-            registry,
-            self._paths.metrics,
-            has_controller=plan.num_servers > 0,
-            total_steps=plan.identities.total_steps,
-        )
-        supervisor = Supervisor(
-            plan,
-            config.launcher,
-            registry=registry,
-            source=source,
-            line=self._line,
-            meter=self._meter,
-            interruptions=self._interruptions,
-        )
-        outcome = supervisor.run()
-        problem = disk_problem(self._paths) if outcome.status == "failed" else ""
-        return dataclasses.replace(outcome, cause=f"{problem}; {outcome.cause}") if problem else outcome
-
-    def write_summary(self, outcome: Outcome) -> None:
-        summary = {
-            "status": outcome.status,
-            "cause": outcome.cause,
-            "started_at": self._started_at,
-            "seconds": round(time.monotonic() - self._began_s, 3),
-            "peak_rss_gib": round(self._meter.peak_bytes / 2**30, 4),
-            "exit_codes": outcome.exit_codes,
-            "restarts": outcome.restarts,
-            "attempts": self._attempts,
-        }
-        try:
-            write_atomic(self._paths.summary, json.dumps(summary, indent=1).encode())
-        except OSError as error:
-            self._line.say(f"areal: {self._paths.summary} was not written: {error.strerror or error}")
-
-
-@contextmanager
-def _interruptions() -> Iterator[Interruptions]:
-    """Count Ctrl-C, SIGTERM and a closed terminal instead of dying of them."""
-    found = Interruptions()
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays in force
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, found.add) for number in numbers}
-    try:
-        yield found
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _run(
+    request: Launch,
+    machine: Machine,
+    paths: RunPaths,
+    rows: int | None,
+    line: StatusLine,
+    meter: MemoryMeter,
+    interruptions: Interruptions,
+) -> Outcome:
+    """Start everything and stay until its end."""
+    config = request.config
+    recover = config.recover.mode in ("auto", "resume") and newest_checkpoint(paths) is not None
+    plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=recover)
+    write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
+    registry = registry_of(config)
+    registry.clear()
+    RequestBox(paths).clear()
+    shutil.rmtree(paths.alive, ignore_errors=True)
+    source = StatusSource(
+        registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=plan.identities.total_steps
+    )
+    return Supervisor(
+        plan,
+        config.launcher,
+        config.recover,
+        paths,
+        registry=registry,
+        source=source,
+        line=line,
+        meter=meter,
+        interruptions=interruptions,
+    ).run()
 
 
 def _tell(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
@@ -236,6 +185,9 @@ def _tell(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
 
 
 def main() -> None:
+    if "--attach" in sys.argv[1:]:
+        attach.main(sys.argv[1:])
+        return
     sys.exit(launch(read_command_line(sys.argv[1:]), this_machine()))
 
 

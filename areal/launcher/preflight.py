@@ -9,10 +9,11 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
@@ -25,6 +26,7 @@ _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
 """Free room a run needs besides its weights: ledger, logs, metrics."""
 _FULL_BYTES = 2**20
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 5, 0.05
 
 
 def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str]:
@@ -162,10 +164,21 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
 
 
 def disk_problem(paths: RunPaths) -> str:
-    """What to say when a run ended while its disk was full, so that its logs may lack the cause; empty otherwise."""
-    if shutil.disk_usage(paths.root).free >= _FULL_BYTES:
-        return ""
-    return f"the disk under {paths.root} is full (cluster.fileroot): make room, or choose another folder"
+    """What to say when the disk of a run takes no more, so that processes die and logs may lack the cause; else empty.
+
+    To start a process again would not help.
+    """
+    try:
+        if shutil.disk_usage(paths.root).free < _FULL_BYTES:
+            return f"the disk under {paths.root} is full (cluster.fileroot): make room, or choose another folder"
+        with tempfile.TemporaryFile(dir=paths.root) as probe:
+            probe.write(bytes(_FULL_BYTES))  # a quota or a read-only disk shows only when somebody writes
+    except OSError as error:
+        return (
+            f"cannot write to {paths.root} (cluster.fileroot): {error.strerror or error}: mend it, or choose another "
+            "folder"
+        )
+    return ""
 
 
 def _weight_bytes(model: TrainEngineConfig) -> int:
@@ -214,17 +227,36 @@ def run_lock(paths: RunPaths) -> Iterator[None]:
     The lock goes with the process, so a launcher that was killed leaves none behind.
     """
     with open(paths.lock, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(file):
             file.seek(0)
-            raise LaunchError(
-                f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name"
-            ) from None
+            raise LaunchError(f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name")
         file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
         file.flush()
         yield
+
+
+def _locked(file: TextIO) -> bool:
+    """Take the lock, but do not mistake one who only looks (`has_launcher`) for another launcher."""
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S if attempt + 1 < _LOCK_ATTEMPTS else 0.0)
+    return False
+
+
+def has_launcher(paths: RunPaths) -> bool:
+    """Whether a launcher runs on this run folder now."""
+    try:
+        with open(paths.lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _holder(text: str) -> str:

@@ -1,88 +1,54 @@
-"""Owns one attempt at a run: starts all processes, waits until they are ready, restarts servers, stops everything.
+"""Owns a run's processes from start to end: starts all, restarts what died and only that, ends the run, stops all.
 
-Waits for: ready signs and ends of its children (looked at 20 times a second), or an interruption by the user.
+Waits for: ready signs, heartbeats and ends of its children and requests of other commands (looked at 20 times a
+second), or an interruption by the user. What starts again after which death is told in `restart_rules`.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
-
-from areal.api.config import LauncherConfig
+from areal.api.config import LauncherConfig, RecoverConfig
 from areal.launcher.children import Child
+from areal.launcher.interruptions import Interruptions
 from areal.launcher.job import LaunchPlan
+from areal.launcher.life import LifeWatch, MemoryMeter
+from areal.launcher.preflight import disk_problem, newest_checkpoint
+from areal.launcher.replicas import ReplicaChanges
+from areal.launcher.requests import RequestBox
+from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
 from areal.launcher.status import StatusLine, StatusSource
+from areal.launcher.units import Unit, death_of, units_of
 from areal.system.discovery import NameRegistry
 from areal.system.process import kill_trees
+from areal.system.run_paths import RunPaths
 
 _POLL_S = 0.05
-_RSS_INTERVAL_S = 1.0
 _SETTLE_S = 0.5
-"""After the first death: how long others may take to die of the same cause before the cause is chosen."""
-MAX_SERVER_RESTARTS = 5
-"""Restarts of one server without a stretch of good health between them."""
-_GOOD_HEALTH_S = 300.0
-_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 10.0
+"""After a first death: how long others may take to die of the same cause before the cause is chosen."""
+_AFTERLIFE_S = 60.0
+"""A controller that ended before the trainers is told by them to do so; it is missed if they go on for so long."""
+_STUCK_S = 10.0
 
 Status = Literal["completed", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an attempt ended."""
+    """How a run ended."""
 
     status: Status
     cause: str
     """Empty unless it failed."""
     was_ready: bool
-    """All processes were ready once: a failure after that may be chance, one before it is not."""
+    """All processes were ready once."""
     exit_codes: dict[str, int | None]
-    restarts: dict[str, int]
-
-
-class MemoryMeter:
-    """The highest resident memory of this process and all its descendants together."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._next_s = 0.0
-
-    def sample(self) -> None:
-        """Look, at most once a second."""
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + _RSS_INTERVAL_S
-        own = psutil.Process()
-        total = own.memory_info().rss
-        for process in own.children(recursive=True):
-            try:
-                total += process.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        self.peak_bytes = max(self.peak_bytes, total)
-
-
-class Interruptions:
-    """Counts the user's requests to stop; signal handlers call `add`."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, *_: object) -> None:
-        self.count += 1
-
-    def wait(self, seconds: float) -> bool:
-        """Sleep, but not through an interruption; True when there was one."""
-        deadline = time.monotonic() + seconds
-        while not self.count and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return self.count > 0
+    """Of every process's last life, also of servers that left."""
+    restarts: dict[str, list[str]]
+    """Why each unit (a server, the controller, the trainers) was started again, each time."""
 
 
 class Supervisor:
@@ -92,6 +58,8 @@ class Supervisor:
         self,
         plan: LaunchPlan,
         config: LauncherConfig,
+        recover: RecoverConfig,
+        paths: RunPaths,
         *,
         registry: NameRegistry,
         source: StatusSource,
@@ -101,25 +69,41 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._recover = recover
+        self._paths = paths
         self._registry = registry
         self._source = source
         self._line = line
         self._meter = meter
         self._interruptions = interruptions
         self._clock = clock
-        self._children = [Child(planned, os.environ) for planned in plan.processes]
+        self._recovered = plan.recover
+        self._units = units_of(plan.processes)
+        self._counts = RestartCounts()
+        self._life = LifeWatch(paths, config.hang_s)
+        self._replicas = ReplicaChanges(
+            RequestBox(paths),
+            self._units,
+            spare_gpus=plan.spare_gpus,
+            config=config,
+            registry=registry,
+            start=self._start,
+            forget=self._retire,
+        )
         self._was_ready = False
-        self._failures: dict[str, int] = {}  # of servers, since their last stretch of good health
-        self._restart_at: dict[str, float] = {}
-        self._ending_since: float | None = None
+        self._disk_problem = ""
+        self._departed: dict[str, int | None] = {}
+        self._ending_since_s: float | None = None
+        self._trainers_ended_s: float | None = None
+        self._told_stuck: set[int | None] = set()
         self._next_status_s = 0.0
 
     def run(self) -> Outcome:
         """From start to end; returns when no process is left."""
         cause: str | None = "the launcher failed"
         try:
-            for child in self._children:
-                child.start()
+            for unit in list(self._units):
+                self._start(unit)
             cause = self._watch()
         finally:
             self._stop()
@@ -127,66 +111,179 @@ class Supervisor:
             status: Status = "interrupted"
         else:
             status = "completed" if cause is None else "failed"
+        problem = self._disk_problem or (disk_problem(self._paths) if status == "failed" else "")
+        if problem and cause:
+            cause = f"{problem}; {cause}"
         return Outcome(
             status=status,
             cause=(cause or "") if status == "failed" else "",
             was_ready=self._was_ready,
-            exit_codes={child.name: child.exit_code for child in self._children},
-            restarts={child.name: child.restarts for child in self._children if child.restarts},
+            exit_codes=self._departed | {child.name: child.exit_code for child in self._children},
+            restarts={unit.name: unit.restarts for unit in self._units if unit.restarts},
         )
+
+    @property
+    def _children(self) -> list[Child]:
+        return [child for unit in self._units for child in unit.children]
+
+    @property
+    def _leaders(self) -> list[Unit]:
+        """The controller and the trainers; servers only serve."""
+        return [unit for unit in self._units if unit.role != "server"]
+
+    @property
+    def _trainers(self) -> Unit:
+        return next(unit for unit in self._units if unit.role == "trainer")
 
     def _watch(self) -> str | None:
         """Until the run ends well (None), fails (the cause) or is interrupted (None)."""
         while not self._interruptions.count:
-            for child in self._children:
-                child.is_ready = child.is_ready or self._registry.get(f"ready/{child.name}") is not None
-            self._was_ready = self._was_ready or all(child.is_ready for child in self._children)
-            if self._fatal():
-                return self._cause()
-            cause = self._idle_end() or self._late()
+            self._note_ready()
+            cause = self._idle_end()
+            if cause is None and self._trainers.has_ended_well:
+                if self._is_over():
+                    return None
+            else:
+                cause = cause or self._look_after_life() or self._look_after_ends() or self._late()
+                self._replicas.step(self._clock(), run_was_ready=self._was_ready)
             if cause is not None:
                 return cause
-            if all(child.exit_code == 0 for child in self._leaders):
-                return None
-            self._restart_servers()
             self._meter.sample()
             self._show()
             time.sleep(_POLL_S)
         return None
 
-    @property
-    def _leaders(self) -> Sequence[Child]:
-        """The processes that decide about the end of a run; servers only serve."""
-        return [child for child in self._children if child.planned.role != "server"]
+    def _note_ready(self) -> None:
+        for child in self._children:
+            if not child.is_ready and self._registry.get(f"ready/{child.name}") is not None:
+                child.got_ready()
+        self._was_ready = self._was_ready or all(unit.is_ready for unit in self._units)
 
-    @property
-    def _servers(self) -> Sequence[Child]:
-        return [child for child in self._children if child.planned.role == "server"]
+    def _is_over(self) -> bool:
+        """All trainers have ended well: nothing starts again, and the controller gets a moment to end by itself."""
+        now = self._clock()
+        self._trainers_ended_s = now if self._trainers_ended_s is None else self._trainers_ended_s
+        waited_s = now - self._trainers_ended_s
+        return waited_s >= self._config.stop_grace_s or not any(unit.is_running for unit in self._leaders)
 
-    def _fatal(self) -> list[Child]:
-        """The processes whose death ends the run."""
-        dead = [child for child in self._leaders if child.exit_code not in (None, 0)]
-        for child in self._servers:
-            if child.exit_code is not None and child.name not in self._restart_at:
-                dead += [] if self._may_restart(child) else [child]
-        return dead
+    def _look_after_life(self) -> str | None:
+        """Kill what hangs: it is then dead like any other. Returns why the run ends."""
+        for child, text in self._life.look(self._children, self._clock()):
+            self._disk_problem = disk_problem(self._paths)
+            if self._disk_problem:  # no sign of life can be written
+                return f"{child.name} {text}"
+            self._line.say(f"areal: {child.name} {text}: it is killed")
+            child.kill(text)
+        if self._life.step is not None:
+            self._counts.saw_step(self._life.step)
+        return None
 
-    def _cause(self) -> str:
+    def _look_after_ends(self) -> str | None:
+        """Restart what died. Returns why the run ends."""
+        for unit in list(self._units):
+            if unit.phase == "leaving":
+                continue
+            if unit.restart_at_s is not None:
+                if self._clock() >= unit.restart_at_s and not unit.is_running:
+                    self._start_again(unit)
+                continue
+            if cause := self._bury(unit):
+                return cause
+        return None
+
+    def _bury(self, unit: Unit) -> str | None:
+        """Look whether some of a unit died, and decide what follows. Returns why the run ends."""
+        now = self._clock()
+        if unit.role == "controller" and unit.has_ended_well and not unit.must_run:
+            unit.dead_since_s = now if unit.dead_since_s is None else unit.dead_since_s
+            unit.must_run = now - unit.dead_since_s >= _AFTERLIFE_S
+        dead = unit.dead()
+        if not dead:
+            return None
+        unit.dead_since_s = now if unit.dead_since_s is None else unit.dead_since_s
+        was_killed = any((child.exit_code or 0) < 0 for child in dead)
+        if unit.is_running and not was_killed and now - unit.dead_since_s < _SETTLE_S:
+            return None  # the others may be about to die of the same cause, or of the cause itself
+        self._note_ready()  # the sign may be younger than the last look
+        unit.kill()
+        count = self._counts.of(unit.name)
+        self._disk_problem = disk_problem(self._paths)
+        verdict = judge(
+            unit.role,
+            [death_of(child) for child in dead],
+            num_restarts=count,
+            recover=self._recover,
+            disk_problem=self._disk_problem,
+        )
+        told = next(child for child in dead if child.name == verdict.told.name)
+        if unit.phase == "joining":
+            self._line.say(f"{told.obituary()}\n  {unit.name} could not join the run, which goes on without it")
+            self._replicas.failed(unit, f"{unit.name} could not join the run: {told.obituary()}")
+            return None
+        if verdict.ends_run:
+            return self._cause(told, verdict.why)
+        delay_s = backoff_s(count)
+        self._counts.add(unit.name)
+        unit.restarts.append(f"{told.name} {told.end()}")
+        unit.restart_at_s = now + delay_s
+        self._forget(unit)
+        who = "all trainer ranks start" if len(unit.children) > 1 else f"{told.name} starts"
+        self._line.say(
+            f"{told.obituary()}\n  {who} again in {delay_s:g} s "
+            f"({count + 1} of at most {self._recover.retries} without progress)"
+        )
+        return None
+
+    def _start(self, unit: Unit) -> None:
+        """For the first time."""
+        unit.start(num_servers=len(self._replicas.servers), recover=None)
+
+    def _start_again(self, unit: Unit) -> None:
+        unit.clean_up()
+        self._forget(unit)  # also what it wrote between its death's discovery and its end
+        recover = None
+        if unit.role == "trainer":
+            newest = newest_checkpoint(self._paths)
+            self._recovered = recover = newest is not None
+            self._line.say(f"areal: trainers go on from {newest.name if newest else 'the beginning'}")
+            for other in self._leaders:  # a controller that was told that training is over
+                other.must_run = other.must_run or (other is not unit and other.has_ended_well)
+        unit.start(num_servers=len(self._replicas.servers), recover=recover)
+
+    def _forget(self, unit: Unit) -> None:
+        """Remove every trace by which others find the processes of a unit, or take them for alive."""
+        for child in unit.children:
+            child.is_ready = False
+            self._registry.remove(f"ready/{child.name}")
+            if unit.role == "server":
+                self._registry.remove(f"servers/{child.planned.index}")
+            elif unit.role == "controller":
+                self._registry.remove("controller")
+            self._paths.alive_of(child.name).unlink(missing_ok=True)
+
+    def _retire(self, unit: Unit) -> None:
+        """A server has left for good."""
+        self._forget(unit)
+        self._departed |= {child.name: child.exit_code for child in unit.children}
+
+    def _cause(self, told: Child, why: str) -> str:
         """The likely first death, told first, and the others behind it."""
         deadline = self._clock() + _SETTLE_S
-        while self._clock() < deadline and any(child.is_running for child in self._leaders):
+        while self._clock() < deadline and any(unit.is_running for unit in self._leaders):
             time.sleep(_POLL_S)
-        dead = sorted(self._fatal(), key=lambda child: child.spoke_last_ns())
-        first = dead[0].obituary()
-        failures = self._failures.get(dead[0].name, 0)
-        again = f" ({failures} restarts before)" if failures else ""
-        others = [child for child in dead[1:] if not _same_error(dead[0].error, child.error)]
-        return first + again + "".join(f"\n  then {child.obituary()}" for child in others)
+        others = [child for unit in self._leaders if unit.restart_at_s is None for child in unit.dead()]
+        dead = sorted({*others, told}, key=lambda child: child.spoke_last_ns())
+        first = told if why else dead[0]
+        then = [child for child in dead if child is not first and not _same_error(first.error, child.error)]
+        remark = f" ({why})" if why and why != self._disk_problem else ""
+        return first.obituary() + remark + "".join(f"\n  then {child.obituary()}" for child in then)
 
     def _idle_end(self) -> str | None:
         """A process that ended well but never did its part: a script that does not train."""
-        for child in self._leaders:
-            if child.exit_code == 0 and not child.is_ready and self._registry.get(f"ready/{child.name}") is None:
+        if self._recovered:  # a run that was complete before has nothing to do
+            return None
+        for child in (child for unit in self._leaders for child in unit.children):
+            if child.exit_code == 0 and not child.was_ready and self._registry.get(f"ready/{child.name}") is None:
                 return (
                     f"{child.name} ended without taking part in the run: a script must call train(...) of its "
                     f"PPOTrainer or SFTTrainer in every process ({child.obituary()})"
@@ -194,52 +291,43 @@ class Supervisor:
         return None
 
     def _late(self) -> str | None:
-        """A process that takes longer than it may: to get ready, or to end after others ended."""
-        limit = self._config.ready_timeout_s
-        for child in self._children:
-            if child.is_running and not child.is_ready and self._clock() - child.started_s > limit:
-                return f"{child.name} was not ready after {limit:g} s (launcher.ready_timeout_s): {child.obituary()}"
-        if any(child.exit_code == 0 for child in self._leaders):
-            self._ending_since = self._ending_since or self._clock()
-            if self._clock() - self._ending_since > limit:
-                names = ", ".join(child.name for child in self._leaders if child.is_running)
-                return f"{names} did not end within {limit:g} s after the other processes had ended"
+        """A process that takes longer than it may: to get ready, or to end after the other ranks ended."""
+        now, limit_s = self._clock(), self._config.ready_timeout_s
+        for unit in self._units:
+            for child in (child for child in unit.children if child.is_running):
+                if child.killed_s is not None:
+                    self._tell_stuck(child, now)
+                elif not child.is_ready and unit.phase != "leaving" and now - child.started_s > limit_s:
+                    text = f"was not ready after {limit_s:g} s (launcher.ready_timeout_s)"
+                    if not child.was_ready and unit.phase == "member":
+                        return f"{child.name} {text}: {child.obituary()}"
+                    child.kill(text)
+        ranks = self._trainers.children
+        if not any(child.exit_code == 0 for child in ranks):
+            self._ending_since_s = None
+            return None
+        self._ending_since_s = now if self._ending_since_s is None else self._ending_since_s
+        if now - self._ending_since_s > limit_s:
+            names = ", ".join(child.name for child in ranks if child.is_running)
+            return f"{names} did not end within {limit_s:g} s after the other ranks had ended"
         return None
 
-    def _may_restart(self, child: Child) -> bool:
-        if self._ending_since is not None:
-            return True  # and it will not be: the run is over
-        return child.is_ready and self._failures.get(child.name, 0) < MAX_SERVER_RESTARTS
-
-    def _restart_servers(self) -> None:
-        now = self._clock()
-        for child in self._servers if self._ending_since is None else ():
-            if child.is_running:
-                if child.is_ready and now - child.started_s > _GOOD_HEALTH_S:
-                    self._failures.pop(child.name, None)
-            elif child.name not in self._restart_at:
-                failures = self._failures[child.name] = self._failures.get(child.name, 0) + 1
-                delay = min(_BACKOFF_S * 2 ** (failures - 1), _MAX_BACKOFF_S)
-                self._restart_at[child.name] = now + delay
-                self._registry.remove(f"ready/{child.name}")
-                self._registry.remove(f"servers/{child.planned.index}")
-                self._line.say(f"{child.obituary()}\n  {child.name} starts again in {delay:g} s")
-                child.end_group()
-            elif now >= self._restart_at[child.name]:
-                del self._restart_at[child.name]
-                child.restarts += 1
-                child.start()
+    def _tell_stuck(self, child: Child, now: float) -> None:
+        """Say it, once, when the kernel does not let a killed process end."""
+        if child.killed_s is not None and now - child.killed_s > _STUCK_S and child.pid not in self._told_stuck:
+            self._told_stuck.add(child.pid)
+            self._line.say(f"areal: {child.name} (pid {child.pid}) does not end {_STUCK_S:g} s after SIGKILL: waiting")
 
     def _show(self) -> None:
         if self._clock() < self._next_status_s:
             return
         self._next_status_s = self._clock() + self._config.status_interval_s
-        if self._was_ready:
-            text = self._source.read()
-        else:
-            waited = self._clock() - min(child.started_s for child in self._children)
-            names = ", ".join(child.name for child in self._children if not child.is_ready)
-            text = f"waiting {waited:.0f} s for {names} to get ready"
+        text = self._source.read() if self._was_ready else None
+        awaited = [child for child in self._children if not child.is_ready and child.exit_code != 0]
+        if text is None and awaited:
+            waited_s = self._clock() - min(child.started_s for child in awaited)
+            names = ", ".join(child.name for child in awaited)
+            text = f"waiting {waited_s:.0f} s for {names} to get ready"
         if text is not None:
             self._line.show(text)
 

@@ -17,7 +17,7 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.errors import ConfigError
-from areal.launcher.job import Machine, describe, make_plan, parse_env_vars
+from areal.launcher.job import Machine, another_server, describe, make_plan, parse_env_vars, start_again
 from areal.launcher.memory import ModelShape, bytes_text, served_bytes, trained_bytes
 from areal.system.process import ProcessContext
 
@@ -57,7 +57,7 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     assert (numbers.episodes_per_step, numbers.samples_per_step) == (8, 32)
     assert (numbers.max_staleness, numbers.max_concurrent_episodes) == (3, 32)
     assert (numbers.steps_per_epoch, numbers.total_steps, numbers.total_optimizer_steps) == (12, 12, 24)
-    assert json.loads(json.dumps(dataclasses.asdict(plan)))["run_id"] == 0
+    assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
     assert "straggler" in str(describe(plan))
 
 
@@ -89,6 +89,28 @@ def test_every_process_gets_its_own_gpu(tmp_path):
     context = ProcessContext.from_env(plan.processes[-1].env)
     assert context.device == "cuda:0"
     assert plan.processes[-1].env["LOCAL_RANK"] == "0"
+
+
+def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
+    plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8")))
+    assert plan.spare_gpus == ("7", "8")
+    joins = another_server(plan.processes[1], 2, gpu="7")
+    assert (joins.name, joins.gpu, joins.env["CUDA_VISIBLE_DEVICES"]) == ("server-2", "7", "7")
+    assert joins.num_threads == plan.processes[1].num_threads
+    assert joins.log_path.endswith("server-2.log")
+    assert ProcessContext.from_env(joins.env).name == "server-2"
+    on_cpu = make_plan(rl_config(tmp_path), Machine(cores=4))
+    assert on_cpu.spare_gpus == ()
+
+
+def test_process_that_starts_again_is_told_what_has_changed(tmp_path):
+    trainer = make_plan(rl_config(tmp_path), Machine(cores=4)).processes[-1]
+    again = start_again(trainer, num_servers=3, run_id=2, recover=True)
+    context = ProcessContext.from_env(again.env)
+    assert (context.name, context.num_servers, context.run_id, context.recover) == ("trainer-1", 3, 2, True)
+    assert again.env["RANK"] == "1"
+    same = ProcessContext.from_env(start_again(again, num_servers=3).env)
+    assert (same.run_id, same.recover) == (2, True)
 
 
 def test_too_few_gpus_are_refused_and_none_means_cpu(tmp_path):

@@ -11,6 +11,8 @@ import pytest
 from areal.api.errors import ConfigError
 from areal.launcher import local
 from areal.launcher.job import Machine
+from areal.system.durable import publish_folder
+from areal.system.run_paths import RunPaths
 
 CONFIG = """
 experiment_name: e
@@ -48,6 +50,7 @@ def ready(done="ready"):
     folder = run / "names" / done
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{context.name}.json").write_text(str(os.getpid()))
+if config["my_section"]["behaviour"] == "leave": sys.exit(0)
 ready()
 others = [f"trainer-{rank}" for rank in range(context.world_size)]
 while not all((run / "names" / "ready" / f"{name}.json").exists() for name in others): time.sleep(0.01)
@@ -58,7 +61,7 @@ if behaviour == "fail" and context.index == 1:
     raise InputError("row 7 has no\\nanswer")
 if behaviour in ("fail", "hang"): time.sleep(60)
 if behaviour == "fail_once":
-    with open(run / "attempts", "a") as file:
+    with open(run / "notes", "a") as file:
         file.write(f"{context.index} {context.run_id} {context.recover}\\n")
     if context.run_id == 0: os.kill(os.getpid(), 9) if context.index == 0 else time.sleep(60)
 (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\\n')
@@ -156,14 +159,37 @@ def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
     assert launch(folder).returncode == 0
 
 
-def test_failed_run_starts_again_as_recover_says(folder):
+def test_killed_rank_starts_again_with_the_others(folder):
     done = launch(folder, "recover.mode=fault", "recover.freq_steps=1", behaviour="fail_once")
     assert done.returncode == 0, done.stderr
-    assert "areal: attempt 1 failed: trainer-0 was killed by SIGKILL" in done.stderr
-    assert "starting again from the beginning (1 of at most 3 restarts)" in done.stderr
-    attempts = (folder / "runs" / "e" / "t" / "attempts").read_text().splitlines()
-    assert sorted(attempts) == ["0 0 False", "0 1 False", "1 0 False", "1 1 False"]
-    assert summary(folder)["attempts"] == 2
+    assert "trainer-0 was killed by SIGKILL" in done.stderr
+    assert "all trainer ranks start again in 0.5 s (1 of at most 3 without progress)" in done.stderr
+    assert "trainers go on from the beginning" in done.stderr
+    notes = (folder / "runs" / "e" / "t" / "notes").read_text().splitlines()
+    assert sorted(notes) == ["0 0 False", "0 1 False", "1 0 False", "1 1 False"]
+    assert len(summary(folder)["restarts"]["trainers"]) == 1
+
+
+def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
+    recover = ["recover.mode=auto", "recover.freq_steps=1"]
+    with subprocess.Popen(command(folder, *recover, behaviour="hang"), stderr=subprocess.PIPE) as launcher:
+        pids = wait_until_ready(folder)
+        for pid in [*pids, launcher.pid]:
+            os.kill(pid, signal.SIGKILL)
+    paths = RunPaths(folder / "runs" / "e" / "t")
+    (paths.recover / "next").mkdir(parents=True)
+    publish_folder(paths.recover / "next", paths.recover / "step-000003")
+    paths.requests.mkdir()
+    (paths.requests / "1.request.json").write_text("{}")
+    paths.alive.mkdir(exist_ok=True)
+    paths.alive_of("trainer-7").write_text("{}")
+    done = launch(folder, *recover, behaviour="end")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(paths.plan.read_text())["recover"]
+    assert not paths.requests.exists()
+    assert not paths.alive_of("trainer-7").exists()
+    again = launch(folder, *recover, behaviour="leave")  # a run that was complete: its trainers end at once
+    assert again.returncode == 0, again.stderr
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(folder):

@@ -1,5 +1,8 @@
+import fcntl
 import json
 import os
+import shutil
+import threading
 
 import pytest
 
@@ -16,6 +19,8 @@ from areal.launcher import preflight
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
+    disk_problem,
+    has_launcher,
     looks_local,
     make_run_folder,
     missing_inputs,
@@ -128,3 +133,33 @@ def test_second_launcher_is_refused_with_pid_and_host(tmp_path):
         pass
     with run_lock(paths):
         assert json.loads(paths.lock.read_text())["pid"] == os.getpid()
+
+
+def test_a_glance_at_the_lock_is_no_launcher(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert not has_launcher(paths)
+    with run_lock(paths):
+        assert has_launcher(paths)
+    assert not has_launcher(paths)
+    with open(paths.lock) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.08, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
+        with run_lock(paths):
+            pass
+
+
+def test_a_run_folder_that_takes_nothing_more_is_named(tmp_path, monkeypatch):
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    assert disk_problem(paths) == ""
+    assert list(paths.root.iterdir()) == []
+
+    def read_only(**_):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preflight.tempfile, "TemporaryFile", read_only)
+        assert "cannot write to" in disk_problem(paths)
+        assert "Read-only file system" in disk_problem(paths)
+    shutil.rmtree(paths.root)
+    assert "No such file or directory" in disk_problem(paths)

@@ -1,0 +1,24 @@
+"""Makes the scripted run importable by the tests of this folder, and checks that each leaves no process behind."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_run import Run
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Makes a Run with settings of its own."""
+    before = set(psutil.Process().children(recursive=True))
+    yield lambda **settings: Run(tmp_path / "run", **settings)
+    assert set(psutil.Process().children(recursive=True)) <= before, "processes were left behind"
+
+
+@pytest.fixture
+def run(make_run):
+    return make_run()

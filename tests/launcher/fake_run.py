@@ -1,0 +1,174 @@
+"""Small scripted processes below a real supervisor, everything in one folder."""
+
+import io
+import json
+import signal
+import sys
+import time
+
+import psutil
+
+from areal.api.config import LauncherConfig, RecoverConfig
+from areal.launcher.interruptions import Interruptions
+from areal.launcher.job import Identities, LaunchPlan, PlannedProcess
+from areal.launcher.life import MemoryMeter
+from areal.launcher.status import StatusLine, StatusSource
+from areal.launcher.supervisor import Supervisor
+from areal.system.discovery import FileNameRegistry
+from areal.system.durable import publish_folder
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+
+NUMBERS = Identities(
+    episodes_per_step=1,
+    samples_per_step=1,
+    optimizer_steps_per_train_step=1,
+    max_concurrent_episodes=1,
+    max_staleness=0,
+    on_stale="train",
+    rows=None,
+    steps_per_epoch=None,
+    total_steps=None,
+    total_optimizer_steps=None,
+)
+
+PRELUDE = """
+import json, os, pathlib, signal, subprocess, sys, time
+context = json.loads(os.environ["AREAL_PROCESS"])
+name = context["role"] + ("" if context["role"] == "controller" else "-" + str(context["index"]))
+run = pathlib.Path(context["run_dir"])
+names = run / "names"
+beats = 0
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new"); new.write_text(text); new.replace(path)
+def ready():
+    write(names / "ready" / (name + ".json"), str(os.getpid()))
+def wait_for(path, seconds=20):
+    end = time.time() + seconds
+    while not (names / path).exists() and time.time() < end: time.sleep(0.01)
+def first(mark):
+    new = not (names / mark).exists(); write(names / mark, ""); return new
+def beat(step=None, doing="work"):
+    global beats
+    beats += 1
+    record = {"pid": os.getpid(), "beats": beats, "doing": doing, "for_s": 1.0, "step": step}
+    write(run / "alive" / (name + ".json"), json.dumps(record))
+def live(seconds=20, step=None):
+    end = time.time() + seconds
+    while time.time() < end: beat(step); time.sleep(0.05)
+def die(number=9): os.kill(os.getpid(), number); time.sleep(60)
+def note(text):
+    with open(run / "notes", "a") as file: file.write(text + chr(10))
+"""
+SERVE = "ready(); live(60)"
+DONE = "ready(); wait_for('ready/server-0.json'); print('bye')"
+
+
+class Run:
+    """A plan of scripted processes and what they left behind."""
+
+    def __init__(self, folder, *, recover="auto", retries=3, **settings):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.names = folder / "names"
+        self.paths = RunPaths(folder)
+        self.config = LauncherConfig(**({"stop_grace_s": 0.3, "ready_timeout_s": 20.0} | settings))
+        self.recover = RecoverConfig(mode=recover, freq_steps=1, retries=retries)
+        self.interruptions = Interruptions()
+        self.meter = MemoryMeter()
+        self.screen = io.StringIO()
+        self.spare_gpus = ()
+        self.gpus = {}
+
+    def __call__(self, **codes):
+        """Run processes given as name=code, `server_0` meaning server-0."""
+        names = [name.replace("_", "-") for name in codes]
+        count = {role: sum(name.startswith(role) for name in names) for role in ("trainer", "server")}
+        plan = LaunchPlan(
+            run_dir=str(self.folder),
+            recover=False,
+            allocation="",
+            ports="",
+            processes=tuple(self.planned(name, code, count) for name, code in zip(names, codes.values(), strict=True)),
+            spare_gpus=self.spare_gpus,
+            identities=NUMBERS,
+        )
+        registry = FileNameRegistry(self.names)
+        source = StatusSource(registry, self.folder / "metrics.jsonl", has_controller=True, total_steps=None)
+        supervisor = Supervisor(
+            plan,
+            self.config,
+            self.recover,
+            self.paths,
+            registry=registry,
+            source=source,
+            line=StatusLine(self.screen),
+            meter=self.meter,
+            interruptions=self.interruptions,
+        )
+        return supervisor.run()
+
+    def planned(self, name, code, count):
+        role, _, index = name.partition("-")
+        gpu = self.gpus.get(name)
+        context = ProcessContext(
+            role=role,
+            index=int(index or 0),
+            world_size=count["trainer"],
+            num_servers=count["server"],
+            run_id=0,
+            run_dir=str(self.folder),
+            num_threads=1,
+            recover=False,
+            device="cpu" if gpu is None else "cuda:0",
+        )
+        return PlannedProcess(
+            name=name,
+            role=role,
+            index=context.index,
+            argv=(sys.executable, "-S", "-c", PRELUDE + code),
+            env=context.to_env(),
+            log_path=str(self.folder / "logs" / f"{name}.log"),
+            device=context.device,
+            gpu=gpu,
+            num_threads=1,
+            memory_bytes=None,
+        )
+
+    def log(self, name):
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
+    def notes(self):
+        return (self.folder / "notes").read_text().splitlines()
+
+    def pid_of(self, name):
+        """Of a process that is ready, from its sign."""
+        path = self.names / "ready" / f"{name}.json"
+        self.until(path.exists)
+        return int(path.read_text())
+
+    def stop(self, name):
+        """SIGSTOP a process that is ready and beats; returns its pid."""
+        pid = self.pid_of(name)
+        self.until(self.paths.alive_of(name).exists)
+        psutil.Process(pid).send_signal(signal.SIGSTOP)
+        return pid
+
+    def until(self, what, seconds=20):
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, self.screen.getvalue()
+            time.sleep(0.01)
+
+    def write_checkpoint(self, step):
+        (self.paths.recover / "next").mkdir(parents=True)
+        (self.paths.recover / "next" / "state.json").write_text(json.dumps({"step": step}))
+        publish_folder(self.paths.recover / "next", self.paths.recover / f"step-{step:06d}")
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

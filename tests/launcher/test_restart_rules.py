@@ -1,0 +1,89 @@
+import pytest
+
+from areal.api.config import RecoverConfig
+from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, judge
+
+ALWAYS = RecoverConfig(mode="auto", freq_steps=1)
+
+
+def death(exit_code, *, was_ready=True, name="trainer-0"):
+    return Death(name=name, exit_code=exit_code, was_ready=was_ready)
+
+
+def verdict(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem=""):
+    return judge(role, deaths, num_restarts=num_restarts, recover=recover, disk_problem=disk_problem)
+
+
+@pytest.mark.parametrize("role", ["server", "controller", "trainer"])
+@pytest.mark.parametrize(
+    ("exit_code", "was_ready", "ends_run"),
+    [
+        (-9, True, False),
+        (-9, False, False),  # a kill before the ready sign is chance too
+        (-11, False, False),
+        (75, True, False),
+        (75, False, False),
+        (1, True, False),
+        (1, False, True),  # it never worked: it will not work the next time
+        (2, True, True),
+        (2, False, True),
+        (7, True, False),
+        (7, False, True),
+        (0, True, False),  # an end that nobody asked for
+    ],
+)
+def test_what_may_be_chance_starts_again(role, exit_code, was_ready, ends_run):
+    found = verdict(death(exit_code, was_ready=was_ready), role=role)
+    assert found.ends_run == ends_run
+    assert found.why == ""
+
+
+@pytest.mark.parametrize("mode", ["disabled", "auto", "fault", "resume"])
+@pytest.mark.parametrize("role", ["server", "controller", "trainer"])
+def test_only_trainers_need_a_recovery_mode(role, mode):
+    found = verdict(death(-9), role=role, recover=RecoverConfig(mode=mode, freq_steps=1))
+    assert found.ends_run == (role == "trainer" and mode == "disabled")
+    assert ("recover.mode=disabled" in found.why) == found.ends_run
+
+
+def test_restarts_without_progress_are_limited():
+    assert not verdict(death(-9), num_restarts=2).ends_run
+    found = verdict(death(-9), num_restarts=3)
+    assert found.ends_run
+    assert "3 restarts before brought no train step (recover.retries=3)" in found.why
+    assert verdict(death(-9), recover=RecoverConfig(mode="auto", freq_steps=1, retries=0)).ends_run
+
+
+def test_nothing_starts_again_on_a_full_disk():
+    found = verdict(death(-9), disk_problem="the disk is full")
+    assert (found.ends_run, found.why) == (True, "the disk is full")
+
+
+def test_of_several_ranks_the_one_that_says_what_is_wrong_is_told():
+    lost, wrong = death(1, name="trainer-0"), death(2, name="trainer-1")
+    assert verdict(lost, wrong).told == wrong
+    assert verdict(lost, wrong).ends_run
+    killed = death(-9, name="trainer-0")
+    assert verdict(killed, wrong).told == killed, "whatever others say after a kill is its consequence"
+    assert not verdict(killed, wrong).ends_run
+
+
+def test_a_new_train_step_forgives_all_restarts():
+    counts = RestartCounts()
+    counts.add("server-0")
+    counts.add("server-0")
+    counts.add("trainers")
+    counts.saw_step(4)  # where a recovered run starts: nothing was gained
+    assert (counts.of("server-0"), counts.of("trainers"), counts.of("controller")) == (2, 1, 0)
+    counts.saw_step(4)
+    counts.saw_step(3)  # rolled back
+    assert counts.of("server-0") == 2
+    counts.saw_step(5)
+    assert (counts.of("server-0"), counts.of("trainers")) == (0, 0)
+    counts.add("trainers")
+    counts.saw_step(5)
+    assert counts.of("trainers") == 1
+
+
+def test_backoff_doubles_up_to_ten_seconds():
+    assert [backoff_s(count) for count in (0, 1, 2, 4, 5, 50)] == [0.5, 1.0, 2.0, 8.0, 10.0, 10.0]

@@ -1,0 +1,250 @@
+"""What the supervisor starts again after a death, with small scripted processes in place of the real ones."""
+
+import json
+import signal
+import threading
+
+import pytest
+from fake_run import SERVE, alive
+
+from areal.launcher import life, restart_rules
+
+UNTIL_DONE = "ready(); wait_for('done')"
+DIES_ONCE = "if first('died'): ready(); die()\n"
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch):
+    monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.02)
+
+
+def test_killed_server_comes_back_alone(run):
+    waits = "note(name); " + UNTIL_DONE
+    outcome = run(controller=waits, server_0=DIES_ONCE + "write(names / 'done', ''); " + SERVE, trainer_0=waits)
+    assert outcome.status == "completed"
+    assert list(outcome.restarts) == ["server-0"]
+    assert "was killed by SIGKILL" in outcome.restarts["server-0"][0]
+    assert sorted(run.notes()) == ["controller", "trainer-0"], "nobody else was started again"
+    assert "server-0 starts again in 0.02 s (1 of at most 3 without progress)" in run.screen.getvalue()
+
+
+def test_killed_controller_comes_back_alone(run):
+    waits = "note(name); " + UNTIL_DONE
+    outcome = run(controller=DIES_ONCE + "ready(); write(names / 'done', ''); live()", server_0=SERVE, trainer_0=waits)
+    assert outcome.status == "completed"
+    assert list(outcome.restarts) == ["controller"]
+    assert run.notes() == ["trainer-0"]
+
+
+TRAINER = """
+note(f"{name} {context['run_id']} {context['recover']}")
+ready()
+if context["run_id"] == 0:
+    wait_for("ready/trainer-0.json"); wait_for("ready/trainer-1.json")
+    if name == "trainer-1": die()
+    live(60)
+"""
+
+
+def test_killed_rank_takes_the_others_along_and_all_go_on_from_the_checkpoint(run):
+    run.write_checkpoint(12)
+    outcome = run(
+        controller="note(name); " + SERVE, server_0="note(name); " + SERVE, trainer_0=TRAINER, trainer_1=TRAINER
+    )
+    assert outcome.status == "completed"
+    assert list(outcome.restarts) == ["trainers"]
+    assert sorted(run.notes()) == [
+        "controller",
+        "server-0",
+        "trainer-0 0 False",
+        "trainer-0 1 True",
+        "trainer-1 0 False",
+        "trainer-1 1 True",
+    ]
+    told = run.screen.getvalue()
+    assert "trainer-1 was killed by SIGKILL" in told
+    assert "trainer-0 was killed" not in told, "it went along: only the first death is told"
+    assert "all trainer ranks start again" in told
+    assert "trainers go on from step-000012" in told
+
+
+def test_without_a_checkpoint_trainers_start_from_the_beginning(run):
+    assert run(trainer_0=TRAINER, trainer_1=TRAINER).status == "completed"
+    assert sorted(run.notes())[-1] == "trainer-1 1 False"
+    assert "trainers go on from the beginning" in run.screen.getvalue()
+
+
+def test_without_recovery_a_dead_rank_ends_the_run(make_run):
+    run = make_run(recover="disabled")
+    outcome = run(trainer_0=TRAINER, trainer_1=TRAINER)
+    assert outcome.cause.startswith("trainer-1 was killed by SIGKILL")
+    assert "recover.mode=disabled: trainers are not started again" in outcome.cause
+    assert outcome.restarts == {}
+
+
+@pytest.mark.parametrize("role", ["controller", "server_0", "trainer_0"])
+@pytest.mark.parametrize(
+    ("death", "comes_back"),
+    [
+        ("die()", True),  # a kill before the ready sign
+        ("sys.exit(1)", False),
+        ("ready(); sys.exit(1)", True),
+        ("ready(); print('areal: error: mend it'); sys.exit(2)", False),
+        ("sys.exit(75)", True),
+    ],
+)
+def test_which_end_of_which_process_is_final(run, role, death, comes_back):
+    codes = {"controller": SERVE, "server_0": SERVE, "trainer_0": UNTIL_DONE}
+    codes[role] = f"if first('died'): {death}\nready(); write(names / 'done', ''); " + codes[role]
+    outcome = run(**codes)
+    assert outcome.status == ("completed" if comes_back else "failed")
+    assert sum(map(len, outcome.restarts.values())) == int(comes_back)
+
+
+def test_traces_of_the_dead_are_gone_before_they_start_again(run):
+    look = (
+        "traces = ['names/servers/0.json', 'names/ready/server-0.json', 'alive/server-0.json']\n"
+        "if first('died'): beat(); write(names / 'servers' / '0.json', '{}'); ready(); die()\n"
+        "note(str([t for t in traces if (run / t).exists()])); write(names / 'done', ''); "
+    )
+    assert run(controller=SERVE, server_0=look + SERVE, trainer_0=UNTIL_DONE).status == "completed"
+    assert run.notes() == ["[]"]
+
+
+def test_process_that_keeps_dying_ends_the_run(run):
+    dies = "ready(); print('areal: error: no memory'); sys.exit(1)"
+    outcome = run(controller=SERVE, server_0=dies, trainer_0=SERVE)
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith("server-0 exited with 1: no memory")
+    assert "3 restarts before brought no train step" in outcome.cause
+    assert len(outcome.restarts["server-0"]) == 3
+
+
+def test_a_new_train_step_forgives_restarts(make_run, monkeypatch):
+    monkeypatch.setattr(life, "_LOOK_INTERVAL_S", 0.05)
+    run = make_run(retries=1)  # and three deaths: between two of them the run gets a step further
+    trainer = """
+ready()
+while (step := len(list(names.glob("life*")))) <= 3: beat(step); time.sleep(.02)
+"""
+    server = """
+life = len(list(names.glob("life*")))
+write(names / f"life{life}", ""); ready()
+said = lambda: json.loads((run / "alive" / "trainer-0.json").read_text())["step"]
+while not (run / "alive" / "trainer-0.json").exists() or said() <= life: time.sleep(.01)
+time.sleep(.5)  # the launcher has looked at that, too
+if life < 3: die()
+live(60)
+"""
+    outcome = run(controller=SERVE, server_0=server, trainer_0=trainer)
+    assert outcome.status == "completed", outcome.cause
+    assert len(outcome.restarts["server-0"]) == 3
+
+
+def test_nothing_starts_again_on_a_full_disk(run, monkeypatch):
+    monkeypatch.setattr("areal.launcher.supervisor.disk_problem", lambda _: "the disk is full: make room")
+    outcome = run(controller=SERVE, server_0="ready(); die()", trainer_0=SERVE)
+    assert outcome.cause.startswith("the disk is full: make room; server-0 was killed by SIGKILL")
+    assert "\n" not in outcome.cause
+    assert outcome.restarts == {}
+
+
+def test_trainers_that_ended_well_end_the_run_whatever_the_controller_does(run, monkeypatch):
+    monkeypatch.setattr(restart_rules, "_BACKOFF_S", 60.0)
+    controller = "ready(); wait_for('ready/trainer-0.json'); write(names / 'dead', ''); die()"
+    trainer = "ready(); wait_for('dead'); time.sleep(.3)"
+    outcome = run(controller=controller, server_0=SERVE, trainer_0=trainer)
+    assert outcome.status == "completed"
+
+
+def test_a_controller_that_has_finished_comes_back_for_trainers_that_have_not(run):
+    controller = "note('controller'); ready(); wait_for('finish'); (names / 'finish').unlink()"
+    trainer = (
+        "ready(); wait_for('ready/controller.json'); write(names / 'finish', ''); time.sleep(.4)\n"
+        "if context['run_id'] == 0: die()"
+    )
+    outcome = run(controller=controller, server_0=SERVE, trainer_0=trainer)
+    assert outcome.status == "completed"
+    assert run.notes() == ["controller", "controller"]
+
+
+def test_trainers_of_a_run_that_was_complete_may_end_at_once(run):
+    run.write_checkpoint(3)
+    ends = "note(str(context['recover']))\nif context['run_id'] == 0: die()"
+    assert run(controller="time.sleep(60)", server_0="time.sleep(60)", trainer_0=ends).status == "completed"
+    assert run.notes() == ["False", "True"]
+
+
+HANGS = "if first('hung'): ready(); live(60)\n"
+
+
+@pytest.mark.parametrize("name", ["controller", "server-0", "trainer-1"])
+def test_stopped_process_is_found_killed_and_started_again(make_run, name):
+    run = make_run(hang_s=1.0)
+    codes = {
+        "controller": SERVE,
+        "server_0": SERVE,
+        "trainer_0": "ready(); live(.5)\nwhile not (names / 'done').exists(): live(.1)",
+    }
+    codes["trainer_1"] = codes["trainer_0"]
+    again = (
+        "ready(); write(names / 'done', ''); live(60)" if name != "trainer-1" else "ready(); write(names / 'done', '')"
+    )
+    codes[name.replace("-", "_")] = HANGS + again
+    pids = []
+    thread = threading.Thread(target=lambda: pids.append(run.stop(name)))
+    thread.start()
+    outcome = run(**codes)
+    thread.join()
+    assert outcome.status == "completed", outcome.cause
+    assert list(outcome.restarts) == ["trainers" if name == "trainer-1" else name]
+    told = run.screen.getvalue()
+    assert (
+        f"areal: {name} gave no sign of life for 1 s (launcher.hang_s), its last was 'work' for 1 s: it is killed"
+        in told
+    )
+    assert not alive(pids[0])
+
+
+def test_process_that_hangs_but_runs_writes_its_stacks_first(make_run):
+    run = make_run(hang_s=0.5)
+    hangs = """
+import faulthandler
+if first('hung'):
+    (run / 'stacks').mkdir(); faulthandler.register(signal.SIGUSR1, open(run / 'stacks' / (name + '.txt'), 'w'))
+    ready(); beat(); time.sleep(60)
+ready(); write(names / 'done', ''); live(60)
+"""
+    outcome = run(
+        controller=hangs, server_0=SERVE, trainer_0="ready(); live(.5)\nwhile not (names / 'done').exists(): live(.1)"
+    )
+    assert outcome.status == "completed"
+    assert "most recent call first" in run.paths.stacks_of("controller").read_text()
+
+
+def test_without_beats_there_is_no_hang(make_run):
+    outcome = make_run(hang_s=0.2)(trainer_0="ready(); time.sleep(1.5)")
+    assert (outcome.status, outcome.restarts) == ("completed", {})
+
+
+def test_process_that_is_late_after_a_restart_counts_as_dead(make_run):
+    run = make_run(ready_timeout_s=5.0)
+    server = DIES_ONCE + "if first('late'): time.sleep(60)\nready(); write(names / 'done', ''); live(60)"
+    outcome = run(controller=SERVE, server_0=server, trainer_0=UNTIL_DONE)
+    assert outcome.status == "completed"
+    assert "was not ready after 5 s (launcher.ready_timeout_s), and was killed" in outcome.restarts["server-0"][1]
+
+
+def test_new_life_of_the_controller_is_told_the_number_of_servers(run):
+    controller = DIES_ONCE + "note(str(context['num_servers'])); ready(); write(names / 'done', ''); live(60)"
+    run(controller=controller, server_0=SERVE, server_1=SERVE, trainer_0=UNTIL_DONE)
+    assert run.notes() == ["2"]
+
+
+def test_summary_can_hold_the_outcome(run):
+    outcome = run(
+        controller=DIES_ONCE + "ready(); write(names / 'done', ''); live(60)", server_0=SERVE, trainer_0=UNTIL_DONE
+    )
+    assert json.loads(json.dumps(outcome.restarts)) == outcome.restarts
+    assert outcome.exit_codes["trainer-0"] == 0
+    assert outcome.exit_codes["controller"] == -signal.SIGTERM
