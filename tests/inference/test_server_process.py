@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +17,10 @@ import pytest
 from areal.api.config.load import load_experiment
 from areal.inference.server import parse_options
 from areal.system.discovery import registry_of
+from areal.system.heartbeat import read_beat
 from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.system.stacks import request_stacks
 
 CONTEXT = ProcessContext(
     role="server",
@@ -63,8 +68,18 @@ def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
     assert parse_options(["--config", str(config_file)]).from_scratch
 
 
+def is_told(tell, text: str) -> bool:
+    """Whether `text` comes to be in what `tell` returns."""
+    deadline = time.monotonic() + 20.0
+    while text not in tell() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return text in tell()
+
+
 def test_a_process_registers_serves_and_ends(config_file, tmp_path):
-    env = {**os.environ, **CONTEXT.to_env(), "OMP_NUM_THREADS": "1"}
+    paths = RunPaths(tmp_path)
+    context = dataclasses.replace(CONTEXT, run_dir=str(tmp_path))
+    env = {**os.environ, **context.to_env(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "areal.inference.server", "--config", str(config_file)]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
@@ -77,6 +92,11 @@ def test_a_process_registers_serves_and_ends(config_file, tmp_path):
         request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=20) as response:
             assert len(json.loads(response.read())["output_ids"]) == 3
+        assert is_told(lambda: str(read_beat(paths.alive_of("server-1"))), "runs 0 requests, 0 queued, version 0")
+        assert read_beat(paths.alive_of("server-1")).pid == process.pid
+        request_stacks(paths.stacks_of("server-1"), process.pid, "nothing has moved")
+        assert is_told(paths.stacks_of("server-1").read_text, " tasks\n")
+        assert "inference/server.py" in paths.stacks_of("server-1").read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0, (tmp_path / "log").read_text()
     finally:
