@@ -1,7 +1,9 @@
 """Owns a trainer's side of the controller's HTTP interface: blocking calls that survive the controller's restart.
 
 A call waits for the controller (long polls: it is asked again until it has an answer). While the controller cannot be
-reached the call is repeated, at an address looked up anew each time, until `reconnect_s` have passed.
+reached the call is repeated, at an address looked up anew each time, until `reconnect_s` have passed. One that is
+reached and does not answer hangs or is stopped: the launcher kills it after launcher.hang_s and starts another, so the
+call is repeated until `silent_s` have passed, and only then does the time to reconnect run.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from areal.system.discovery import NameRegistry
 
 ANSWER_S = 60.0
 """A live controller answers any call within this time, if only with "not yet"; well above the app's long poll."""
+SILENT_S = 900.0
+"""Well above launcher.hang_s: whoever hangs is killed before a trainer gives up on it."""
 RETRY_S = 0.2
 FINISH_S = 5.0
 CONTROLLER = "controller"
@@ -41,11 +45,13 @@ class RolloutClient:
         token: str | None = None,
         reconnect_s: float = 120.0,
         answer_s: float = ANSWER_S,
+        silent_s: float = SILENT_S,
     ) -> None:
         self._address = address
         self._token = token
         self._reconnect_s = reconnect_s
         self._answer_s = answer_s
+        self._silent_s = silent_s
         self._dp_rank, self._dp_size = 0, 1
 
     @classmethod
@@ -90,7 +96,10 @@ class RolloutClient:
         self._call("/consumed", body, f"to report step {step} as consumed")
 
     def evaluate(self, step: int, mode: str) -> dict[str, float]:
-        """Mean reward and more over the held-out rows under the current weights. Blocks until all are scored."""
+        """Mean reward and more over the held-out rows under the current weights. Blocks until all are scored.
+
+        WeightsNeeded as for a batch.
+        """
         return orjson.loads(self._call("/evaluate", {"step": step, "mode": mode}, f"for the {mode} evaluation"))
 
     def committed(self, step: int, path: Path | str) -> None:
@@ -104,18 +113,31 @@ class RolloutClient:
     def finish(self) -> None:
         """Training is over: the controller ends. One that cannot be reached has ended already."""
         try:
-            self._call("/finish", {}, "to finish", reconnect_s=FINISH_S)
+            self._call("/finish", {}, "to finish", reconnect_s=FINISH_S, silent_s=0.0)
         except ServerUnavailable as error:
             _log.warning("the rollout controller is gone already: %s", error)
 
-    def _call(self, path: str, body: dict[str, Any] | None, purpose: str, *, reconnect_s: float | None = None) -> bytes:
+    def _call(
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        purpose: str,
+        *,
+        reconnect_s: float | None = None,
+        silent_s: float | None = None,
+    ) -> bytes:
         reconnect_s = self._reconnect_s if reconnect_s is None else reconnect_s
-        deadline_s = time.monotonic() + reconnect_s
+        silent_s = self._silent_s if silent_s is None else silent_s
+        answered_s = reached_s = time.monotonic()
         while True:
             try:
                 status, answer = self._exchange(path, body)
             except (OSError, http.client.HTTPException) as error:
-                if time.monotonic() >= deadline_s:
+                now_s = time.monotonic()
+                if isinstance(error, TimeoutError) and now_s - answered_s < silent_s:
+                    _log.warning("the rollout controller has not answered for %.0f s %s", now_s - answered_s, purpose)
+                    reached_s = now_s
+                elif now_s - reached_s >= reconnect_s:
                     raise ServerUnavailable(
                         f"the rollout controller could not be reached for {reconnect_s:g} s {purpose} "
                         f"({type(error).__name__}: {error}); see its log"
@@ -126,7 +148,7 @@ class RolloutClient:
                 return answer
             if status != 204:
                 raise _error_of(path, status, answer)
-            deadline_s = time.monotonic() + reconnect_s
+            answered_s = reached_s = time.monotonic()
 
     def _exchange(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         address = self._address if isinstance(self._address, str) else self._address()
@@ -141,6 +163,8 @@ class RolloutClient:
             else:
                 connection.request("POST", path, body=orjson.dumps(body), headers=headers)
             response = connection.getresponse()
+            if response.status in (404, 405):
+                raise ConnectionError(f"{address} is not the controller: another process got its port")
             return response.status, response.read()
         finally:
             connection.close()
@@ -161,6 +185,6 @@ def _error_of(path: str, status: int, answer: bytes) -> Exception:
         message = answer[:200].decode(errors="replace")
     if status == 409:
         return WeightsNeeded(message)
-    if status in (400, 401, 404, 405, 410, 413):
+    if status in (400, 401, 410, 413):
         return RequestError(message)
     return ControllerError(f"the rollout controller could not serve {path}: {message}")

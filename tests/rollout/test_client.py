@@ -1,0 +1,117 @@
+"""The trainer's client while the controller hangs, dies, moves, or is not ready yet."""
+
+import contextlib
+import http.server
+import itertools
+import socket
+import threading
+
+import orjson
+import pytest
+
+from areal.api.errors import ServerUnavailable
+from areal.rollout.client import RolloutClient, WeightsNeeded
+from areal.system.network import bind_socket, http_address
+
+
+@contextlib.contextmanager
+def answering(*answers):
+    """A controller that gives these (status, body) in turn, and the paths it was asked for."""
+    left, asked = iter(answers), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def do_GET(self):
+            asked.append(self.path)
+            status, body = next(left)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def stopped():
+    """A process under SIGSTOP: the system takes connections for it, and nobody answers."""
+    with bind_socket() as listening:
+        listening.listen(16)
+        yield http_address(listening)
+
+
+def test_a_call_outlives_a_controller_that_is_stopped_killed_and_started_again():
+    """It hangs for longer than the time to reconnect, then refuses, then the name leads to its successor."""
+    with stopped() as hung, bind_socket() as dead, answering((200, b'{"step": 3}')) as (address, asked):
+        addresses = iter([hung, hung, hung, http_address(dead), address])
+        client = RolloutClient(lambda: next(addresses), answer_s=0.15, reconnect_s=0.3, silent_s=60.0)
+        assert client.status() == {"step": 3}
+        assert asked == ["/status"]
+
+
+def test_a_call_that_nobody_ever_answers_ends():
+    with stopped() as hung:
+        client = RolloutClient(hung, answer_s=0.01, reconnect_s=0.0, silent_s=0.0)
+        with pytest.raises(ServerUnavailable, match=r"could not be reached for 0 s for batch 4 \(TimeoutError"):
+            client.next_batch(4)
+
+
+def test_finishing_does_not_wait_for_a_controller_that_hangs(monkeypatch):
+    monkeypatch.setattr("areal.rollout.client.FINISH_S", 0.0)
+    with stopped() as hung:
+        RolloutClient(hung, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish()
+
+
+def test_another_process_on_the_port_of_a_dead_controller_is_not_taken_for_it():
+    with answering((404, b"no such page")) as (server, _), answering((200, b'{"live": ["a"]}')) as (address, asked):
+        addresses = iter([server, address])
+        assert RolloutClient(lambda: next(addresses)).live_replicas(7) == ["a"]
+        assert asked == ["/replicas?version=7"]
+
+
+def test_not_yet_is_asked_again_for_as_long_as_it_takes():
+    answers = [(204, b"")] * 20 + [(200, orjson.dumps({"reward": 1.0}))]
+    with answering(*answers) as (address, asked):
+        assert RolloutClient(address, reconnect_s=0.0, silent_s=0.0).evaluate(3, "greedy") == {"reward": 1.0}
+    assert len(asked) == 21
+
+
+@pytest.mark.parametrize("ask", [lambda client: client.next_batch(2), lambda client: client.evaluate(2, "greedy")])
+def test_whoever_waits_for_the_trainers_weights_says_so(ask):
+    with answering((409, b'{"error": "a server waits for policy version 2"}')) as (address, _):
+        with pytest.raises(WeightsNeeded, match="policy version 2"):
+            ask(RolloutClient(address))
+
+
+def test_a_dropped_connection_is_tried_again():
+    """The controller died between taking the call and answering it."""
+
+    def drop(listening):
+        for _ in range(2):
+            connection, _ = listening.accept()
+            connection.recv(1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            connection.close()
+
+    with bind_socket() as listening, answering((200, b"{}")) as (address, asked):
+        listening.listen(4)
+        thread = threading.Thread(target=drop, args=(listening,))
+        thread.start()
+        addresses = itertools.chain([http_address(listening)] * 2, itertools.repeat(address))
+        RolloutClient(lambda: next(addresses)).consumed(5, 6, "abc")
+        thread.join()
+    assert asked == ["/consumed"]
