@@ -1,0 +1,64 @@
+"""Owns what the user of a replay sees: a line for every step as it is done, the live line, the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal.launcher.status import StatusLine
+from areal.replay.compare import Comparison, Exactness, Row, judge
+from areal.replay.order import ReplayOrder, metrics_of
+from areal.replay.recorded import RecordedRun, read_metrics
+
+
+class Report:
+    """Compares each step as soon as its line is in the metrics of the replay."""
+
+    def __init__(self, run: RecordedRun, folder: Path, order: ReplayOrder, *, is_exact: bool) -> None:
+        """`is_exact`: the replay must equal the run; otherwise they are only set side by side."""
+        self._run = run
+        self._live = read_metrics(run.paths.metrics)
+        self._own = metrics_of(folder)
+        self._order = order
+        self._line = StatusLine()
+        self._began_s = time.monotonic()
+        self._offset = 0
+        self._done = order.start_step
+        self._exactness = Exactness() if is_exact else None
+        self._comparison = Comparison()
+
+    def look(self) -> None:
+        """Tell about the steps done since the last time."""
+        for row in self._new_rows():
+            live = self._live.get(row["step"])
+            verdict = judge(row["step"], self._run.weights.get(row["step"] - 1, ""), live, row)
+            exactness = self._exactness
+            lines = [exactness.add(verdict)] if exactness else self._comparison.add(verdict, live, row)
+            sys.stdout.write("".join(line + "\n" for line in lines))
+            sys.stdout.flush()
+            self._done = row["step"]
+        spent_s = time.monotonic() - self._began_s
+        self._line.show(f"replay: step {self._done}/{self._order.end_step}, {spent_s:.0f} s so far")
+
+    def end(self) -> int:
+        """Tell the result; returns the exit status of the command."""
+        self._line.end(f"replay: {self._done - self._order.start_step} steps done, results in {self._own.parent}")
+        if self._exactness is None:
+            sys.stdout.write(self._comparison.summary() + "\n")
+            return 0
+        sys.stdout.write(self._exactness.summary() + "\n")
+        if not self._exactness.has_compared:
+            return 2
+        return 0 if self._exactness.is_equal else 1
+
+    def _new_rows(self) -> Iterator[Row]:
+        if not self._own.exists():
+            return
+        with open(self._own, "rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        yield from map(json.loads, whole.splitlines())

@@ -1,0 +1,86 @@
+"""Owns the processes of a replay: starts the ranks, waits for their common end, leaves none behind.
+
+Waits for: the ends of its children, looked at 20 times a second. One that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal.api.errors import LaunchError
+from areal.system.process import ERROR_PREFIX, ProcessContext, kill_trees, spawn
+from areal.system.run_paths import RunPaths
+
+_POLL_S = 0.05
+_GRACE_S = 2.0
+_TAIL_BYTES = 1 << 14
+_COMMAND = (sys.executable, "-m", "areal.replay.rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """One rank, not yet started."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """Set on top of this process's own environment."""
+    log: Path
+
+
+def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder: Path) -> list[RankProcess]:
+    """The ranks of the recorded run, to work in the folder of a replay."""
+    planned: list[RankProcess] = []
+    for context, env in recorded:
+        own = replace(context, run_dir=str(folder), run_id=0, recover=False)
+        log = RunPaths(folder).log_of(own.name)
+        planned.append(RankProcess(name=own.name, argv=_COMMAND, env=env | own.to_env(), log=log))
+    return planned
+
+
+def run_ranks(ranks: Sequence[RankProcess], on_poll: Callable[[], None]) -> None:
+    """Run all to their end; LaunchError, with what it said last, when one fails. None is left, whatever happens."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in ranks:
+            started.append(spawn(rank.argv, {**os.environ, **rank.env}, rank.log))
+        while any(process.poll() is None for process in started):
+            _raise_failed(ranks, started)
+            on_poll()
+            time.sleep(_POLL_S)
+        _raise_failed(ranks, started)
+        on_poll()
+    finally:
+        kill_trees([process.pid for process in started if process.poll() is None], _GRACE_S)
+        for process in started:
+            process.wait()
+
+
+def _raise_failed(ranks: Sequence[RankProcess], started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """The rank that knows why speaks for all: others often only lost it."""
+    failed = [(rank, process.returncode) for rank, process in zip(ranks, started, strict=True) if process.poll()]
+    if not failed:
+        return
+    told = [(rank, said) for rank, _ in failed if (said := _last_words(rank.log)).startswith(ERROR_PREFIX)]
+    if told:
+        rank, said = told[0]
+        raise LaunchError(f"{said.removeprefix(ERROR_PREFIX)} (log: {rank.log})")
+    rank, code = failed[0]
+    raise LaunchError(f"{rank.name} ended with exit code {code}: {_last_words(rank.log)} (log: {rank.log})")
+
+
+def _last_words(log: Path) -> str:
+    """The one-line error a process of ours prints, else its last line."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "it printed nothing"
+    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), lines[-1] if lines else "nothing")

@@ -1,0 +1,229 @@
+"""A run as a folder: a tiny model trained by the real loop on made-up episodes, with the ledger that a controller
+would have written and the files that a launcher leaves."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal.api.config import GRPOConfig
+from areal.api.config.load import load_config, save_config
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.engine.mesh import TrainerMesh
+from areal.observe.phase import PhaseClock
+from areal.observe.trackers import JsonlTracker
+from areal.rollout.batching import build_shares
+from areal.rollout.ledger import Ledger
+from areal.rollout.payload import encode_episode
+from areal.rollout.prompts import PromptStream
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.ppo_loop import PPOLoop, build_roles
+from areal.trainer.progress import Progress, TrainingLength
+from areal.trainer.rank import prepare_process
+from areal.trainer.recover import RecoverStore
+from areal.trainer.saver import Saver
+from areal.trainer.weights import ChecksummedWeights, WeightPublisher, checksum_of
+
+STEPS, BATCH, ROWS, VOCABULARY = 4, 2, 8, 11
+CONFIG = """
+experiment_name: test
+trial_name: run
+seed: 3
+allocation_mode: native:d1+fsdp:d1
+cluster: {fileroot: FOLDER}
+total_train_epochs: 1
+train_dataset: {path: none, batch_size: 2}
+gconfig: {n_samples: 2}
+recover: {mode: auto, freq_steps: 2}
+actor:
+  path: FOLDER/model
+  dtype: float32
+  ppo_n_minibatches: 2
+  use_decoupled_loss: true
+  kl_ctl: 0.1
+  reward_norm: {mean_level: group, std_level: null}
+  optimizer: {lr: 1.0e-2, lr_scheduler_type: linear}
+"""
+WITH_ALL = """
+critic: {path: FOLDER/model, dtype: float32, ppo_n_minibatches: 1, optimizer: {lr: 1.0e-3}}
+ref: {path: FOLDER/model, dtype: float32}
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    folder: Path
+    config: GRPOConfig
+
+
+def write_model(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        attention_dropout=0.1,  # so that the generators' state matters too
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+class FakeController:
+    """A BatchSource that makes up episodes and keeps the books like a controller."""
+
+    def __init__(self, folder: Path, runner: asyncio.Runner) -> None:
+        self._ledger = Ledger.open(folder)
+        self._runner = runner
+        self._dice = random.Random(5)
+        self._do(self._start())
+
+    def _do(self, coroutine):
+        return self._runner.run(coroutine)
+
+    async def _start(self) -> None:
+        self._ledger.start(pytest.fail)
+        self._ledger.started(PromptStream(range(ROWS), seed=3, batch_size=BATCH), total_steps=STEPS)
+        self._ledger.attached(step=0, version=0)
+        await self._ledger.durable()
+
+    def _trajectory(self, version: int) -> Trajectory:
+        size = self._dice.randint(3, 9)
+        return Trajectory(
+            token_ids=[self._dice.randrange(VOCABULARY) for _ in range(size)],
+            loss_mask=[0] + [1] * (size - 1),
+            rollout_logprobs=[0.0] + [-self._dice.random() - 1.5 for _ in range(size - 1)],
+            output_versions=[-1] + [max(version - self._dice.randint(0, 1), 0)] * (size - 1),
+            reward=self._dice.random(),
+            finished=True,
+        )
+
+    async def _compose(self, step: int):
+        ids, payloads = [], []
+        for _ in range(BATCH):
+            episode = self._ledger.admit(version=step)
+            group = TrajectoryGroup(trajectories=[self._trajectory(step), self._trajectory(step)])
+            encoded = encode_episode(episode, group)
+            self._ledger.accept(episode, encoded, stats={}, seconds=0.1, replicas=["server-0"], num_interruptions=0)
+            ids.append(episode)
+            payloads.append(encoded.payload)
+        stats = {"reward": 0.5}
+        record = self._ledger.batched(
+            step=step, version=step, mask_before=max(step - 1, 0), episode_ids=ids, stats=stats
+        )
+        await self._ledger.durable()
+        shares = build_shares(payloads, step=step, version=step, mask_before=record.mask_before, dp_size=1)
+        return replace(shares[0], stats=stats)
+
+    def next_batch(self, step):
+        return self._do(self._compose(step))
+
+    def consumed(self, step, version, weights_checksum):
+        async def write() -> None:
+            self._ledger.published(version=version, kind="disk", path="")
+            self._ledger.consumed(step=step, version=version, weights=weights_checksum)
+            await self._ledger.durable()
+
+        self._do(write())
+
+    def close(self) -> None:
+        self._do(self._ledger.close())
+
+
+class NobodyListens:
+    """A weight channel."""
+
+    def __init__(self, weights) -> None:
+        self._weights = weights
+
+    def publish(self, version):
+        for _ in self._weights.named_weights():
+            pass
+
+    def close(self):
+        return None
+
+
+def train(folder: Path, text: str) -> Run:
+    """The live run: everything real but the controller and the servers."""
+    write_model(folder / "model", seed=1)
+    (folder / "given.yaml").write_text(text.replace("FOLDER", str(folder)))
+    config = load_config(["--config", str(folder / "given.yaml")], GRPOConfig)
+    paths = RunPaths(folder / "run")
+    paths.root.mkdir()
+    save_config(config, paths.config, extra={"key_of_a_script": 1})
+    context = context_of(paths.root)
+    plan = {"processes": [{"role": "controller", "env": {}}, {"role": "trainer", "env": context.to_env()}]}
+    paths.plan.write_text(json.dumps(plan))
+
+    prepare_process(context, config.seed)
+    mesh = TrainerMesh.open(context)
+    length = TrainingLength.of(config, num_rows=ROWS, samples_per_row=2)
+    roles = build_roles(config, mesh, length)
+    initial = {role: checksum_of(engine, is_rank0=True) for role, engine in roles.engines.items()}
+    paths.initial_weights.write_text(json.dumps(initial))
+    recover = RecoverStore(paths.recover, config.recover, roles.trained)
+    recover.start_from(after_failure=False)
+    weights = ChecksummedWeights(roles.trained["actor"], is_rank0=True)
+    with asyncio.Runner() as runner:
+        controller = FakeController(paths.ledger, runner)
+        after_step = AfterStep(
+            config,
+            roles.trained,
+            saver=Saver(paths.checkpoints, roles.trained, keep_last=1, is_rank0=True),
+            recover=recover,
+            trackers=[JsonlTracker(paths.metrics)],
+            hooks=StepHooks(evaluate=None, goal_reached=lambda found: False, committed=lambda step, path: None),
+            is_rank0=True,
+        )
+        PPOLoop(
+            roles=roles,
+            batches=controller,
+            weights=WeightPublisher(NobodyListens(weights), weights),
+            after_step=after_step,
+            progress=Progress(length),
+            clock=PhaseClock(),
+            is_rank0=True,
+        ).run()
+        after_step.close()
+        controller.close()
+    return Run(paths.root, config)
+
+
+def context_of(folder: Path) -> ProcessContext:
+    return ProcessContext(
+        role="trainer",
+        index=0,
+        world_size=1,
+        num_servers=1,
+        run_id=0,
+        run_dir=str(folder),
+        num_threads=1,
+        recover=False,
+        device="cpu",
+    )
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory) -> Run:
+    """A run of an actor alone. Not to be changed: see `run`."""
+    return train(tmp_path_factory.mktemp("recorded"), CONFIG)
+
+
+@pytest.fixture(scope="session")
+def recorded_with_all(tmp_path_factory) -> Run:
+    """A run with a critic and a reference."""
+    return train(tmp_path_factory.mktemp("recorded_with_all"), CONFIG + WITH_ALL)

@@ -1,0 +1,107 @@
+"""The processes of a replay: they end together, and none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from areal.api.errors import LaunchError
+from areal.replay.runner import RankProcess, plan_ranks, run_ranks
+
+SLEEPS = "import time; time.sleep(60)"
+
+
+def ranks_of(tmp_path, *codes):
+    return [
+        RankProcess(
+            name=f"trainer-{index}",
+            argv=(sys.executable, "-c", code),
+            env={"AREAL_TEST_MARK": str(tmp_path)},
+            log=tmp_path / f"{index}.log",
+        )
+        for index, code in enumerate(codes)
+    ]
+
+
+def left(mark):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("AREAL_TEST_MARK") == str(mark) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_it_returns_when_all_have_ended_and_looks_once_more_then(tmp_path):
+    looks = []
+    code = "open('done.txt', 'w').close()"
+    ranks = ranks_of(tmp_path, f"import os; os.chdir({str(tmp_path)!r}); {code}")
+    run_ranks(ranks, lambda: looks.append((tmp_path / "done.txt").exists()))
+    assert looks[-1]
+
+
+def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path):
+    explains = "import sys, time; time.sleep(0.3); print('areal: error: the ledger is gone'); sys.exit(2)"
+    with pytest.raises(LaunchError, match=r"^the ledger is gone \(log: .*1\.log\)"):
+        run_ranks(ranks_of(tmp_path, SLEEPS, explains), lambda: None)
+    assert left(tmp_path) == []
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    with pytest.raises(LaunchError, match=r"trainer-0 ended with exit code -9: it said this"):
+        run_ranks(
+            ranks_of(tmp_path, "import os; print('it said this', flush=True); os.kill(os.getpid(), 9)", SLEEPS),
+            lambda: None,
+        )
+    assert left(tmp_path) == []
+
+
+def test_an_interruption_ends_all(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(ranks_of(tmp_path, SLEEPS, SLEEPS), interrupt)
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_die_with_the_command(tmp_path, number):
+    code = (
+        "import sys; from pathlib import Path; from areal.replay.runner import *\n"
+        f"ranks = [RankProcess(name='trainer-0', argv=(sys.executable, '-c', {SLEEPS!r}), "
+        f"env={{'AREAL_TEST_MARK': {str(tmp_path)!r}}}, log=Path({str(tmp_path / 'log')!r}))]\n"
+        "run_ranks(ranks, lambda: print('looks', flush=True))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"looks\n"
+    children = left(tmp_path)
+    assert len(children) == 1
+    os.kill(parent.pid, number)
+    parent.wait(20)
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while left(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left(tmp_path) == []
+
+
+def test_ranks_have_the_recorded_environment_and_work_in_their_own_folder(recorded, tmp_path):
+    from areal.replay.recorded import RecordedRun
+    from areal.system.process import ProcessContext
+
+    found = RecordedRun.read(recorded.folder).ranks()
+    [rank] = plan_ranks([(context, env | {"OMP_NUM_THREADS": "7"}) for context, env in found], tmp_path)
+    context = ProcessContext.from_env(rank.env)
+    assert context is not None
+    assert context.run_dir == str(tmp_path)
+    assert (context.num_threads, context.world_size, context.device) == (1, 1, "cpu")
+    assert rank.env["OMP_NUM_THREADS"] == "7"
+    assert rank.log.parent == tmp_path / "logs"
