@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterable, Iterator
 
@@ -12,6 +10,7 @@ import psutil
 from areal.launcher.children import Child
 from areal.system.heartbeat import Beat, read_beat
 from areal.system.run_paths import RunPaths
+from areal.system.stacks import request_stacks
 
 _LOOK_INTERVAL_S = 0.5
 _MOST_PER_LOOK_S = 1.0
@@ -93,7 +92,7 @@ class LifeWatch:
             return False
         if self._asked.get(name) != pid:
             self._asked[name] = pid
-            os.kill(pid, signal.SIGUSR1)
+            request_stacks(self._paths.stacks_of(name), pid, f"no sign of life for {self._hang_s:g} s")
         return True
 
 

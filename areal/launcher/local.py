@@ -35,7 +35,7 @@ from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
-from areal.system.durable import write_atomic
+from areal.system.durable import settle_leftovers, write_atomic
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 
@@ -112,6 +112,7 @@ def launch(request: Launch, machine: Machine) -> int:
     with run_lock(paths):
         line = StatusLine()
         wait_for_leftovers(paths, limit_s=_LEFTOVER_LIMIT_S, tell=line.say)
+        settle_leftovers(paths.recover)  # the dead may have been about to replace a checkpoint
         check_run_folder(config, paths)
         save_config(config, paths.config, extra=request.extras)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")

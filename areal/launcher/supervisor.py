@@ -20,9 +20,11 @@ from areal.launcher.preflight import disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.requests import RequestBox
 from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
+from areal.launcher.stall import StallWatch
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.units import Unit, death_of, units_of
 from areal.system.discovery import NameRegistry
+from areal.system.durable import settle_leftovers
 from areal.system.process import kill_trees
 from areal.system.run_paths import RunPaths
 
@@ -81,6 +83,7 @@ class Supervisor:
         self._units = units_of(plan.processes)
         self._counts = RestartCounts()
         self._life = LifeWatch(paths, config.hang_s)
+        self._stall = StallWatch(config.stall_s, paths)
         self._replicas = ReplicaChanges(
             RequestBox(paths),
             self._units,
@@ -243,6 +246,7 @@ class Supervisor:
         self._forget(unit)  # also what it wrote between its death's discovery and its end
         recover = None
         if unit.role == "trainer":
+            settle_leftovers(self._paths.recover)  # the dead may have been about to replace one
             newest = newest_checkpoint(self._paths)
             self._recovered = recover = newest is not None
             self._line.say(f"areal: trainers go on from {newest.name if newest else 'the beginning'}")
@@ -322,8 +326,12 @@ class Supervisor:
         if self._clock() < self._next_status_s:
             return
         self._next_status_s = self._clock() + self._config.status_interval_s
-        text = self._source.read() if self._was_ready else None
+        status = self._source.status()
+        pids = {child.name: child.pid for child in self._children if child.is_running and child.pid is not None}
+        if stall := self._stall.look(status, self._life.beats, pids):
+            self._line.say(stall)
         awaited = [child for child in self._children if not child.is_ready and child.exit_code != 0]
+        text = self._source.text(status) if self._was_ready else None
         if text is None and awaited:
             waited_s = self._clock() - min(child.started_s for child in awaited)
             names = ", ".join(child.name for child in awaited)

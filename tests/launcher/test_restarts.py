@@ -48,6 +48,7 @@ if context["run_id"] == 0:
 
 def test_killed_rank_takes_the_others_along_and_all_go_on_from_the_checkpoint(run):
     run.write_checkpoint(12)
+    (run.paths.recover / "step-000012").rename(run.paths.recover / ".step-000012.old")  # killed while it replaced it
     outcome = run(
         controller="note(name); " + SERVE, server_0="note(name); " + SERVE, trainer_0=TRAINER, trainer_1=TRAINER
     )
@@ -248,3 +249,9 @@ def test_summary_can_hold_the_outcome(run):
     assert json.loads(json.dumps(outcome.restarts)) == outcome.restarts
     assert outcome.exit_codes["trainer-0"] == 0
     assert outcome.exit_codes["controller"] == -signal.SIGTERM
+
+
+def test_a_standstill_is_explained(make_run):
+    run = make_run(stall_s=1.0, status_interval_s=0.1)
+    assert run(server_0=SERVE, controller=SERVE, trainer_0="ready(); live(3, step=7)").status == "completed"
+    assert "areal: nothing has moved for 1 s" in run.screen.getvalue()

@@ -1,0 +1,186 @@
+"""Replicas that join and leave a running run, asked for by another command."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_run import SERVE, alive
+
+from areal.api.errors import ConfigError, LaunchError
+from areal.launcher import attach, replicas
+from areal.launcher.preflight import run_lock
+from areal.launcher.requests import Request
+from areal.launcher.status import StatusLine
+
+ADD = ["--add-replica"]
+SERVER = "write(names / 'servers' / f\"{context['index']}.json\", '{}'); " + SERVE
+UNTIL_DONE = "ready()\nwhile not (names / 'done').exists(): time.sleep(.01)"
+
+
+@pytest.fixture(autouse=True)
+def short_leave(monkeypatch):
+    monkeypatch.setattr(replicas, "_LEAVE_S", 0.3)
+
+
+class Session:
+    """A run in the main thread, and commands that are attached to it from another one."""
+
+    def __init__(self, run, commands):
+        self._run = run
+        self._commands = commands
+        self.results = []
+        self.outcome = None
+
+    def __call__(self, **codes):
+        thread = threading.Thread(target=self._ask_all)
+        with run_lock(self._run.paths):
+            thread.start()
+            self.outcome = self._run(**({"controller": SERVE, "server_0": SERVER, "trainer_0": UNTIL_DONE} | codes))
+        thread.join()
+        return self.results
+
+    def _ask_all(self):
+        for name in ("controller", "server-0", "trainer-0"):
+            self._run.pid_of(name)
+        try:
+            for command in self._commands:
+                self.results.append(command() if callable(command) else self._ask(command))
+        finally:
+            (self._run.names / "done").touch()
+
+    def _ask(self, words):
+        paths, request = attach.read_command_line(["--attach", str(self._run.folder), *words])
+        while True:
+            try:
+                return attach.ask(paths, request, StatusLine(self._run.screen))
+            except LaunchError as error:
+                if "still starting" not in str(error):
+                    return error
+
+
+def test_a_replica_joins_and_another_leaves(run):
+    state = {}
+
+    def look():
+        state["servers"] = sorted(path.name for path in (run.names / "servers").iterdir())
+        state["pid"] = run.pid_of("server-0")
+
+    def look_again():
+        state["left"] = sorted(path.name for path in (run.names / "servers").iterdir())
+        state["alive"] = alive(state["pid"])
+
+    session = Session(run, [ADD, look, ["--remove-replica", "server-0"], look_again])
+    joined, _, left, _ = session()
+    assert joined == "server-1 is ready: it serves once it holds the current weights"
+    assert state["servers"] == ["0.json", "1.json"]
+    assert left == "server-0 has left; what it was generating goes on elsewhere (server-1)"
+    assert state["left"] == ["1.json"]
+    assert not state["alive"]
+    assert session.outcome.status == "completed"
+    assert session.outcome.restarts == {}
+    assert set(session.outcome.exit_codes) == {"controller", "server-0", "server-1", "trainer-0"}
+    assert list(run.paths.requests.iterdir()) == [], "who asked cleans up"
+
+
+def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
+    leaves = (
+        "write(names / 'servers' / '0.json', '{}')\n"
+        "def stop(*_): note(str((names / 'servers' / '0.json').exists())); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); " + SERVE
+    )
+    Session(run, [["--remove-replica", "server-0"]])(server_0=leaves, server_1=SERVER)
+    assert run.notes() == ["False"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--remove-replica", "server-0"], "server-0 is the last replica of this run: add another one first"),
+        (["--remove-replica", "server-7"], "there is no replica 'server-7' in this run: it has server-0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(run, words, says):
+    session = Session(run, [words])
+    (refusal,) = session()
+    assert str(refusal) == says
+    assert session.outcome.status == "completed"
+
+
+def test_a_run_without_servers_refuses(run):
+    session = Session(run, [ADD])
+    run.pid_of = lambda name: None
+    run.names.mkdir()
+    trainer = UNTIL_DONE
+    thread = threading.Thread(target=session._ask_all)
+    with run_lock(run.paths):
+        thread.start()
+        run(trainer_0=trainer)
+    thread.join()
+    assert "has no inference servers" in str(session.results[0])
+
+
+def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
+    run.gpus = {"server-0": "0"}
+    run.spare_gpus = ("4",)
+    shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
+    session = Session(run, [ADD, ADD, ["--remove-replica", "server-1"], ADD])
+    joined, refused, _, again = session(server_0=shows)
+    assert "server-1 is ready" in joined
+    assert "no GPU is free" in str(refused)
+    assert "server-1 is ready" in again, "its GPU is free again"
+    assert run.notes()[1:] == ["server-1 4", "server-1 4"]
+
+
+def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
+    fails = "if name == 'server-1': print('areal: error: no memory'); sys.exit(2)\n"
+    session = Session(run, [ADD])
+    (refusal,) = session(server_0=fails + SERVER)
+    assert "server-1 could not join the run: server-1 exited with 2: no memory" in str(refusal)
+    assert session.outcome.status == "completed"
+    assert session.outcome.exit_codes["server-1"] == 2
+
+
+def test_a_new_life_of_the_controller_counts_the_replicas_that_are_there(run):
+    controller = (
+        "note(str(context['num_servers'])); ready()\n"
+        "if first('started'): wait_for('ready/server-1.json'); time.sleep(.3); die()\n"
+        "write(names / 'back', ''); live(60)"
+    )
+    Session(run, [ADD, lambda: run.until((run.names / "back").exists)])(controller=controller)
+    assert run.notes() == ["1", "2"]
+
+
+def test_nobody_there_is_told_at_once(run, tmp_path):
+    with pytest.raises(ConfigError, match="no run folder"):
+        attach.read_command_line(["--attach", str(tmp_path / "none"), "--add-replica"])
+    run.paths.lock.touch()
+    paths, request = attach.read_command_line(["--attach", str(run.folder), "--add-replica"])
+    with pytest.raises(LaunchError, match="no launcher runs on"):
+        attach.ask(paths, request, StatusLine(run.screen))
+
+
+def test_a_launcher_that_does_not_answer_is_given_up(run):
+    with (
+        run_lock(run.paths),
+        pytest.raises(LaunchError, match=r"no result after 0.3 s: the launcher has not yet taken"),
+    ):
+        attach.ask(run.paths, Request.make("add-replica"), StatusLine(run.screen), taken_limit_s=0.3)
+    assert list(run.paths.requests.iterdir()) == []
+    assert "waiting 0 s" in run.screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--help"], 0, "--remove-replica NAME"),
+        (["--add-replica"], 2, "no run folder"),
+        ([], 2, "one of the arguments --add-replica --remove-replica is required"),
+    ],
+)
+def test_command_line(tmp_path, words, code, says):
+    argv = [sys.executable, "-m", "areal.launcher.local", "--attach", str(tmp_path), *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
