@@ -1,0 +1,157 @@
+"""A process killed between any two file-system operations of a save: what is left must be enough to go on."""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal.api.config import OptimizerConfig, RecoverConfig, TrainEngineConfig
+from areal.engine.build import build_train_engine
+from areal.engine.mesh import TrainerMesh
+from areal.system.durable import is_intact
+from areal.trainer.progress import TrainingLength
+from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.saver import Saver
+
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+"""What the interpreter reports before it asks the operating system (`sys.addaudithook`), besides files
+opened to write."""
+LENGTH = TrainingLength(steps_per_epoch=9, total_steps=9)
+
+
+class Killed(BaseException):
+    """No `except Exception` and no clean-up holds it up."""
+
+
+class Killer:
+    """Lets so many operations through, then none: clean-up code of a killed process does not run either."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.num_done = 0
+
+    def hook(self, event: str, arguments: tuple) -> None:
+        writes = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
+        if self.left is None or not (writes or event in CHANGES):
+            return
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+        self.num_done += 1
+
+    @contextlib.contextmanager
+    def after(self, num_operations: int) -> Iterator[None]:
+        self.left, self.num_done = num_operations, 0
+        try:
+            with contextlib.suppress(Killed):
+                yield
+        finally:
+            self.left = None
+
+    def kill_at_each_operation(self, prepare: Callable[[], Callable[[], object]]) -> Iterator[int]:
+        """Yields after each kill; `prepare` makes the situation before and returns what is to be killed."""
+        action = prepare()
+        with self.after(10**9):
+            action()
+        total = self.num_done
+        for count in range(total):
+            action = prepare()
+            with self.after(count):
+                action()
+            assert self.num_done == count
+            yield count
+
+
+@pytest.fixture(scope="module")
+def killer() -> Killer:
+    killer = Killer()
+    sys.addaudithook(killer.hook)  # it stays, and lets everything through
+    return killer
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(folder)
+    config = TrainEngineConfig(path=str(folder), dtype="float32", optimizer=OptimizerConfig())
+    return build_train_engine(config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """A killed process loses nothing that it wrote; only a machine does."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def store_of(folder: Path, engine) -> RecoverStore:
+    return RecoverStore(folder, RecoverConfig(mode="auto", freq_steps=1), {"actor": engine})
+
+
+def point(step: int) -> RecoverPoint:
+    return RecoverPoint(step=step, cadence_s={}, elapsed_s=float(step), goal_reached={})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("damaged", [None, 3])
+def test_a_recovery_save_killed_at_any_moment_leaves_an_intact_checkpoint(killer, engine, tmp_path, damaged):
+    """`damaged`: the checkpoint that the new one takes the place of, of a future that is no more."""
+    before, folder = tmp_path / "before", tmp_path / "recover"
+    store = store_of(before, engine)
+    for step in (1, 2, 3)[: 2 if damaged is None else 3]:
+        store.save(point(step))
+    if damaged is not None:
+        (before / f"step-{damaged:06d}" / "state.json").write_bytes(b"{}")
+
+    def prepare():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(before, folder)
+        running = store_of(folder, engine)
+        assert running.start_from(after_failure=True) == folder / "step-000002"
+        return lambda: running.save(point(3))
+
+    found = set()
+    for _ in killer.kill_at_each_operation(prepare):
+        assert is_intact(folder / "step-000002")
+        if damaged is None:
+            assert all(is_intact(path) for path in folder.glob("step-*"))
+        again = store_of(folder, engine)
+        source = again.start_from(after_failure=True)
+        assert source is not None
+        found.add(source.name)
+        assert again.load(source).step == int(source.name[-6:])
+        again.save(point(4))
+        assert names(folder) == sorted({source.name, "step-000004"})
+    assert found == {"step-000002", "step-000003"}
+
+
+def test_an_export_killed_at_any_moment_shows_no_half_folder(killer, engine, tmp_path):
+    """The export of step 2 is made a second time, as after a recovery, and pushes out that of step 1."""
+    before, folder = tmp_path / "before", tmp_path / "checkpoints"
+    for step in (0, 1):
+        Saver(before, {"actor": engine}, keep_last=2, is_rank0=True).save(LENGTH.info(step))
+
+    def prepare():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(before, folder)
+        saver = Saver(folder, {"actor": engine}, keep_last=1, is_rank0=True)
+        return lambda: saver.save(LENGTH.info(1))
+
+    for _ in killer.kill_at_each_operation(prepare):
+        shown = [path for path in (folder / "actor").iterdir() if path.name.startswith("step-")]
+        assert all(is_intact(path) for path in shown)
+        again = Saver(folder, {"actor": engine}, keep_last=1, is_rank0=True)
+        assert "step-000002" in names(folder / "actor")  # one killed between its two renames comes back
+        assert all(name.startswith("step-") for name in names(folder / "actor"))
+        again.save(LENGTH.info(1))
+        assert names(folder / "actor") == ["step-000002"]
