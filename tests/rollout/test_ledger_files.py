@@ -1,8 +1,7 @@
-"""What survives: torn tails are cut, damage to durable data is an error, a full disk loses nothing it has promised."""
+"""What survives a controller: episodes, batches and positions; a full disk loses nothing that it has promised."""
 
 import asyncio
 import errno
-import shutil
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import events_path, payload_path, read_contents
+from areal.rollout.ledger_files import payload_path, read_contents
 from areal.rollout.ledger_log import GroupCommitLog, GroupWriter
 from areal.rollout.ledger_state import LedgerState
 from areal.rollout.wire import decode_share
@@ -45,47 +44,6 @@ async def test_what_is_read_back_is_what_was_known(kit, tmp_path):
     assert len(again.state.consumed_steps) == 3
     assert again.state.committed_step == 3
     again.state.check_integrity()
-
-
-async def test_events_cut_at_every_byte_recover_to_a_consistent_prefix(kit, tmp_path):
-    folder = tmp_path / "ledger"
-    await run_steps(kit, Ledger.open(folder), num_steps=1, config=kit.make_config(batch_size=2))
-    whole = events_path(folder, 1).read_bytes()
-    all_events = read_contents(folder).events
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    seen = set()
-    tail = whole.index(b'{"event":"group","number":3')
-    for size in [*range(0, tail, 7), *range(tail, len(whole) + 1)]:
-        events_path(copy, 1).write_bytes(whole[:size])
-        contents = read_contents(copy)
-        found = contents.events
-        assert found == all_events[: len(found)]
-        if contents.torn is not None:
-            assert contents.torn.offset + contents.torn.size == size
-        if len(found) not in seen:  # each group once is enough for the slower checks
-            seen.add(len(found))
-            ledger = Ledger.open(copy)
-            ledger.state.check_integrity()
-            assert audit(copy).is_clean
-            assert audit(copy).torn is None, "opening cuts the tail for good"
-    assert len(seen) >= 5
-
-
-async def test_a_flipped_byte_in_durable_data_is_an_error_and_in_the_last_group_is_cut(recorded):
-    folder, _ = recorded
-    path = events_path(folder, 1)
-    whole = path.read_bytes()
-    last_group = whole.rindex(b'{"event":"group"')
-    for offset in (3, 40, last_group // 2, last_group - 2):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
-        with pytest.raises(LedgerError, match="damaged at byte"):
-            read_contents(folder)
-        assert not audit(folder).is_clean
-    path.write_bytes(whole[:-5] + b"x" + whole[-4:])
-    torn = read_contents(folder).torn
-    assert torn is not None
-    assert torn.offset == last_group
 
 
 async def test_a_damaged_payload_is_found_and_never_served(recorded):
