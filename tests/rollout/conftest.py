@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ import pytest
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
+from areal.api.errors import LedgerError
 from areal.api.workflow import RolloutWorkflow
 from areal.rollout.controller import Controller
 from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_files import NO_GROUP, GroupEnd, encode_group, events_path, payload_path
+from areal.rollout.ledger_files import NO_GROUP, GroupEnd, encode_group, events_path, payload_path, recover_folder
+from areal.rollout.ledger_log import GroupWriter
 from areal.rollout.ledger_state import Event
 from areal.rollout.payload import encode_episode
 from areal.rollout.prompts import PromptStream
@@ -167,6 +170,86 @@ async def train(controller: Controller, steps: range, *, step_s: float = 0.0, dp
     return blobs
 
 
+class Killed(BaseException):
+    """The process died here: nothing after this point happens."""
+
+
+class FileLog:
+    """An EventLog on real files without a thread, for virtual time. `moment(name)` is called at each point at which a
+    process may die, and raises Killed to let it die there: what is not in the files by then is lost."""
+
+    LINGER_S = 0.05
+
+    def __init__(self, folder: Path, moment: Callable[[str], None] = lambda name: None) -> None:
+        found = recover_folder(folder)
+        self.state = found.state
+        self._moment = moment
+        self._segment, self._size = found.next_number, 0
+        self._writer = GroupWriter(folder, found.next_number, after=found.end, open_file=self._open)
+        self._events: list[Event] = []
+        self._payloads: list[tuple[int, bytes]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _open(self, path: Path) -> _UnsyncedFile:
+        return _UnsyncedFile(path, self._moment)
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
+        return None
+
+    def append(self, event: Event) -> None:
+        self._moment(f"before {event['event']}")
+        self._events.append(event)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.LINGER_S, self._write)
+
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        where = (self._segment, self._size, len(data))
+        self._size += len(data)
+        self._payloads.append((self._segment, data))
+        return where
+
+    def _write(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._events:
+            events, payloads, self._events, self._payloads = self._events, self._payloads, [], []
+            with contextlib.suppress(Killed):
+                self._writer.write(events, payloads)
+                self._moment("written")
+
+    async def durable(self) -> None:
+        self._write()
+        await asyncio.sleep(0)
+        self._moment("durable")
+
+    async def close(self) -> None:
+        self._write()
+        self._writer.close()
+
+
+class _UnsyncedFile:
+    """An append-only file; dying in the middle of a write leaves half of it."""
+
+    def __init__(self, path: Path, moment: Callable[[str], None]) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._moment = moment
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data[: len(data) // 2])
+        self._moment("writing")
+        self._file.write(data[len(data) // 2 :])
+
+    def sync(self) -> None:
+        return None
+
+    def cut(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _JumpingSelector(selectors.SelectSelector):
     """Never waits: the time until the next timer passes at once."""
 
@@ -311,6 +394,9 @@ def kit() -> SimpleNamespace:
     """The helpers above: tests cannot import a conftest."""
     return SimpleNamespace(
         FakeFleet=FakeFleet,
+        Forge=Forge,
+        FileLog=FileLog,
+        Killed=Killed,
         Script=Script,
         ScriptedWorkflow=ScriptedWorkflow,
         make_config=make_config,
