@@ -19,8 +19,8 @@ from areal.system.stacks import request_stacks
 
 _COUNTS = ("step", "version", "publishing", "admitted", "accepted", "rejected", "failed", "batched", "consumed")
 _COUNTS += ("generated_tokens", "asked_for")
-_MOST_PER_LOOK_S = 5.0
-"""What one look may add to a standstill: time in which the launcher itself was stopped proves nothing."""
+_MOST_PER_LOOK = 0.25
+"""Share of stall_s that one look may add to a standstill: time in which the launcher was stopped proves nothing."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class StallWatch:
     ) -> str | None:
         """What to tell the user now. `status`: the controller's answer, None without one. `pids`: what runs."""
         now_s = self._clock()
-        since_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _MOST_PER_LOOK_S)
+        since_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _MOST_PER_LOOK * self._stall_s)
         self._looked_s = now_s
         self._names |= pids.keys()
         alive = {name: beat for name, beat in beats.items() if beat is not None and beat.pid == pids.get(name)}

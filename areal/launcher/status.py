@@ -54,10 +54,6 @@ class StatusSource:
             return self._from_metrics()
         return None if status is None else rollout_line(status, self._total_steps, is_still=self._is_still(status))
 
-    def read(self) -> str | None:
-        """The text of the line now."""
-        return self.text(self.status())
-
     def read_last(self) -> str | None:
         """The text once all processes have ended: from the metrics they left."""
         last = last_record(self._metrics)

@@ -4,11 +4,11 @@ import re
 
 import pytest
 from driver import Run
-from schedule import SERVERS, TRAINERS
 
 pytestmark = pytest.mark.slow
 
-START_S, END_S = 90.0, 240.0
+START_S, END_S = 300.0, 300.0
+LIGHT = "allocation_mode=native:d1+fsdp:d2"
 REWARD = '''"""A reward that waits for somebody to make a file."""
 
 import pathlib
@@ -47,6 +47,7 @@ def stacks_of(run: Run, name: str) -> str:
 def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
     (tmp_path / "late.py").write_text(REWARD)
     run = make_run(
+        LIGHT,
         f"reward_fn={tmp_path}/late.py:after_the_sign",
         "reward.timeout_s=600",
         "evaluator.eval_before_train=false",
@@ -62,10 +63,10 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
     )
     assert told[1] == told[2] == "24", "(2 + 0 + 1) x 8"
     assert told[3] == str(run.folder / "stacks")
-    assert run.wait_for(lambda: "episode-23" in stacks_of(run, "controller"), 20.0)
+    assert run.wait_for(lambda: "and 20 more" in stacks_of(run, "controller"), 20.0)
     assert re.search(r"episode-0, .* and 20 more: .*areal/reward/pool\.py:\d+ ", stacks_of(run, "controller"))
     assert "in next_batch" in stacks_of(run, "trainer-0")
-    for name in ("controller", *SERVERS, *TRAINERS):
+    for name in ("controller", "server-0", "trainer-0", "trainer-1"):
         assert f"pid {run.pids()[name]}: nothing has moved for" in stacks_of(run, name)
         assert "(most recent call first)" in stacks_of(run, name)
     (tmp_path / "sign").touch()
@@ -75,7 +76,7 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
 
 def test_a_rank_that_is_stopped_is_named_first_and_goes_on_unharmed(make_run):
     """Long enough for a word, too short to be killed for. The others wait for it in a collective, and are signalled."""
-    run = make_run("total_train_steps=40", "launcher.stall_s=11", "launcher.hang_s=600")
+    run = make_run(LIGHT, "total_train_steps=40", "launcher.stall_s=11", "launcher.hang_s=600")
 
     def trains() -> bool:
         run.status()

@@ -323,7 +323,7 @@ def test_time_in_which_the_launcher_was_stopped_proves_nothing():
     run.look()
     run.now_s += 10_000.0
     assert run.look() is None
-    assert run.told_within(50) == []
+    assert run.told_within(44) == []
     (told,) = run.told_within(10)
     assert "no sign of life" not in told[1]
 
