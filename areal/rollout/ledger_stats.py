@@ -181,8 +181,9 @@ def ledger_stats(folder: Path) -> LedgerStats:
     reader = open_reader(folder)
     with PayloadReader(folder) as payloads, Progress("episodes read") as progress:
         reading = _Reading(payloads, progress)
-        for group in reader.groups():
-            for event in group:
+        for mark, *events in reader.groups():
+            reading.count_time(mark["at"], begins=bool(events) and events[0]["event"] == "started")
+            for event in events:
                 reading.take(event)
     stats = reading.stats
     stats.damage = reader.damage
@@ -209,11 +210,7 @@ class _Reading:
 
     def take(self, event: Event) -> None:
         kind = event["event"]
-        if kind == "group":
-            self._count_time(event["at"])
-        elif kind == "started":
-            self._last_s = None  # nobody worked between two controllers
-        elif kind == "admitted":
+        if kind == "admitted":
             self._attempts[event["id"]] = event["attempt"] + 1
         elif kind == "accepted":
             self._accepted(event)
@@ -227,9 +224,12 @@ class _Reading:
                 for version, times in self._made_by.pop(episode_id, []):
                     self.stats.staleness.counts[event["version"] - version] += times
 
-    def _count_time(self, at: float) -> None:
-        """Times are what a wall clock said: one that jumps must not spoil the rates."""
-        if self._last_s is not None:
+    def count_time(self, at: float, *, begins: bool) -> None:
+        """A group was written; `begins`: by a new controller, before which nobody worked.
+
+        Times are what a wall clock said: one that jumps must not spoil the rates.
+        """
+        if self._last_s is not None and not begins:
             passed = at - self._last_s
             if 0 <= passed <= MAX_GAP_S:
                 self.stats.seconds += passed
