@@ -80,7 +80,7 @@ class LifeWatch:
             if silent_s < self._hang_s + _DUMP_S and self._writes_stacks(child.name, child.pid):
                 continue
             doing = f"{beat.doing!r} for {beat.for_s:.0f} s" if beat.doing else "nothing it told of"
-            yield child, f"gave no sign of life for {silent_s:.0f} s (launcher.hang_s), its last was {doing}"
+            yield child, f"hung: it gave no sign of life for {silent_s:.0f} s (launcher.hang_s), its last was {doing}"
 
     def _writes_stacks(self, name: str, pid: int) -> bool:
         """Have it write its stacks, once; False when it cannot: it is stopped, or never said that it would."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal, assert_never
 
 from areal.api.config import LauncherConfig
+from areal.api.errors import LaunchError
 from areal.launcher.job import another_server
 from areal.launcher.requests import Answer, Request, RequestBox
 from areal.launcher.units import Unit
@@ -94,8 +95,12 @@ class ReplicaChanges:
         unit = Unit([another_server(like, index, gpu=gpu)])
         unit.phase = "joining"
         self._units.append(unit)
+        try:
+            self._start(unit)
+        except LaunchError as error:
+            self._drop(unit)
+            return str(error)
         self._requests[unit.name] = request
-        self._start(unit)
         limit_s = self._config.ready_timeout_s + _MARGIN_S
         self._box.answer(request, Answer(state="working", text=f"{unit.name} starts", limit_s=limit_s))
         return ""

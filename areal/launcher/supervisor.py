@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal.api.config import LauncherConfig, RecoverConfig
+from areal.api.errors import LaunchError
 from areal.launcher.children import Child
 from areal.launcher.interruptions import Interruptions
 from areal.launcher.job import LaunchPlan
@@ -20,9 +21,9 @@ from areal.launcher.preflight import disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.requests import RequestBox
 from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
-from areal.launcher.stall import StallWatch
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.units import Unit, death_of, units_of
+from areal.launcher.view import RunView
 from areal.system.discovery import NameRegistry
 from areal.system.durable import settle_leftovers
 from areal.system.process import kill_trees
@@ -74,7 +75,6 @@ class Supervisor:
         self._recover = recover
         self._paths = paths
         self._registry = registry
-        self._source = source
         self._line = line
         self._meter = meter
         self._interruptions = interruptions
@@ -83,7 +83,7 @@ class Supervisor:
         self._units = units_of(plan.processes)
         self._counts = RestartCounts()
         self._life = LifeWatch(paths, config.hang_s)
-        self._stall = StallWatch(config.stall_s, paths)
+        self._view = RunView(config, paths, source, line, self._life)
         self._replicas = ReplicaChanges(
             RequestBox(paths),
             self._units,
@@ -96,10 +96,10 @@ class Supervisor:
         self._was_ready = False
         self._disk_problem = ""
         self._departed: dict[str, int | None] = {}
+        self._departed_restarts: dict[str, list[str]] = {}
         self._ending_since_s: float | None = None
         self._trainers_ended_s: float | None = None
         self._told_stuck: set[int | None] = set()
-        self._next_status_s = 0.0
 
     def run(self) -> Outcome:
         """From start to end; returns when no process is left."""
@@ -108,6 +108,8 @@ class Supervisor:
             for unit in list(self._units):
                 self._start(unit)
             cause = self._watch()
+        except LaunchError as error:  # a process could not be started
+            cause = str(error)
         finally:
             self._stop()
         if self._interruptions.count:
@@ -122,7 +124,7 @@ class Supervisor:
             cause=(cause or "") if status == "failed" else "",
             was_ready=self._was_ready,
             exit_codes=self._departed | {child.name: child.exit_code for child in self._children},
-            restarts={unit.name: unit.restarts for unit in self._units if unit.restarts},
+            restarts=self._departed_restarts | {unit.name: unit.restarts for unit in self._units if unit.restarts},
         )
 
     @property
@@ -152,7 +154,7 @@ class Supervisor:
             if cause is not None:
                 return cause
             self._meter.sample()
-            self._show()
+            self._view.show(self._children, was_ready=self._was_ready)
             time.sleep(_POLL_S)
         return None
 
@@ -175,7 +177,7 @@ class Supervisor:
             self._disk_problem = disk_problem(self._paths)
             if self._disk_problem:  # no sign of life can be written
                 return f"{child.name} {text}"
-            self._line.say(f"areal: {child.name} {text}: it is killed")
+            self._line.say(f"areal: {child.name} {text}; it is killed")
             child.kill(text)
         if self._life.step is not None:
             self._counts.saw_step(self._life.step)
@@ -269,9 +271,13 @@ class Supervisor:
         """A server has left for good."""
         self._forget(unit)
         self._departed |= {child.name: child.exit_code for child in unit.children}
+        if unit.restarts:
+            self._departed_restarts[unit.name] = unit.restarts
 
     def _cause(self, told: Child, why: str) -> str:
         """The likely first death, told first, and the others behind it."""
+        if self._disk_problem:  # which is told with it, and is why all the others die
+            return f"{told.name} {told.end()}"
         deadline = self._clock() + _SETTLE_S
         while self._clock() < deadline and any(unit.is_running for unit in self._leaders):
             time.sleep(_POLL_S)
@@ -279,7 +285,7 @@ class Supervisor:
         dead = sorted({*others, told}, key=lambda child: child.spoke_last_ns())
         first = told if why else dead[0]
         then = [child for child in dead if child is not first and not _same_error(first.error, child.error)]
-        remark = f" ({why})" if why and why != self._disk_problem else ""
+        remark = f" ({why})" if why else ""
         return first.obituary() + remark + "".join(f"\n  then {child.obituary()}" for child in then)
 
     def _idle_end(self) -> str | None:
@@ -322,23 +328,6 @@ class Supervisor:
             self._told_stuck.add(child.pid)
             self._line.say(f"areal: {child.name} (pid {child.pid}) does not end {_STUCK_S:g} s after SIGKILL: waiting")
 
-    def _show(self) -> None:
-        if self._clock() < self._next_status_s:
-            return
-        self._next_status_s = self._clock() + self._config.status_interval_s
-        status = self._source.status()
-        pids = {child.name: child.pid for child in self._children if child.is_running and child.pid is not None}
-        if stall := self._stall.look(status, self._life.beats, pids):
-            self._line.say(stall)
-        awaited = [child for child in self._children if not child.is_ready and child.exit_code != 0]
-        text = self._source.text(status) if self._was_ready else None
-        if text is None and awaited:
-            waited_s = self._clock() - min(child.started_s for child in awaited)
-            names = ", ".join(child.name for child in awaited)
-            text = f"waiting {waited_s:.0f} s for {names} to get ready"
-        if text is not None:
-            self._line.show(text)
-
     def _stop(self) -> None:
         """End what still runs. A second interruption ends the polite part."""
         already = self._interruptions.count
@@ -348,7 +337,7 @@ class Supervisor:
             child.wait()
             child.end_group()
         if self._was_ready and not self._interruptions.count:
-            self._line.end(self._source.read_last())
+            self._view.end()
 
 
 def _same_error(first: str, other: str) -> bool:

@@ -145,7 +145,7 @@ live(60)
 def test_nothing_starts_again_on_a_full_disk(run, monkeypatch):
     monkeypatch.setattr("areal.launcher.supervisor.disk_problem", lambda _: "the disk is full: make room")
     outcome = run(controller=SERVE, server_0="ready(); die()", trainer_0=SERVE)
-    assert outcome.cause.startswith("the disk is full: make room; server-0 was killed by SIGKILL")
+    assert outcome.cause.startswith("the disk is full: make room; server-0 was killed by SIGKILL (out of memory")
     assert "\n" not in outcome.cause
     assert outcome.restarts == {}
 
@@ -199,11 +199,8 @@ def test_stopped_process_is_found_killed_and_started_again(make_run, name):
     thread.join()
     assert outcome.status == "completed", outcome.cause
     assert list(outcome.restarts) == ["trainers" if name == "trainer-1" else name]
-    told = run.screen.getvalue()
-    assert (
-        f"areal: {name} gave no sign of life for 1 s (launcher.hang_s), its last was 'work' for 1 s: it is killed"
-        in told
-    )
+    text = "hung: it gave no sign of life for 1 s (launcher.hang_s), its last was 'work' for 1 s; it is killed"
+    assert f"areal: {name} {text}" in run.screen.getvalue()
     assert not alive(pids[0])
 
 

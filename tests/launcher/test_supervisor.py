@@ -63,7 +63,7 @@ def test_server_that_never_got_ready_ends_the_run_at_once(run):
 
 
 def test_process_that_is_not_ready_in_time_is_named(make_run):
-    outcome = make_run(ready_timeout_s=0.5)(controller=SERVE, trainer_0="print('loading'); time.sleep(60)")
+    outcome = make_run(ready_timeout_s=0.5)(trainer_0="print('loading'); time.sleep(60)")
     assert outcome.cause.startswith("trainer-0 was not ready after 0.5 s (launcher.ready_timeout_s)")
 
 
