@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from areal.launcher.status import StatusLine
 from areal.replay.compare import Comparison, Exactness, Row, judge
@@ -24,7 +24,7 @@ class Report:
         self._own = metrics_of(folder)
         self._order = order
         self._line = StatusLine()
-        self._began_s = time.monotonic()
+        self._seconds: list[float] = []
         self._offset = 0
         self._done = order.start_step
         self._exactness = Exactness() if is_exact else None
@@ -40,8 +40,8 @@ class Report:
             sys.stdout.write("".join(line + "\n" for line in lines))
             sys.stdout.flush()
             self._done = row["step"]
-        spent_s = time.monotonic() - self._began_s
-        self._line.show(f"replay: step {self._done}/{self._order.end_step}, {spent_s:.0f} s so far")
+            self._seconds.append(row["seconds/step"])
+        self._line.show(f"replay: step {self._done}/{self._order.end_step}, {self._pace()}")
 
     def end(self) -> int:
         """Tell the result; returns the exit status of the command."""
@@ -53,6 +53,14 @@ class Report:
         if not self._exactness.has_compared:
             return 2
         return 0 if self._exactness.is_equal else 1
+
+    def _pace(self) -> str:
+        """How fast it goes, beside the run's own pace."""
+        if not self._seconds:
+            return "the models are loading"
+        live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]
+        beside = f" (live {fmean(live):.2f})" if live else ""
+        return f"{fmean(self._seconds):.2f} s a step{beside}"
 
     def _new_rows(self) -> Iterator[Row]:
         if not self._own.exists():
