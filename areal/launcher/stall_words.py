@@ -46,7 +46,7 @@ def explain(view: View) -> list[str]:
 def _missing(view: View) -> list[str]:
     gone = [name for name in view.known - view.running if not name.startswith("server")]  # the fleet tells of those
     starting = view.running - view.beats.keys()
-    told = [(gone, "not running"), (starting, "still starting and gave no sign of life yet")]
+    told = [(gone, "not running"), (starting, "starting or ending, without a sign of life")]
     return [f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {how}" for names, how in told if names]
 
 

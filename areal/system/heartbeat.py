@@ -3,7 +3,8 @@
 A trainer rank beats from a thread, so that a long tensor operation is no silence; controller and server beat from
 their event loop, so that a blocked loop is one. Whoever reads judges by changes of `beats` against its own clock. A
 beat that cannot be written (disk full, folder gone) is silence too: ask about the disk before calling a process hung.
-The file outlives its process: who starts a process removes the old one first.
+A process that ends in order removes its file first: the teardown is no hang. That of a killed one stays: who starts a
+process removes the old one.
 The thread and the task wait for nothing but the next second, and end with the block that started them.
 """
 
@@ -59,6 +60,7 @@ class Heartbeat:
         self._beats = 0
         self._state = ("starts", None, time.monotonic())  # replaced as a whole: readers need no lock
         self._is_told = False
+        self._has_ended = False
         with contextlib.suppress(OSError):  # told by the first beat
             path.parent.mkdir(exist_ok=True)
 
@@ -81,10 +83,18 @@ class Heartbeat:
         try:
             self._temporary.write_bytes(json.dumps(asdict(beat)).encode())
             os.replace(self._temporary, self._path)
+            if self._has_ended:  # meanwhile
+                self._path.unlink(missing_ok=True)
         except OSError as error:
             if not self._is_told:
                 self._is_told = True
                 _log.warning("no sign of life can be written to %s: %s", self._path, error.strerror or error)
+
+    def end(self) -> None:
+        """From here on silence is no bad sign: what is left to do is to end."""
+        self._has_ended = True
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def heartbeat_of(context: ProcessContext) -> Heartbeat:
@@ -115,6 +125,7 @@ def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
     finally:
         stopped.set()
         thread.join(INTERVAL_S)
+        heartbeat.end()
 
 
 @contextlib.asynccontextmanager
@@ -139,3 +150,4 @@ async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str]) -> 
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        heartbeat.end()

@@ -238,7 +238,10 @@ def test_situations(situation, expected):
 
 @pytest.mark.parametrize(
     ("situation", "first"),
-    [(controller_dead, "controller is not running"), (server_starts_again, "server-1 is still starting and gave")],
+    [
+        (controller_dead, "controller is not running"),
+        (server_starts_again, "server-1 is starting or ending, without a sign of life"),
+    ],
 )
 def test_a_process_that_is_missing_is_named_first(situation, first):
     run = Watched()

@@ -89,9 +89,8 @@ def test_a_thread_beats_while_the_main_thread_is_in_a_long_tensor_operation(tmp_
             big @ big
         assert wait_for_beats(path, before + 2).doing == "update"
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
-    last = read_beat(path)
     time.sleep(0.05)
-    assert read_beat(path) == last, "it stops with its block"
+    assert read_beat(path) is None, "it ends with its block, and what follows is no hang"
 
 
 async def test_a_loop_beats_with_what_it_tells_and_falls_silent_when_blocked(tmp_path):
@@ -108,6 +107,21 @@ async def test_a_loop_beats_with_what_it_tells_and_falls_silent_when_blocked(tmp
         assert read_beat(path) == silent
         await asyncio.to_thread(wait_for_beats, path, silent.beats)
     assert "heartbeat" not in [task.get_name() for task in asyncio.all_tasks()]
+    assert read_beat(path) is None
+
+
+def test_a_beat_that_was_being_written_at_the_end_is_no_sign_of_life_either(tmp_path, monkeypatch):
+    path = tmp_path / "controller.json"
+    heartbeat = Heartbeat(path)
+    replace = os.replace
+
+    def ends_before_it_is_there(source, target):
+        heartbeat.end()
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "replace", ends_before_it_is_there)
+    heartbeat.beat()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_sentence_that_cannot_be_made_does_not_end_the_beats(tmp_path):
