@@ -1,0 +1,141 @@
+"""What one rank of `test_resume.py` does: a few steps of PPO or SFT with real engines, unbroken or in two lives.
+
+Two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load it as a module.
+"""
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from areal.api.batch import TrainBatch
+from areal.api.config import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig
+from areal.api.engine import TrainEngine
+from areal.api.metrics import Metrics
+from areal.data.pack import rows_to_train_batch
+from areal.engine.build import build_train_engine
+from areal.engine.mesh import TrainerMesh
+from areal.system.discovery import FileNameRegistry
+from areal.system.process import ProcessContext
+from areal.trainer.actor import PPOActor
+from areal.trainer.critic import Critic
+from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.sft import train_one_batch
+
+VOCAB, NUM_STEPS, CUT = 11, 5, 2
+OPTIMIZER = OptimizerConfig(
+    lr=2e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.4, gradient_clipping=0.2, weight_decay=0.1
+)
+MODEL = {"dtype": "float32", "optimizer": OPTIMIZER, "mb_spec": MicroBatchSpec(max_tokens_per_mb=24)}
+Life = tuple[dict[str, TrainEngine], Callable[[TrainBatch], Metrics]]
+
+
+def write_model(folder: Path, *, dropout: float) -> None:
+    torch.manual_seed(3)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(folder)
+
+
+def batch_of(step: int, rank: int) -> TrainBatch:
+    """Random rows, rewards and rollout log-probabilities; a pure function of step and rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(3, 12, (8,), generator=generator).tolist()
+    rows = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    batch = rows_to_train_batch(rows, [[0, *[1] * (length - 1)] for length in lengths])
+    noise = 0.3 * torch.randn(batch.num_tokens, generator=generator)
+    return replace(
+        batch,
+        rollout_logprobs=torch.where(batch.loss_mask, noise - 2.4, 0.0),
+        output_versions=torch.where(batch.loss_mask, step, -1),
+        rewards=torch.randint(0, 2, (8,), generator=generator).float(),
+        group_ids=torch.arange(8) // 4,
+        finished=torch.ones(8, dtype=torch.bool),
+    )
+
+
+def sft(path: Path, mesh: TrainerMesh) -> Life:
+    config = PPOActorConfig(path=str(path), **MODEL)
+    engine = build_train_engine(config, role="actor", total_steps=NUM_STEPS, mesh=mesh, seed=0)
+    return {"model": engine}, lambda batch: train_one_batch(engine, batch)
+
+
+def ppo(path: Path, mesh: TrainerMesh) -> Life:
+    """Two mini-batches, decoupled loss, clipped values."""
+    actor_config = PPOActorConfig(path=str(path), ppo_n_minibatches=2, use_decoupled_loss=True, kl_ctl=0.0, **MODEL)
+    critic_config = PPOCriticConfig(path=str(path), ppo_n_minibatches=2, **MODEL)
+    steps = 2 * NUM_STEPS
+    engines: dict[str, TrainEngine] = {
+        "actor": build_train_engine(actor_config, role="actor", total_steps=steps, mesh=mesh, seed=0),
+        "critic": build_train_engine(critic_config, role="critic", total_steps=steps, mesh=mesh, seed=0),
+    }
+    actor, critic = PPOActor(engines["actor"], actor_config), Critic(engines["critic"], critic_config)
+
+    def train(batch: TrainBatch) -> Metrics:
+        batch = actor.with_advantages(critic.with_values(actor.with_prox_logprobs(batch)))
+        return actor.update(batch) | critic.update(batch)
+
+    return engines, train
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def facts_of(engines: dict[str, TrainEngine], metrics: Metrics) -> dict[str, object]:
+    """Everything that a step leaves, exactly: metrics, weights, and what the generators give next to user code."""
+    weights = {
+        f"{role}/{name}": zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for role, engine in engines.items()
+        for name, value in engine.named_weights()
+    }
+    draws = [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(1))]
+    numbers = {name: [metric.total.hex(), metric.count.hex()] for name, metric in metrics.items()}
+    return {"metrics": numbers, "weights": weights, "draws": draws}
+
+
+def run(kind: str, path: Path, recover: Path, mesh: TrainerMesh) -> dict[str, list[object]]:
+    """Facts of the steps from `CUT` on: of the life that went on, and of one that began with its checkpoint."""
+    make = {"sft": sft, "ppo": ppo}[kind]
+    seed_everything(7 + mesh.rank)
+    engines, train = make(path, mesh)
+    found: dict[str, list[object]] = {"unbroken": [], "resumed": []}
+    for step in range(NUM_STEPS):
+        if step == CUT:
+            store = RecoverStore(recover, RecoverConfig(), engines)
+            store.save(RecoverPoint(step=step, cadence_s={}, elapsed_s=0.0, goal_reached={}))
+        facts = facts_of(engines, train(batch_of(step, mesh.rank)))
+        if step >= CUT:
+            found["unbroken"].append(facts)
+    seed_everything(99)
+    engines, train = make(path, mesh)
+    store = RecoverStore(recover, RecoverConfig(mode="resume"), engines)
+    source = store.start_from(after_failure=True)
+    assert source is not None
+    for step in range(store.load(source).step, NUM_STEPS):
+        found["resumed"].append(facts_of(engines, train(batch_of(step, mesh.rank))))
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=60)
+    found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in ("sft", "ppo")}
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    mesh.close()
+
+
+if __name__ == "areal_two_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
