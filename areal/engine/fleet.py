@@ -1,34 +1,30 @@
-"""Owns generation over many replicas: answers that survive interruptions and deaths, and new weights for all.
+"""Owns generation over many replicas: answers that survive interruptions, deaths, and a trainer that goes back.
 
-`agenerate` waits for a replica that serves (unblocked by a health check, the end of a publication or a refit) and for
-tokens (unblocked by the server, by its death, or by request_timeout). `update_weights` waits for pauses and updates,
-each under a time limit.
+`agenerate` waits for a replica that serves (unblocked by a health check, the end of a publication or a refit), for the
+version that made its newest token (unblocked by the trainer, which has gone back to an older one) and for tokens
+(unblocked by the server, by its death, or by request_timeout). What a publication waits for is told in
+`areal.engine.publication`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Coroutine
+from collections import Counter, deque
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
-from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
+from areal.api.errors import ServerUnavailable
 from areal.engine.continuation import Answer
 from areal.engine.native import make_native_replica
+from areal.engine.publication import Publisher
 from areal.engine.replica import PartChunk, Replica, ReplicaFactory
-from areal.engine.replica_set import ANY_VERSION, CHECK_TIMEOUT_INTERVALS, ReplicaSet, Slot
+from areal.engine.replica_set import ReplicaSet, Slot
 from areal.engine.routing import Router
-from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.open_files import raise_open_file_limit
 
-log = get_logger(__name__)
-
-PAUSE_TIMEOUT_S = 30.0
-"""A replica that does not pause or resume within this is taken out."""
 _RATE_WINDOW_S = 10.0
 
 
@@ -45,10 +41,10 @@ class Fleet:
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory)
         self._router = Router("round_robin" if config.schedule_policy == "round_robin" else "least_loaded")
-        self._publication = asyncio.Lock()
-        self._publishing: int | None = None
-        """The version being published; no request is sent meanwhile."""
+        self._publisher = Publisher(self._replicas, config)
         self._num_waiting = 0
+        self._awaited_versions: Counter[int] = Counter()
+        """Answers that wait until the fleet serves a version again, by that version."""
         self._num_tokens = 0
         self._rate_samples: deque[tuple[float, int]] = deque()
 
@@ -58,7 +54,7 @@ class Fleet:
         return self._replicas.target_version
 
     async def start(self) -> None:
-        """Wait until each replica is healthy. ServerUnavailable, naming the missing ones, after setup_timeout."""
+        """Wait until `num_servers` replicas are healthy. ServerUnavailable, naming the others, after setup_timeout."""
         raise_open_file_limit()
         await self._replicas.start()
 
@@ -67,7 +63,12 @@ class Fleet:
         await self._replicas.close()
 
     def live_replicas(self, version: int) -> list[str]:
-        """Ids of the replicas that an update to `version` must reach: alive, and not serving that version already."""
+        """Ids of the replicas that an update to `version` must reach: alive, and not serving that version already.
+
+        None before the fleet has started: it waits for all.
+        """
+        if not self._replicas.has_started:
+            return []
         lacking = ("stale", "suspect") if version == self.version else ("serving", "stale", "suspect")
         return [slot.incarnation for slot in self._replicas.slots if slot.state in lacking]
 
@@ -77,7 +78,8 @@ class Fleet:
         """One answer, whole, whatever happens to the replicas on the way.
 
         RequestError: the request can never succeed. ServerUnavailable: more replicas failed under it than
-        request_retries allows, or none served for request_timeout.
+        request_retries allows, or none served for request_timeout. While the fleet serves an older version than made
+        the newest token, it waits without a limit.
         """
         answer = Answer(request, stream_interval=self._config.stream_interval)
         started = time.perf_counter()
@@ -93,7 +95,7 @@ class Fleet:
         num_failures = 0
         avoid = ""
         while not answer.finished:
-            slot, replica = await self._pick(request, avoid)
+            slot, replica = await self._pick(request, answer.newest_version, avoid)
             problem = await self._run_part(answer, slot, replica, on_chunk)
             answer.interrupted()
             if problem and not answer.finished:
@@ -116,6 +118,8 @@ class Fleet:
             async with asyncio.timeout(self._config.request_timeout):
                 await replica.generate(part, on_chunk)
         except ServerUnavailable as error:
+            if self._is_behind(answer.newest_version) or slot not in self._replicas.slots:
+                return ""  # the fleet went back, or the replica left: nothing has failed
             self._replicas.suspect(slot, replica, str(error))
             return str(error)
         except TimeoutError:
@@ -123,29 +127,53 @@ class Fleet:
             return f"{slot.name} gave no whole answer in {self._config.request_timeout:g} s (rollout.request_timeout)"
         finally:
             slot.num_running -= 1
-        asked_for = self._publishing is not None or version != self.version
+        asked_for = self._publisher.publishing is not None or version != self.version
         if not answer.finished and not asked_for and answer.num_tokens == part.num_prior_output_tokens:
             return f"{slot.name} aborted the request without a token"  # were it no failure, this could go on for ever
         return ""
 
-    async def _pick(self, request: GenerationRequest, avoid: str) -> tuple[Slot, Replica]:
+    async def _pick(self, request: GenerationRequest, newest_version: int | None, avoid: str) -> tuple[Slot, Replica]:
         """A replica that serves; waits for one. ServerUnavailable after request_timeout without any."""
-        serving = self._serving()
-        if not serving:
-            serving = await self._wait_for_serving(request.request_id)
+        while True:
+            if newest_version is not None and self._is_behind(newest_version):
+                await self._wait_for_version(newest_version)
+            if serving := self._serving():
+                break
+            await self._wait_for_serving(request.request_id)  # the fleet may go back meanwhile
         slot = self._router.pick(serving, request.group_id, avoid)
         assert slot.replica is not None  # a slot that serves has its connection
         return slot, slot.replica
 
     def _serving(self) -> list[Slot]:
-        return [] if self._publishing is not None else self._replicas.serving
+        return [] if self._publisher.is_switching else self._replicas.serving
 
-    async def _wait_for_serving(self, request_id: str) -> list[Slot]:
+    def _is_behind(self, newest_version: int | None) -> bool:
+        """Whether the fleet has gone back: an answer never goes on under an older policy than made its newest token."""
+        return newest_version is not None and self.version < newest_version
+
+    async def _wait_for_version(self, version: int) -> None:
+        """Until the trainer has made the version again, however long that takes."""
+        self._awaited_versions[version] += 1
+        self._num_waiting += 1
+        try:
+            while self._is_behind(version):
+                self._require_open()
+                await self._replicas.wait_for_change(None)
+        finally:
+            self._num_waiting -= 1
+            self._awaited_versions[version] -= 1
+
+    def _require_open(self) -> None:
+        if self._replicas.is_closed:
+            raise ServerUnavailable("the fleet is closed")
+
+    async def _wait_for_serving(self, request_id: str) -> None:
         self._num_waiting += 1
         try:
             deadline = time.monotonic() + self._config.request_timeout
-            while not (serving := self._serving()):
-                if self._publishing is not None:  # has time limits of its own
+            while not self._serving():
+                self._require_open()
+                if self._publisher.is_switching:  # has time limits of its own
                     deadline = time.monotonic() + self._config.request_timeout
                 elif time.monotonic() >= deadline:
                     raise ServerUnavailable(
@@ -153,7 +181,6 @@ class Fleet:
                         f"(rollout.request_timeout): {self._replicas.describe()}"
                     )
                 await self._replicas.wait_for_change(deadline - time.monotonic())
-            return serving
         finally:
             self._num_waiting -= 1
 
@@ -163,115 +190,35 @@ class Fleet:
         """Bring every replica that is well to `update.version`. WeightSyncError when none got there.
 
         One that fails is taken out and does not hold the others back. After an error the fleet serves what it
-        served before, as far as replicas still hold it.
+        served before, as far as replicas still hold it. When the version is served already, only replicas that lack it
+        take part, the others go on undisturbed, and one that fails is no error.
         """
-        async with self._publication:
-            if update.kind == "disk" and update == self._replicas.target and self._replicas.serving:
-                return  # the answer to the first call was lost
-            self._publishing = update.version
-            try:
-                slots = await self._members(update)
-                try:
-                    await self._pause(slots)
-                    if self._config.pause_grace_period:
-                        await asyncio.sleep(self._config.pause_grace_period)
-                    await self._update(slots, update)
-                finally:
-                    await self._resume(slots)
-                await self._wait_until_served(update)
-            finally:
-                self._publishing = None
-                self._replicas.announce()
-        log.info("version %d is served by %d replicas", update.version, len(self._replicas.serving))
-
-    async def _members(self, update: WeightUpdate) -> list[Slot]:
-        """The replicas that take part, in order of rank for a collective."""
-        limit = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
-        deadline = time.monotonic() + limit
-        while any(slot.state == "suspect" for slot in self._replicas.slots) and time.monotonic() < deadline:
-            await self._replicas.wait_for_change(deadline - time.monotonic())
-        ready = [slot for slot in self._replicas.slots if slot.state in ("serving", "stale")]
-        if update.kind == "disk":
-            return ready
-        by_id = {slot.incarnation: slot for slot in ready}
-        gone = [name for name in update.replicas if name not in by_id]
-        if gone or not update.replicas:
-            raise WeightSyncError(
-                f"version {update.version}: {', '.join(gone) or 'nobody'} cannot take part in the update group: "
-                f"{self._replicas.describe()}"
-            )
-        return [by_id[name] for name in update.replicas]
-
-    async def _pause(self, slots: list[Slot]) -> None:
-        mode = "abort" if self._config.weight_update == "interrupt" else "retract"
-        await asyncio.gather(*(self._control(s, s.replica.pause(mode), "pause") for s in slots if s.replica))
-
-    async def _resume(self, slots: list[Slot]) -> None:
-        await asyncio.gather(*(self._control(s, s.replica.resume(), "resume") for s in slots if s.replica))
-
-    async def _control(self, slot: Slot, call: Coroutine[Any, Any, None], what: str) -> None:
-        try:
-            async with asyncio.timeout(PAUSE_TIMEOUT_S):
-                await call
-        except (ArealError, TimeoutError) as error:
-            await self._replicas.take_out(slot, f"did not {what}: {error or f'no answer in {PAUSE_TIMEOUT_S:g} s'}")
-
-    async def _update(self, slots: list[Slot], update: WeightUpdate) -> None:
-        """All at once, as a collective needs it. WeightSyncError when every one failed and none can be refitted."""
-        if update.kind == "collective" and any(slot.replica is None for slot in slots):
-            raise WeightSyncError(f"version {update.version} lost a replica: {self._replicas.describe()}")
-        outcomes = await asyncio.gather(
-            *(self._replicas.update(slot, update, rank=1 + index) for index, slot in enumerate(slots)),
-            return_exceptions=True,
-        )
-        errors: list[BaseException] = []
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            if isinstance(outcome, ArealError):
-                log.warning("%s did not take in version %d: %s", slot.name, update.version, outcome)
-                errors.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        refused = any(isinstance(error, RequestError) for error in errors)
-        if len(errors) == len(slots) and (update.kind == "collective" or refused):
-            reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
-            raise WeightSyncError(f"no replica took in version {update.version}: {reasons}")
-        self._replicas.set_target(update.version, update)
-
-    async def _wait_until_served(self, update: WeightUpdate) -> None:
-        """When all replicas died over it, a folder can still be loaded by those that come back."""
-        deadline = time.monotonic() + self._config.weight_update_timeout_s
-        while not self._replicas.serving:
-            if time.monotonic() >= deadline:
-                raise WeightSyncError(f"no replica took in version {update.version}: {self._replicas.describe()}")
-            await self._replicas.wait_for_change(deadline - time.monotonic())
+        await self._publisher.update_weights(update)
 
     # Status
 
     def status(self) -> dict[str, Any]:
         """JSON-ready: the served version, each replica, requests that wait and for what, tokens generated."""
         waiting_for = ""
-        if self._publishing is not None:
-            waiting_for = f"the publication of version {self._publishing}"
+        awaited = +self._awaited_versions
+        if self._publisher.is_switching:
+            waiting_for = f"the publication of version {self._publisher.publishing}"
         elif not self._replicas.serving:
             waiting_for = f"a replica that serves: {self._replicas.describe()}"
+        elif awaited:
+            waiting_for = (
+                f"version {max(awaited)}, which {awaited.total()} answers have tokens of; {self.version} is served"
+            )
         return {
             "version": self.version,
             "replicas": [slot.status() for slot in self._replicas.slots],
             "waiting_requests": self._num_waiting,
             "waiting_for": waiting_for,
-            "needs_publication": self._needs_publication(),
+            "publishing": self._publisher.publishing,
+            "needs_publication": self._publisher.needs_publication(),
             "generated_tokens": self._num_tokens,
             "tokens_per_s": self._tokens_per_s(),
         }
-
-    def _needs_publication(self) -> bool:
-        """Servers came back and none holds the version, which went over a collective: only the trainer has it."""
-        replicas = self._replicas
-        if self._publishing is not None or replicas.serving or any(slot.state == "updating" for slot in replicas.slots):
-            return False
-        has_begun = replicas.target_version != ANY_VERSION
-        by_trainer_only = replicas.target is None or replicas.target.kind == "collective"
-        return has_begun and by_trainer_only and any(slot.state == "stale" for slot in replicas.slots)
 
     def _tokens_per_s(self) -> float:
         """Over the calls of the last seconds; 0 at the first call."""

@@ -1,8 +1,9 @@
 """Owns which replicas there are, how they are, and which of them may serve: those well and at the target version.
 
-One watch task per name. It waits for its interval or a wake-up (a failed request, the end of a publication); it takes
-a replica out when it does not answer, takes it in when it does, and refits one that holds other weights than the
-target's. It never waits for another replica.
+One task follows the registry: a name that appears gets a slot, one that vanishes loses it. One watch task per slot
+waits for its interval or a wake-up (a failed request, the end of a publication); it takes a replica out when it does
+not answer, takes it in when it does, and refits one that holds other weights than the target's. No watch waits for
+another replica.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from typing import Any, Literal
@@ -24,9 +26,11 @@ from areal.system.discovery import NameRegistry
 log = get_logger(__name__)
 
 CHECK_TIMEOUT_INTERVALS = 10
-"""A health check may take so many of its intervals before the replica counts as hung."""
+"""A health check may take so many of its intervals before the replica counts as hung: one more interval, for the next
+check to begin, bounds how long requests and publications wait for a server that does not answer."""
 ANY_VERSION = -1
-"""Target before the first replicas are in: none is served yet."""
+"""Target before the first replicas are in, and what a server says that has no weights yet: it never serves."""
+_REGISTERED = re.compile(r"servers/(\d+)")
 
 State = Literal["absent", "suspect", "stale", "updating", "serving"]
 """absent: not there or not answering. suspect: a request failed, a check is due. stale: well, but holds other weights
@@ -37,8 +41,10 @@ class Slot:
     """One replica's place in the fleet, kept while servers under its name come and go."""
 
     def __init__(self, index: int) -> None:
+        self.index = index
         self.name = f"server-{index}"
-        self.registered_as = f"servers/{index}"
+        self.registered = ""
+        """What the registry says of it now."""
         self.registration: str | None = None
         """What the connection was made from; None when there is no connection."""
         self.last_registration: str | None = None
@@ -51,6 +57,11 @@ class Slot:
         self.version = ANY_VERSION
         self.half_updated = False
         """An update failed midway: the weights are a mixture, whatever version the server reports."""
+        self.is_outlived = False
+        """Its version is from before the trainer went back to an older one: the number may come again, the weights
+        may not."""
+        self.given_up_version: int | None = None
+        """It failed to take in this version while others served it: the next version is its next chance."""
         self.num_running = 0
         self.num_failures = 0
         self.wake = asyncio.Event()
@@ -85,12 +96,17 @@ class ReplicaSet:
         self._registry = registry
         self._config = config
         self._factory = factory
-        self.slots = [Slot(index) for index in range(num_servers)]
+        self._num_servers = num_servers
+        self.slots: list[Slot] = []
+        """By index."""
         self.target_version = ANY_VERSION
         self.target: WeightUpdate | None = None
         """The publication that made the target version; None before the first."""
+        self.has_started = False
+        self.is_closed = False
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
+        self._watches: dict[Slot, asyncio.Task[None]] = {}
 
     @property
     def serving(self) -> list[Slot]:
@@ -98,32 +114,36 @@ class ReplicaSet:
 
     def describe(self) -> str:
         """Why each slot that does not serve does not."""
+        if not self.slots:
+            return "no server is registered"
         return "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.slots if s.state != "serving")
 
     async def start(self) -> None:
-        """Watch the slots; return when each replica is well. ServerUnavailable after setup_timeout."""
-        for slot in self.slots:
-            self._tasks.append(asyncio.create_task(self._watch(slot), name=f"watch {slot.name}"))
+        """Follow the registry; return when `num_servers` replicas are well. ServerUnavailable after setup_timeout."""
+        self._following = asyncio.create_task(self._follow(), name="follow the registry")
         deadline = time.monotonic() + self._config.setup_timeout
-        while not all(slot.is_well for slot in self.slots):
+        while (num_well := sum(slot.is_well for slot in self.slots)) < self._num_servers:
             if time.monotonic() >= deadline:
                 raise ServerUnavailable(
-                    f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for the inference servers: "
-                    + self.describe()
+                    f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for {self._num_servers} "
+                    f"inference servers, {num_well} answer: {self.describe()}"
                 )
             await self.wait_for_change(deadline - time.monotonic())
+        self.has_started = True
         if self.target_version == ANY_VERSION:
-            self.set_target(max(slot.version for slot in self.slots), None)
+            self.set_target(max((slot.version for slot in self.slots if slot.is_well), default=ANY_VERSION), None)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in self.slots:
-            await self.take_out(slot, "the fleet is closed")
+        self.is_closed = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        for slot in list(self._watches):
+            await self._drop(slot, "the fleet is closed")
+        self.announce()
 
-    async def wait_for_change(self, limit_s: float) -> None:
-        """Until some slot changes its state, or `limit_s` is over."""
+    async def wait_for_change(self, limit_s: float | None) -> None:
+        """Until some slot changes its state or the target changes, or `limit_s` is over."""
         changed = self._changed
         try:
             async with asyncio.timeout(limit_s):
@@ -138,12 +158,16 @@ class ReplicaSet:
 
     def set_target(self, version: int, update: WeightUpdate | None) -> None:
         """From now on replicas serve at `version`, and `update` is how others get there."""
+        if version < self.target_version:
+            for slot in self.slots:
+                slot.is_outlived = slot.is_outlived or slot.version > version
         self.target_version = version
         self.target = update
         for slot in self.slots:
             if slot.state in ("stale", "serving"):
                 self._settle(slot, slot.version)
                 slot.wake.set()
+        self.announce()
 
     def move(self, slot: Slot, state: State, reason: str = "") -> None:
         """Change a slot's state and tell whoever waits for a change."""
@@ -195,7 +219,7 @@ class ReplicaSet:
             raise ServerUnavailable(f"{slot.name}: {reason}") from error
         if slot.replica is not replica:
             raise ServerUnavailable(f"{slot.name} was replaced while it took in version {update.version}")
-        slot.half_updated = False
+        slot.half_updated = slot.is_outlived = False
         self._settle(slot, update.version)
 
     async def _lost_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
@@ -208,12 +232,49 @@ class ReplicaSet:
         slot.version = version
         if slot.half_updated:
             self.move(slot, "stale", refusal or "an update failed midway, its weights are a mixture")
+        elif version == ANY_VERSION:
+            self.move(slot, "stale", "waits for its first weights")
         elif self.target_version == ANY_VERSION:
             self.move(slot, "stale", "waits for the other replicas to come in")
+        elif slot.is_outlived:
+            self.move(slot, "stale", f"holds version {version} from before the trainer went back")
         elif version == self.target_version:
             self.move(slot, "serving")
         else:
             self.move(slot, "stale", refusal or f"holds version {version} while {self.target_version} is current")
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._read_registry()
+            except Exception:  # a registry that cannot be read now can be later
+                log.exception("reading the registry of servers failed")
+            await asyncio.sleep(self._config.health_check_interval_s)
+
+    async def _read_registry(self) -> None:
+        """Give each registered server a slot, and take away the slots of those that have left."""
+        listed = await asyncio.to_thread(self._registry.list, "servers")
+        found = {int(match[1]): value for name, value in listed.items() if (match := _REGISTERED.fullmatch(name))}
+        for slot in [slot for slot in self.slots if slot.index not in found]:
+            await self._drop(slot, "its name is no longer registered")
+        known = {slot.index: slot for slot in self.slots}
+        for index, registration in found.items():
+            slot = known.get(index) or self._add(index)
+            slot.registered = registration
+
+    def _add(self, index: int) -> Slot:
+        slot = Slot(index)
+        self.slots = sorted([*self.slots, slot], key=lambda slot: slot.index)
+        self._watches[slot] = asyncio.create_task(self._watch(slot), name=f"watch {slot.name}")
+        return slot
+
+    async def _drop(self, slot: Slot, reason: str) -> None:
+        """Forget a replica: from here on its requests go on elsewhere, and that is no failure."""
+        self.slots = [other for other in self.slots if other is not slot]
+        self._watches[slot].cancel()
+        await asyncio.gather(self._watches[slot], return_exceptions=True)
+        await self.take_out(slot, reason)
+        del self._watches[slot]
 
     async def _watch(self, slot: Slot) -> None:
         while True:
@@ -231,7 +292,7 @@ class ReplicaSet:
     async def _look(self, slot: Slot) -> None:
         """One health check and what follows from it."""
         if slot.state != "updating":
-            await self._meet(slot)
+            await self._meet(slot, slot.registered)
         elif slot.replica is None or not slot.replica.answers_during_update:
             return
         replica, changes = slot.replica, slot.changes
@@ -258,10 +319,9 @@ class ReplicaSet:
         if slot.state == "stale":
             await self._refit(slot)
 
-    async def _meet(self, slot: Slot) -> None:
-        """Follow the registry: a new registration is a new server process."""
-        registration = await asyncio.to_thread(self._registry.get, slot.registered_as)
-        if registration is None or registration == slot.registration:
+    async def _meet(self, slot: Slot, registration: str) -> None:
+        """A new registration is a new server process."""
+        if registration == slot.registration:
             return
         if slot.replica is not None:
             await self.take_out(slot, "replaced by a new registration")
@@ -270,7 +330,8 @@ class ReplicaSet:
         slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
         slot.registration = registration
         if registration != slot.last_registration:
-            slot.half_updated = False  # a new process loads its weights whole
+            slot.half_updated = slot.is_outlived = False  # a new process loads its weights whole
+            slot.given_up_version = None
         slot.last_registration = registration
 
     async def _refit(self, slot: Slot) -> None:

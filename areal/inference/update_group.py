@@ -117,10 +117,13 @@ class UpdateGroup:
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
             work = self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
-            while not work.is_completed():
+            while True:
+                gives_up = give_up is not None and give_up()
+                if work.is_completed():
+                    break
                 if time.monotonic() > deadline:
                     raise WeightSyncError(f"update group {self.group_name}: no broadcast in {self._timeout_s:g} s")
-                if give_up is not None and give_up():
+                if gives_up:
                     raise WeightSyncError(f"update group {self.group_name}: broadcast given up")
                 time.sleep(_POLL_S)
             work.wait()

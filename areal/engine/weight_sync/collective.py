@@ -1,7 +1,9 @@
 """Owns publication over a collective: rank 0 of the trainer broadcasts buckets to a group with every replica.
 
 Waits for: the fleet to pause, the replicas to join (JOIN_TIMEOUT_S) and each bucket to be taken in (timeout_s). Both
-sides of a publication run at once, the request to the controller in a thread; whichever fails ends the other.
+sides of a publication run at once, the request to the controller in a thread; when either ends early, so does the
+other. A replica that dies or hangs ends the request as soon as the fleet notices (its health checks), and with that
+every wait here.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class CollectiveChannel:
         self._sender = _Sender(control, backend=backend, host=host, timeout_s=timeout_s) if is_rank0 else None
 
     def publish(self, version: int) -> None:
-        """Send the weights to every replica; every rank calls it. WeightSyncError on all when no attempt succeeds."""
+        """Send the weights to every replica that lacks them; every rank calls it. WeightSyncError on all when no
+        attempt succeeds."""
         if self._plan is None:  # names, shapes and dtypes never change
             self._plan = plan_buckets(self._engine.named_weights(), self._bucket_bytes)
         for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -103,10 +106,13 @@ class _Sender:
         self._has_failed = False
 
     def send(self, version: int, plan: list[list[WeightSpec]], weights: Iterator[tuple[str, Tensor]]) -> None:
-        """One attempt; any failure leaves no group and no request behind."""
+        """One attempt; any failure leaves no group and no request behind. It is none once the fleet serves the version:
+        what the others lack is a later publication's."""
         publication: _Publication | None = None
         try:
             replicas = self._wait_for_replicas(version)
+            if not replicas:
+                return
             if self._group is None or replicas != self._replicas:
                 self.close()
                 # A name never used before: no replica can mistake it for a group it is in already.
@@ -130,15 +136,18 @@ class _Sender:
                 self._group = self._join(publication, group_name, 1 + len(replicas))
                 self._replicas = replicas
             for bucket in plan:
-                self._group.broadcast(self._fill(bucket, weights), give_up=publication.has_failed)
+                self._group.broadcast(self._fill(bucket, weights), give_up=publication.is_over)
             publication.wait(self._timeout_s)
             self._has_failed = False
-        except BaseException:
+        except BaseException as failure:
             self.close()  # replicas that still wait for a broadcast fail now, so the request ends soon
             self._has_failed = True
-            if publication is not None:
-                publication.settle(self._timeout_s)
-            raise
+            if publication is None:
+                raise
+            publication.wait(self._timeout_s)  # its own error is the better one
+            if not isinstance(failure, WeightSyncError):
+                raise
+            log.warning("version %d is served, but not by all replicas: %s", version, failure)
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -150,12 +159,13 @@ class _Sender:
             self._joining = None
 
     def _wait_for_replicas(self, version: int) -> list[str]:
-        """After a failure the fleet looks at its replicas anew, one by one: wait until their list stands still."""
+        """Who lacks the version; nobody once the fleet serves it. After a failure the fleet looks at its replicas
+        anew, one by one: wait until their list stands still."""
         deadline = time.monotonic() + self._timeout_s
         replicas = self._control.live_replicas(version)
         still_s = SETTLE_S if self._has_failed else 0.0
         unchanged_since = time.monotonic()
-        while not replicas or time.monotonic() - unchanged_since < still_s:
+        while time.monotonic() - unchanged_since < still_s or not (replicas or self._is_served(version)):
             if time.monotonic() >= deadline:
                 raise WeightSyncError(f"no replica was there to take in weights for {self._timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -163,6 +173,13 @@ class _Sender:
             if replicas != before:
                 unchanged_since = time.monotonic()
         return replicas
+
+    def _is_served(self, version: int) -> bool:
+        try:
+            self._control.publish(WeightUpdate(version=version, kind="collective"))  # by nobody
+        except WeightSyncError:
+            return False
+        return True
 
     def _join(self, publication: _Publication, group_name: str, world_size: int) -> UpdateGroup:
         """Meet the replicas, in a thread, so that a failed request to the controller ends the meeting."""
@@ -190,8 +207,9 @@ class _Sender:
         thread.start()
         while thread.is_alive():
             thread.join(0.002)
-            if publication.has_failed():
+            if publication.is_over():
                 publication.wait(0.0)
+                raise WeightSyncError(f"update group {group_name}: the publication ended before all had joined")
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
@@ -228,12 +246,9 @@ class _Publication:
         except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
             self._error = failure
 
-    def settle(self, timeout_s: float) -> None:
-        """Until the request has ended, well or not: the fleet is busy with it until then."""
-        self._thread.join(timeout_s)
-
-    def has_failed(self) -> bool:
-        return self._error is not None
+    def is_over(self) -> bool:
+        """Well or not."""
+        return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
         """Until the fleet serves the version; raises what the request raised."""
