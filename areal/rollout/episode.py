@@ -37,10 +37,14 @@ class EpisodeEngine:
         return self._engine.version
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
-        if self._may_ask is not None and not self._may_ask.is_set():
-            await self._may_ask.wait()
-        response = await self._engine.agenerate(request)
-        self._count_tokens(len(response.output_ids))
+        while True:
+            if self._may_ask is not None and not self._may_ask.is_set():
+                await self._may_ask.wait()
+            asked_at = self._engine.version
+            response = await self._engine.agenerate(request)
+            self._count_tokens(len(response.output_ids))
+            if self._may_ask is None or min(response.output_versions, default=asked_at) >= asked_at:
+                break  # otherwise the trainer went back before the first token was made: ask again
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
             if name not in self.replicas:

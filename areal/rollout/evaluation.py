@@ -113,6 +113,8 @@ class Evaluations:
     async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
         """The result, None when it is not there in time. Asking again joins the same evaluation."""
         key = (step, mode)
+        if key in self._tasks and self._tasks[key][0].cancelled():
+            del self._tasks[key]  # asked for by a trainer that went back, and now again
         if key not in self._tasks and key not in self._ledger.state.evaluations:
             results = _Results(asyncio.get_running_loop().time())
             evaluating = self._evaluate(step, mode, results)

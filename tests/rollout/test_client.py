@@ -92,9 +92,9 @@ def test_not_yet_is_asked_again_for_as_long_as_it_takes():
 
 @pytest.mark.parametrize("ask", [lambda client: client.next_batch(2), lambda client: client.evaluate(2, "greedy")])
 def test_whoever_waits_for_the_trainers_weights_says_so(ask):
-    with answering((409, b'{"error": "a server waits for policy version 2"}')) as (address, _):
-        with pytest.raises(WeightsNeeded, match="policy version 2"):
-            ask(RolloutClient(address))
+    answer = (409, b'{"error": "a server waits for policy version 2"}')
+    with answering(answer) as (address, _), pytest.raises(WeightsNeeded, match="policy version 2"):
+        ask(RolloutClient(address))
 
 
 def test_a_dropped_connection_is_tried_again():

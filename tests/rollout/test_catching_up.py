@@ -1,0 +1,290 @@
+"""The trainer goes back while the controller lives: until it has caught up, no policy that went back makes a token to
+train on, and the sentence on the status page says so."""
+
+import asyncio
+
+import pytest
+
+from areal.api.data import WeightUpdate
+from areal.rollout.controller import WeightsLost
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_audit import audit
+from areal.rollout.ledger_files import read_payload
+from areal.rollout.ledger_log import MemoryLog
+from areal.rollout.ledger_state import LedgerState
+from areal.rollout.wire import decode_share
+
+
+def memory_ledger():
+    log = MemoryLog()
+    return Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+
+
+def disk(version):
+    return WeightUpdate(version=version, kind="disk", path=f"v{version}")
+
+
+async def attach(controller, step):
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=step, version=step)
+
+
+async def go_back(controller, step):
+    """As a trainer that is started again: publish, then attach."""
+    assert await controller.publish(disk(step), timeout_s=1e6)
+    await attach(controller, step)
+
+
+def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_up(kit, tmp_path):
+    async def main():
+        ledger = Ledger(kit.FileLog(tmp_path), read_payload=lambda where: read_payload(tmp_path, where))
+        asked_at = []
+
+        class Fleet(kit.FakeFleet):
+            async def agenerate(self, request):
+                asked_at.append(self.version)
+                return await super().agenerate(request)
+
+        class TwoTurns(kit.ScriptedWorkflow):
+            async def arun_episode(self, engine, data):
+                await super().arun_episode(engine, data)
+                await asyncio.sleep(1.0)
+                return await super().arun_episode(engine, data)
+
+        fleet = Fleet()
+        config = kit.make_config(max_staleness=2)
+        controller = kit.make_controller(ledger, fleet=fleet, workflow=TwoTurns(), config=config, total_steps=10)
+        await controller.start()
+        await attach(controller, 0)
+        first = await kit.train(controller, range(5))
+        assert controller.status()["catching_up"] is False
+        await asyncio.sleep(0.5)  # the next episodes are between their turns
+        num_admitted, num_running = ledger.state.num_admitted, len(ledger.state.running)
+        assert num_running > 0
+        asked_at.clear()
+        await go_back(controller, 2)
+        status = controller.status()
+        assert (status["version"], status["highest_version"], status["catching_up"]) == (2, 5, True)
+        assert status["waiting_for"] == "the trainer; no episode starts because the trainer catches up: version 2 of 5"
+        again = await kit.train(controller, range(2, 4), step_s=60.0)
+        assert again == first[2:4]
+        assert controller.waiting_for().endswith("the trainer catches up: version 4 of 5")
+        assert ledger.state.num_admitted == num_admitted
+        assert len(ledger.state.running) == num_running
+        assert asked_at == []
+        await kit.train(controller, range(4, 10))
+        assert min(asked_at) == 5
+        await controller.close()
+        batches = [decode_share(blobs[0]) for blobs in first]
+        assert [batch.step for batch in batches] == list(range(5))
+        assert audit(tmp_path).is_clean, audit(tmp_path).violations
+
+    kit.run_virtual(main())
+
+
+def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back(kit):
+    """The fleet holds up answers that have tokens; one that has none it would begin under any policy."""
+
+    async def main():
+        ledger, versions = memory_ledger(), []
+
+        class Fleet(kit.FakeFleet):
+            async def agenerate(self, request):
+                await asyncio.sleep(5.0)  # queues
+                response = await super().agenerate(request)
+                versions.append((self.version, response.output_versions))
+                return response
+
+        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(3))
+        await go_back(controller, 1)
+        await asyncio.sleep(20.0)
+        assert [made for version, made in versions if version == 1] != [], "the fleet did begin such answers"
+        await kit.train(controller, range(1, 6))
+        await controller.close()
+        ages = [batch.stats["staleness_max"] for batch in ledger.state.batches.values()]
+        assert max(ages) <= 1
+
+    kit.run_virtual(main())
+
+
+def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins(kit):
+    async def main():
+        ledger = memory_ledger()
+        held = asyncio.Event()
+
+        class Fleet(kit.FakeFleet):
+            async def update_weights(self, update):
+                if update.version == 1 and self.version == 3:
+                    await held.wait()
+                await super().update_weights(update)
+
+        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(3))
+        num_admitted = ledger.state.num_admitted
+        assert await controller.publish(disk(1), timeout_s=0.001) is False
+        status = controller.status()
+        assert (status["publishing"], status["catching_up"], status["version"]) == (1, True, 3)
+        assert status["waiting_since_s"] == pytest.approx(0.001)
+        assert "the servers to take policy version 1; " in status["waiting_for"]
+        await asyncio.sleep(60.0)
+        assert ledger.state.num_admitted == num_admitted
+        held.set()
+        await go_back(controller, 1)
+        await kit.train(controller, range(1, 6))
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_a_batch_is_not_composed_for_a_trainer_that_is_gone(kit):
+    """It asked for batch 3 at version 3 and died; before its successor attaches, the servers go back to version 1."""
+
+    async def main():
+        ledger = memory_ledger()
+        slow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=30.0 if len(slow.seen) > 12 else 0.01))
+        controller = kit.make_controller(ledger, workflow=slow, config=kit.make_config(max_staleness=0), total_steps=6)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(3))
+        assert await controller.next_batch(3, 0, 1, timeout_s=31.0) is None
+        assert controller.status()["waiting_for"].startswith("batch 3: 0 of 4 episodes accepted, 4 running; ")
+        assert controller.status()["waiting_since_s"] == pytest.approx(31.0)
+        await controller.publish(disk(1), timeout_s=1e6)
+        await asyncio.sleep(100.0)
+        assert 3 not in ledger.state.batches
+        await attach(controller, 1)
+        assert not controller.status()["waiting_for"].startswith("batch 3")
+        await kit.train(controller, range(1, 6))
+        assert [batch.version for batch in ledger.state.batches.values()] == list(range(6))
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_results_stay(kit):
+    async def main():
+        ledger = memory_ledger()
+        workflow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=50.0 if index < 2 else 0.01))
+        options = {"eval_rows": [{"index": 0}, {"index": 1}], "eval_workflows": {"greedy": workflow}}
+        controller = kit.make_controller(ledger, total_steps=9, **options)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(2))
+        result = await controller.evaluate(2, "greedy", timeout_s=1e6)
+        await kit.train(controller, range(2, 4))
+        assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
+        assert "greedy after step 4, 0 of 2 rows done" in controller.waiting_for()
+        await go_back(controller, 1)
+        await asyncio.sleep(0.01)
+        assert "evaluation" not in controller.waiting_for()
+        await kit.train(controller, range(1, 4))
+        seen = len(workflow.seen)
+        assert await controller.evaluate(2, "greedy", timeout_s=1e6) == result
+        assert len(workflow.seen) == seen
+        assert (await controller.evaluate(4, "greedy", timeout_s=1e6) or {})["num"] == 2.0
+        assert len(workflow.seen) == seen + 2
+        assert ledger.state.evaluations.keys() == {(2, "greedy"), (4, "greedy")}
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_evaluations_are_not_held_while_the_trainer_catches_up(kit):
+    async def main():
+        workflow = kit.ScriptedWorkflow()
+        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+        controller = kit.make_controller(memory_ledger(), total_steps=9, **options)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(4))
+        await go_back(controller, 1)
+        assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_without_a_recorded_batch_there_is_nothing_to_catch_up_with():
+    """A new ledger: the trainer came at step 5 and came again, from an older checkpoint, before its first batch."""
+    state = LedgerState()
+    for version in (5, 3):
+        state.apply({"event": "published", "version": version, "kind": "disk", "path": ""})
+        assert state.is_catching_up is (version == 3)
+        state.apply({"event": "attached", "step": version, "version": version})
+        assert not state.is_catching_up
+
+
+def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there(kit):
+    async def main():
+        lacking = False
+
+        class Fleet(kit.FakeFleet):
+            def status(self):
+                return {"needs_publication": lacking}
+
+        workflow = kit.ScriptedWorkflow()
+        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+        controller = kit.make_controller(memory_ledger(), fleet=Fleet(), total_steps=9, **options)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(1))
+        assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
+        lacking = True
+        began_s = asyncio.get_running_loop().time()
+        batch, evaluation = (
+            controller.next_batch(1, 0, 1, timeout_s=9.0),
+            controller.evaluate(2, "greedy", timeout_s=9.0),
+        )
+        for asking in (batch, evaluation):
+            with pytest.raises(WeightsLost, match="a server waits for policy version 1"):
+                await asking
+        assert asyncio.get_running_loop().time() == began_s
+        assert await controller.next_batch(0, 0, 1, timeout_s=1.0) is not None
+        assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_the_sentence_names_replicas_and_the_gates_numbers(kit):
+    async def main():
+        class Fleet(kit.FakeFleet):
+            def status(self):
+                serving = {"name": "server-0", "state": "serving", "version": self.version, "reason": ""}
+                stale = {"name": "server-1", "state": "stale", "version": 40, "reason": "no folder"}
+                return {"replicas": [serving, stale]}
+
+        slow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=1e6))
+        controller = kit.make_controller(memory_ledger(), fleet=Fleet(41), workflow=slow, total_steps=50)
+        await controller.start()
+        await attach(controller, 41)
+        assert await controller.next_batch(41, 0, 1, timeout_s=1.0) is None
+        assert controller.waiting_for() == (
+            "batch 41: 0 of 4 episodes accepted, 8 running; no episode starts because "
+            "8 episodes are running, and max_concurrent_rollouts=8; "
+            "not serving version 41: server-1 (version 40) is stale: no folder"
+        )
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
+def test_old_ledgers_without_checksums_load():
+    state = LedgerState.replay(
+        [
+            {"event": "attached", "step": 0, "version": 0},
+            {"event": "admitted", "id": 0, "attempt": 0, "version": 0},
+            {"event": "accepted", "id": 0, "payload": [1, 0, 9], "min_version": 0, "tokens": 3, "stats": {}},
+            {"event": "batched", "step": 0, "version": 0, "mask_before": 0, "ids": [0], "stats": {}},
+            {"event": "published", "version": 1, "kind": "disk", "path": "v1"},
+            {"event": "consumed", "step": 0, "version": 1},
+            {"event": "attached", "step": 0, "version": 0},
+            {"event": "published", "version": 1, "kind": "disk", "path": "v1"},
+            {"event": "trained_again", "step": 0, "version": 1},
+        ]
+    )
+    assert (state.version, state.highest_version, state.is_catching_up) == (1, 1, False)
