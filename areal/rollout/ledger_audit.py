@@ -152,18 +152,20 @@ class _Audit:
     def _look_into(self, payloads: PayloadReader, event: Event) -> int | None:
         """Check the payload of an accepted episode; returns its newest version."""
         try:
-            segment, episode_id = int(event["payload"][0]), int(event["id"])
-            if not payload_path(self.folder, segment).exists():
-                self.missing.setdefault(segment, []).append(episode_id)
-                return None
             columns = read_columns(payloads, event)
             problems = disagreements(event, columns)
             if problems:
-                self._violate("payload", f"episode {episode_id}: {'; '.join(problems)}", [episode_id])
-            self.num_going_back += num_going_back(columns)
-            return int(columns.output_versions.max(initial=-1))
+                self._violate("payload", f"episode {event['id']}: {'; '.join(problems)}", [event["id"]])
+            newest = int(columns.output_versions.max())
+            if event["min_version"] < newest:
+                self.num_going_back += num_going_back(columns)
+            return newest
         except LedgerError as error:
-            self._violate("payload", f"episode {event['id']}: {error}", [event["id"]])
+            segment: int = event["payload"][0]
+            if payload_path(self.folder, segment).exists():
+                self._violate("payload", f"episode {event['id']}: {error}", [event["id"]])
+            else:
+                self.missing.setdefault(segment, []).append(event["id"])
         except (KeyError, TypeError, ValueError, IndexError):
             pass  # the rules tell of a malformed event
         return None

@@ -275,16 +275,17 @@ class PayloadReader:
     def read(self, where: tuple[int, int, int]) -> bytes:
         """The bytes of one record. LedgerError when the segment is not there or ends before it."""
         segment, offset, size = where
-        path = payload_path(self._folder, segment)
         try:
             if self._open is None or self._open[0] != segment:
                 self.close()
-                self._open = (segment, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                self._open = (segment, os.open(payload_path(self._folder, segment), os.O_RDONLY | os.O_CLOEXEC))
             is_there = offset >= 0 and 0 <= size <= os.fstat(self._open[1]).st_size - offset
             data = os.pread(self._open[1], size, offset) if is_there else b""
         except OSError as error:
+            path = payload_path(self._folder, segment)
             raise LedgerError(f"cannot read {path}: {error.strerror or error}") from error
         if not is_there or len(data) != size:
+            path = payload_path(self._folder, segment)
             raise LedgerError(f"{path} ends before byte {offset + size}: a durable payload is missing")
         return data
 

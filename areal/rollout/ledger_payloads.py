@@ -10,10 +10,10 @@ import numpy as np
 from areal.api.errors import LedgerError
 from areal.rollout.ledger_files import PayloadReader
 from areal.rollout.ledger_state import Event
-from areal.rollout.payload import check_payload, join_columns, payload_sizes
+from areal.rollout.payload import check_payload, payload_sizes
 
 _HEADER_BYTES = 24
-"""Magic, checksum, episode id and the two counts, as payload.py writes them."""
+"""Magic, checksum, episode id and the two counts. payload.py says how a payload is laid out."""
 
 
 class EpisodeColumns(NamedTuple):
@@ -34,21 +34,23 @@ def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
     payload = reader.read((segment, offset, size))
     check_payload(event["id"], payload)
     n, t = payload_sizes(payload)
-    if len(payload) != _HEADER_BYTES + 9 * n + 13 * t:
+    if n == 0 or t == 0 or len(payload) != _HEADER_BYTES + 9 * n + 13 * t:
         raise LedgerError(f"the payload of episode {event['id']} does not have the size that its counts make")
-    raw = join_columns([payload])
-    columns = EpisodeColumns(
-        lengths=np.frombuffer(raw["lengths"], dtype="<i4"),
-        token_ids=np.frombuffer(raw["token_ids"], dtype="<i4"),
-        output_versions=np.frombuffer(raw["output_versions"], dtype="<i4"),
-        rewards=np.frombuffer(raw["rewards"], dtype="<f4"),
-        rollout_logprobs=np.frombuffer(raw["rollout_logprobs"], dtype="<f4"),
-        loss_mask=np.frombuffer(raw["loss_mask"], dtype=np.uint8),
-        finished=np.frombuffer(raw["finished"], dtype=np.uint8),
-    )
-    if int(columns.lengths.sum()) != t:
+    integers = np.frombuffer(payload, dtype="<i4", count=n + 2 * t, offset=_HEADER_BYTES)
+    floats = np.frombuffer(payload, dtype="<f4", count=n + t, offset=_HEADER_BYTES + integers.nbytes)
+    flags = np.frombuffer(payload, dtype=np.uint8, offset=_HEADER_BYTES + integers.nbytes + floats.nbytes)
+    lengths = integers[:n]
+    if sum(lengths.tolist()) != t:
         raise LedgerError(f"the payload of episode {event['id']}: its trajectories do not have {t} tokens in all")
-    return columns
+    return EpisodeColumns(
+        lengths=lengths,
+        token_ids=integers[n : n + t],
+        output_versions=integers[n + t :],
+        rewards=floats[:n],
+        rollout_logprobs=floats[n:],
+        loss_mask=flags[:t],
+        finished=flags[t:],
+    )
 
 
 def disagreements(event: Event, columns: EpisodeColumns) -> list[str]:
@@ -57,7 +59,7 @@ def disagreements(event: Event, columns: EpisodeColumns) -> list[str]:
     found: dict[str, Any] = {
         "trajectories": len(columns.lengths),
         "tokens": len(columns.token_ids),
-        "generated": int((columns.loss_mask == 1).sum()),
+        "generated": columns.loss_mask.tobytes().count(1),
         "min_version": int(made.min()) if len(made) else -1,
         "max_version": int(made.max()) if len(made) else -1,
     }
@@ -66,7 +68,7 @@ def disagreements(event: Event, columns: EpisodeColumns) -> list[str]:
         for name, value in found.items()
         if event[name] != value
     ]
-    reward = float(columns.rewards.mean(dtype=np.float64))
+    reward = sum(columns.rewards.tolist()) / len(columns.lengths)
     if not math.isclose(event["reward"], reward, rel_tol=1e-4, abs_tol=1e-4):  # the payload holds 32 bits
         problems.append(f"reward is {event['reward']} in the event, {reward:.6g} in the payload")
     return problems
@@ -75,7 +77,8 @@ def disagreements(event: Event, columns: EpisodeColumns) -> list[str]:
 def num_going_back(columns: EpisodeColumns) -> int:
     """Trajectories in which a generated token is of an older version than one before it."""
     made = np.flatnonzero(columns.output_versions >= 0)
-    falls = np.flatnonzero(np.diff(columns.output_versions[made]) < 0) + 1
+    versions = columns.output_versions[made]
+    falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1
     if len(falls) == 0:
         return 0
     trajectory_of = np.repeat(np.arange(len(columns.lengths)), columns.lengths)[made]
