@@ -1,0 +1,66 @@
+"""Seconds per train step of a replay beside those of the run it replays.
+
+    python benchmark/replay_speed.py --run RUN [--until STEP]
+
+Replays RUN by `python -m areal.replay` and compares the seconds that the trainers themselves measured, step by step
+without the first one, which warms up: the whole step, the wait for its batch, the update, and letting the weights pass
+(a live run sends them to its servers meanwhile, a replay only takes their checksum). A live step leaves out evaluation
+and checkpoints. Nothing else should run on the machine. Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from statistics import fmean
+
+from areal.replay.recorded import read_metrics
+
+PARTS = {
+    "step": "seconds/step",
+    "batch": "seconds/rollout",
+    "update": "seconds/update",
+    "weights": "seconds/publish_weights",
+}
+
+
+def means(metrics: dict[int, dict[str, float]], steps: list[int]) -> dict[str, float]:
+    return {part: fmean(metrics[step][name] for step in steps) for part, name in PARTS.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="folder of a run that trained on rollouts")
+    parser.add_argument("--until", type=int, help="replay so many steps (default: all)")
+    args = parser.parse_args()
+    name = f"speed-{uuid.uuid4().hex[:8]}"
+    limit = [] if args.until is None else ["--until", str(args.until)]
+    command = [sys.executable, "-m", "areal.replay", "--run", str(args.run), "--name", name, *limit]
+    status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+    if status == 2:
+        sys.exit(2)
+    live, own = read_metrics(args.run / "metrics.jsonl"), read_metrics(args.run / "replays" / name / "metrics.jsonl")
+    steps = sorted(set(live) & set(own))[1:]
+    if not steps:
+        sys.exit("areal: error: at least two steps are needed")
+    by_live, by_replay = means(live, steps), means(own, steps)
+    print(f"{'seconds per':>12} {'live':>10} {'replay':>10} {'ratio':>8}")
+    for part in PARTS:
+        ratio = by_replay[part] / max(by_live[part], 1e-9)
+        print(f"{part:>12} {by_live[part]:>10.4f} {by_replay[part]:>10.4f} {ratio:>8.2f}")
+    found = {
+        "steps": len(steps),
+        "equal": status == 0,
+        "live_s": {part: round(value, 4) for part, value in by_live.items()},
+        "replay_s": {part: round(value, 4) for part, value in by_replay.items()},
+        "ratio": round(by_replay["step"] / by_live["step"], 3),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""A trainer rank from its start to its end, between a fake controller and a table model: who is told what, when."""
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from areal.api.config import (
+    EvaluatorConfig,
+    GRPOConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    TrainDatasetConfig,
+)
+from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.data import BatchShare
+from areal.rollout.client import WeightsNeeded
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+from areal.trainer import ppo_loop
+from areal.trainer.actor import PPOActor
+from areal.trainer.checksum import WeightsChecksum
+from areal.trainer.progress import TrainingLength
+from areal.trainer.weights import ChecksummedWeights, WeightPublisher
+
+LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)
+
+
+def share_of(step):
+    dice = random.Random(step)
+    return BatchShare(
+        step=step,
+        version=step,
+        token_ids=np.array([dice.randrange(6) for _ in range(8)], np.int32),
+        lengths=np.array([4, 4], np.int32),
+        loss_mask=np.array([0, 1, 1, 1] * 2, np.uint8),
+        rollout_logprobs=np.array([0, -1.5, -1.5, -1.5] * 2, np.float32),
+        output_versions=np.array([-1, 0, 0, 0] * 2, np.int32),
+        rewards=np.array([1.0, 0.0], np.float32),
+        group_index=np.array([0, 0], np.int32),
+        finished=np.array([1, 1], np.uint8),
+    )
+
+
+@dataclass
+class Controller:
+    """A client and a weight channel in one: everything the rank says, in order."""
+
+    told: list = field(default_factory=list)
+    lost_before: list = field(default_factory=list)
+    """What is answered with WeightsNeeded, once each."""
+    rewards: dict = field(default_factory=dict)
+    weights: object = None
+
+    def _answer(self, question):
+        if question in self.lost_before:
+            self.lost_before.remove(question)
+            raise WeightsNeeded("no server holds the version")
+        self.told.append(question)
+
+    def attach(self, *, rank, world_size, dp_size, step, version):
+        self.told.append(("attach", step, version))
+
+    def next_batch(self, step):
+        self._answer(("batch", step))
+        return share_of(step)
+
+    def consumed(self, step, version, weights_checksum=""):
+        self.told.append(("consumed", step, weights_checksum))
+
+    def evaluate(self, step, mode):
+        self._answer(("evaluate", step))
+        return {"reward": self.rewards.get(step, 0.0)}
+
+    def committed(self, step, path):
+        self.told.append(("committed", step))
+
+    def finish(self):
+        self.told.append(("finish",))
+
+    def publish(self, version):
+        self.told.append(("publish", version))
+        for _ in self.weights.named_weights():
+            pass
+
+    def close(self):
+        return None
+
+    @property
+    def names(self):
+        return [said[:2] for said in self.told if said[0] != "consumed"]
+
+
+class Mesh:
+    def close(self):
+        return None
+
+
+@pytest.fixture
+def start(toolbox, monkeypatch, tmp_path):
+    """Run a rank: start(controller, run_id=..., **options of the configuration) -> its engine."""
+
+    class Engine(toolbox.TableEngine):
+        def named_weights(self):
+            yield "table", self.table.detach()
+
+        def save(self, path, *, with_optimizer):
+            path.mkdir(parents=True)
+            np.save(path / "table.npy", self.table.detach().numpy())
+
+        def load(self, path, *, with_optimizer):
+            with torch.no_grad():
+                self.table.copy_(torch.from_numpy(np.load(path / "table.npy")))
+
+        def close(self):
+            return None
+
+    def run(controller, *, run_id=0, recover=False, length=LENGTH, has_valid=False, **options):
+        engine = Engine()
+        config = config_of(tmp_path, **options)
+        roles = ppo_loop.PPORoles(
+            actor=PPOActor(engine, config.actor), reference=None, critic=None, trained={"actor": engine}, frozen={}
+        )
+        controller.weights = ChecksummedWeights(engine, is_rank0=True)
+        publisher = WeightPublisher(controller, controller.weights)
+        monkeypatch.setattr(ppo_loop, "build_roles", lambda *_: roles)
+        monkeypatch.setattr(ppo_loop, "build_weight_publisher", lambda *_, **__: publisher)
+        monkeypatch.setattr(ppo_loop.RolloutClient, "from_registry", lambda *_: controller)
+        monkeypatch.setattr(ppo_loop.TrainerMesh, "open", lambda *_: Mesh())
+        context = ProcessContext(
+            role="trainer",
+            index=0,
+            world_size=1,
+            num_servers=1,
+            run_id=run_id,
+            run_dir=str(RunPaths.of(config).root),
+            num_threads=1,
+            recover=recover,
+            device="cpu",
+        )
+        RunPaths.of(config).root.mkdir(parents=True, exist_ok=True)
+        ppo_loop.train_policy(config, context, length, has_valid=has_valid)
+        return engine
+
+    return run
+
+
+def config_of(folder, *, evaluator=None, recover=None, **actor):
+    options = {"path": "table", "kl_ctl": 0.0, "ppo_n_minibatches": 1, "optimizer": OptimizerConfig()} | actor
+    return GRPOConfig(
+        experiment_name="test",
+        trial_name="run",
+        cluster=ClusterSpecConfig(fileroot=str(folder)),
+        train_dataset=TrainDatasetConfig(path="none", batch_size=2),
+        evaluator=evaluator or EvaluatorConfig(),
+        recover=recover or RecoverConfig(mode="auto", freq_steps=2),
+        actor=PPOActorConfig(**options),
+    )
+
+
+def steps(*numbers):
+    return [said for step in numbers for said in (("batch", step), ("publish", step + 1))]
+
+
+def test_a_fresh_rank_attaches_to_servers_that_loaded_what_it_did(start, tmp_path):
+    controller = Controller()
+    engine = start(controller, length=TrainingLength(steps_per_epoch=4, total_steps=1))
+    assert controller.names == [("attach", 0), *steps(0), ("committed", 1), ("finish",)]
+    recorded = json.loads(RunPaths(tmp_path / "test" / "run").initial_weights.read_text())
+    assert recorded == {"actor": checksum_of(type(engine)())}
+
+
+def checksum_of(engine):
+    found = WeightsChecksum()
+    for name, weight in engine.named_weights():
+        found.add(name, weight)
+    return found.hexdigest()
+
+
+def test_each_step_is_reported_with_the_checksum_of_its_weights(start):
+    controller = Controller()
+    engine = start(controller)
+    checksums = [said[2] for said in controller.told if said[0] == "consumed"]
+    assert [said[1] for said in controller.told if said[0] == "consumed"] == [0, 1, 2]
+    assert len(set(checksums)) == 3
+    assert checksums[-1] == checksum_of(engine)
+
+
+@pytest.mark.parametrize("options", [{"run_id": 1}, {"init_from_scratch": True}])
+def test_a_rank_that_cannot_rely_on_what_the_servers_hold_publishes_before_it_attaches(start, options):
+    controller = Controller()
+    start(controller, **options)
+    assert controller.names[:3] == [("publish", 0), ("attach", 0), ("batch", 0)]
+
+
+def test_a_recovered_rank_brings_the_servers_back_to_its_version(start, tmp_path):
+    before, controller = Controller(), Controller()
+    start(before)
+    recorded = RunPaths(tmp_path / "test" / "run").initial_weights.read_bytes()
+    longer = TrainingLength(steps_per_epoch=4, total_steps=4)
+    start(controller, recover=True, length=longer)
+    assert controller.names[:3] == [("publish", 3), ("attach", 3), ("batch", 3)]
+    assert RunPaths(tmp_path / "test" / "run").initial_weights.read_bytes() == recorded
+
+
+def test_a_complete_run_is_not_trained_again_whatever_the_servers_hold(start):
+    start(Controller())
+    controller = Controller()
+    start(controller, recover=True, run_id=1)
+    assert controller.told == [("finish",)]
+
+
+def test_a_run_that_reached_its_goal_is_not_trained_on(start):
+    goal = EvaluatorConfig(freq_steps=1, modes=["greedy"], stop_at={"greedy": 0.5})
+    first, controller = Controller(rewards={2: 0.9}), Controller()
+    start(first, has_valid=True, evaluator=goal)
+    assert ("batch", 2) not in first.told
+    start(controller, has_valid=True, evaluator=goal, recover=True)
+    assert controller.told == [("finish",)]
+
+
+def test_a_version_that_the_servers_lost_is_published_again_before_a_batch_and_in_an_evaluation(start):
+    lost = [("batch", 1), ("evaluate", 2)]
+    controller = Controller(lost_before=list(lost))
+    start(controller, has_valid=True, evaluator=EvaluatorConfig(freq_steps=1, modes=["greedy"]))
+    names = controller.names
+    assert names[names.index(("batch", 1)) - 1] == ("publish", 1)
+    assert names.count(("publish", 1)) == 2
+    assert names[names.index(("evaluate", 2)) - 1] == ("publish", 2)
+    assert names.count(("publish", 2)) == 2
+    assert names.count(("evaluate", 2)) == 1
+    assert controller.lost_before == []
