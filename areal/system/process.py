@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import faulthandler
 import json
 import os
 import signal
@@ -112,6 +113,9 @@ def run_main(main: Callable[[], None]) -> NoReturn:
         with contextlib.suppress(OSError):  # standard error may be a file on the same disk
             print(f"{ERROR_PREFIX}{error.strerror}{where}: make room", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(MEND_EXIT)
+    finally:
+        if launched:
+            _write_no_more_stacks()
     sys.exit(0)
 
 
@@ -120,6 +124,12 @@ def _write_stacks_when_asked() -> None:
     if context is not None:
         path = RunPaths(Path(context.run_dir)).stacks_of(context.name)
         register_stack_dumps(path, with_tasks=context.role != "trainer")
+
+
+def _write_no_more_stacks() -> None:
+    """A request that comes while the interpreter ends would kill: its handler is gone before the process is."""
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def watch_parent() -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -87,6 +88,24 @@ def test_run_main_exit_codes(body, code, ends):
     assert done.returncode == code
     assert done.stderr.endswith(ends)
     assert ("Traceback" in done.stderr) == (code == 1)
+
+
+AT_THE_LAST_MOMENT = """
+import os, signal, sys
+from areal.system.process import run_main
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1): kill(pid, number)
+def main():
+    sys.last = Last()  # goes when the interpreter ends
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_request_for_stacks_does_not_kill_a_process_that_is_ending(tmp_path, role):
+    context = dataclasses.replace(CONTEXT, role=role, run_dir=str(tmp_path))
+    command = [sys.executable, "-c", AT_THE_LAST_MOMENT]
+    assert subprocess.run(command, env=os.environ | context.to_env(), timeout=60).returncode == 0
 
 
 def test_run_main_keeps_the_lines_of_a_message_at_a_terminal():
