@@ -2,11 +2,13 @@
 
 import json
 import math
+import zlib
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -16,7 +18,7 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.engine.lr_schedule import learning_rate
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
 from areal.engine.packed_attention import _sdpa_per_sequence, _varlen, choose_attention, packed_layout
-from areal.engine.weight_files import read_weights, write_weights
+from areal.engine.weight_files import read_weights, write_tensors, write_weights
 
 
 def rates(total: int, **options) -> list[float]:
@@ -186,6 +188,24 @@ def test_weights_survive_the_files_they_are_cut_into(tmp_path):
     assert index["weight_map"]["layer.4.weight"] == "model-00005-of-00005.safetensors"
     with pytest.raises(InputError, match=r"no \.safetensors"):
         list(read_weights(tmp_path))
+
+
+def test_tensors_are_written_with_the_checksum_of_what_was_in_memory(tmp_path):
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "half": torch.randn(5).bfloat16(),
+        "steps": torch.tensor(7.0),
+        "transposed": torch.randn(3, 700_000).T,
+        "empty": torch.zeros(0, 4),
+        "ids": torch.arange(6).reshape(2, 3),
+    }
+    checksum = write_tensors(tmp_path / "x.safetensors", tensors)
+    assert checksum == zlib.crc32((tmp_path / "x.safetensors").read_bytes())
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)
 
 
 def test_models_that_would_be_trained_wrongly_are_refused(cases, tmp_path):

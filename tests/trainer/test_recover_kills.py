@@ -1,7 +1,9 @@
-"""A process killed between any two file-system operations of a save: what is left must be enough to go on."""
+"""A process killed between any two file-system operations of a save, a disk that gets full in it: what is left is
+enough to go on."""
 
 import contextlib
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.config import OptimizerConfig, RecoverConfig, TrainEngineConfig
+from areal.api.errors import InputError
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import is_intact
@@ -155,3 +158,35 @@ def test_an_export_killed_at_any_moment_shows_no_half_folder(killer, engine, tmp
         assert all(name.startswith("step-") for name in names(folder / "actor"))
         again.save(LENGTH.info(1))
         assert names(folder / "actor") == ["step-000002"]
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 256 KiB, where this user may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_ends_a_save_in_one_line_and_leaves_the_earlier_checkpoints(engine, small_disk):
+    folder, filler = small_disk / "recover", small_disk / "filler"
+    store = store_of(folder, engine)
+    for step in (1, 2):
+        store.save(point(step))
+    free = shutil.disk_usage(small_disk).free
+    failed = r"after step 3 failed: .*No space left.*; kept: step-000001, step-000002; mend the cause"
+    for room in range(0, 40, 8):  # from nothing up to almost enough: another operation fails each time
+        filler.write_bytes(b"x" * max(free - room * 1024, 0))
+        with pytest.raises(InputError, match=failed):
+            store.save(point(3))
+        assert names(folder) == ["step-000001", "step-000002"]
+    filler.write_bytes(b"x" * free)
+    with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
+        Saver(small_disk / "checkpoints", {"actor": engine}, keep_last=1, is_rank0=True).save(LENGTH.info(0))
+    assert not list(small_disk.glob("checkpoints/actor/*"))
+    filler.unlink()
+    store.save(point(3))
+    assert names(folder) == ["step-000002", "step-000003"]
