@@ -76,11 +76,13 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
 
 def test_a_rank_that_is_stopped_is_named_first_and_goes_on_unharmed(make_run):
     """Long enough for a word, too short to be killed for. The others wait for it in a collective, and are signalled."""
-    run = make_run(LIGHT, "total_train_steps=40", "launcher.stall_s=11", "launcher.hang_s=600")
+    run = make_run(
+        LIGHT, "total_train_steps=12", "evaluator.eval_before_train=false", "launcher.stall_s=11", "launcher.hang_s=600"
+    )
 
     def trains() -> bool:
         run.status()
-        return run.highest_step >= 3
+        return run.highest_step >= 1
 
     assert run.wait_for(trains, START_S)
     pid = run.stop(["trainer-1"])["trainer-1"]
