@@ -146,6 +146,21 @@ class Run:
             time.sleep(poll_s)
         return True
 
+    def train_up_to(self, step: int, limit_s: float = 300.0) -> None:
+        """Until so many steps were ever done. RunBroken when they are not in time."""
+
+        def is_there() -> bool:
+            self.status()
+            return self.highest_step >= step
+
+        if not self.wait_for(is_there, limit_s, poll_s=0.005):
+            raise RunBroken(f"no step {step} in {limit_s:g} s:\n{self.tail(self.log_path)}")
+
+    def wait_for_the_end(self, limit_s: float = 300.0) -> int:
+        """The launcher's exit code."""
+        assert self.launcher is not None
+        return self.launcher.wait(timeout=limit_s)
+
     def abandon(self) -> None:
         """End everything by force; children die with their launcher."""
         if self.launcher is not None:

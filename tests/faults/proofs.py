@@ -86,7 +86,9 @@ def _audit_problems(folder: Path, facts: list[str]) -> list[str]:
 def _checkpoint_problems(path: Path) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(path)
     except Exception as error:  # noqa: BLE001 - whatever transformers does not like about it

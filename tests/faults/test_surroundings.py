@@ -49,19 +49,6 @@ int gettimeofday(struct timeval *out, void *zone) {
 """
 
 
-def train_up_to(run: Run, step: int) -> None:
-    def is_there() -> bool:
-        run.status()
-        return run.highest_step >= step
-
-    assert run.wait_for(is_there, 90.0, poll_s=0.005), run.log_path.read_text()[-3000:]
-
-
-def end_of(run: Run) -> int:
-    assert run.launcher is not None
-    return run.launcher.wait(timeout=240.0)
-
-
 def last_line(run: Run) -> str:
     return run.log_path.read_text().strip().splitlines()[-1]
 
@@ -93,17 +80,17 @@ def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(make_run, prove_
     root = tmp_path / "disk"
     with small_disk(root, 160):
         run = make_run(root=root)
-        train_up_to(run, 4)
+        run.train_up_to(4)
         ballast = root / "ballast"
         with pytest.raises(OSError, match="No space left"):
             fill(ballast)
-        assert end_of(run) == 1
+        assert run.wait_for_the_end() == 1
         assert "is full" in last_line(run), last_line(run)
         assert "Traceback" not in run.log_path.read_text()
         assert run.left_behind() == []
         ballast.unlink()
         run.start()
-        assert end_of(run) == 0, last_line(run)
+        assert run.wait_for_the_end() == 0, last_line(run)
         prove_all(run)
         run.abandon()
 
@@ -112,18 +99,18 @@ def test_a_read_only_folder_is_told_in_one_line_and_loses_nothing(make_run, prov
     root = tmp_path / "disk"
     with small_disk(root, 160):
         run = make_run(root=root)
-        train_up_to(run, 4)
+        run.train_up_to(4)
         run.kill(EVERYTHING)
         assert run.wait_for_no_process(10.0), "files are still open"
         subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
         run.start()
-        assert end_of(run) == 2
+        assert run.wait_for_the_end() == 2
         assert "Read-only file system" in last_line(run), last_line(run)
         assert last_line(run).startswith("areal: error: ")
         assert str(root) in last_line(run)
         subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
         run.start()
-        assert end_of(run) == 0, last_line(run)
+        assert run.wait_for_the_end() == 0, last_line(run)
         prove_all(run)
         run.abandon()
 
@@ -149,14 +136,14 @@ def wall_clock(tmp_path, monkeypatch):
 
 
 def test_a_wall_clock_that_jumps_disturbs_nobody(make_run, prove_all, wall_clock):
-    run = make_run()
-    train_up_to(run, 4)
+    run = make_run("total_train_steps=90", "launcher.hang_s=3")
+    run.train_up_to(10)
     before = run.pids(fresh=True)
     wall_clock(+86_400)
-    train_up_to(run, 8)
+    run.train_up_to(40)
     wall_clock(-86_400)
-    train_up_to(run, 14)
+    run.train_up_to(70)
     assert run.pids(fresh=True) == before, "a process was started again"
     wall_clock(0)
-    assert end_of(run) == 0
+    assert run.wait_for_the_end() == 0
     prove_all(run)
