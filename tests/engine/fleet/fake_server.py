@@ -39,6 +39,8 @@ class FakeServer:
         """HTTP status for weight updates, or "hang" or "die"."""
         self.torn = False
         """An update stopped midway."""
+        self.num_made: dict[str, int] = {}
+        """Tokens by request id, sent or not."""
         self.num_held = 0
         """Requests that are held now."""
         self._released = asyncio.Event()
@@ -142,14 +144,15 @@ class FakeServer:
             response = web.StreamResponse()
             await response.prepare(request)
         try:
-            made: list[int] = []
             versions: list[int] = []
+            num_sent = 0
+            interval = body["sampling_params"].get("stream_interval", 1)
             async for token_versions, reason in self._make(body):
-                start = len(body["input_ids"]) + len(made)
-                made += [1000 + start + i for i in range(len(token_versions))]
                 versions += token_versions
-                if body["stream"]:
-                    event = self._answer(start, token_versions, reason)
+                self.num_made[body["rid"]] = len(versions)
+                if body["stream"] and (reason or len(versions) == num_sent + interval):
+                    event = self._answer(len(body["input_ids"]) + num_sent, versions[num_sent:], reason)
+                    num_sent = len(versions)
                     with contextlib.suppress(ConnectionResetError):
                         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         except asyncio.CancelledError:

@@ -83,10 +83,11 @@ async def test_new_weights_in_mid_answer(kit: FleetKit, mode: str, num_tokens: i
     assert server.paths()[-3:] == ["pause_generation", "update_weights_from_disk", "continue_generation"]
 
 
-async def test_a_dead_replica_costs_no_token_that_was_sent(kit: FleetKit) -> None:
+@pytest.mark.parametrize("interval", [1, 8, 30, 32])
+async def test_a_dead_replica_costs_at_most_the_interval_of_its_stream(kit: FleetKit, interval: int) -> None:
     first = await kit.server(0, hold_at=30)
     second = await kit.server(1, hold_at=0)
-    fleet = await kit.fleet(2, schedule_policy="round_robin")
+    fleet = await kit.fleet(2, schedule_policy="round_robin", stream_interval=interval)
     running = [asyncio.create_task(fleet.agenerate(a_request(f"r{i}"))) for i in range(4)]
     await until(lambda: first.num_held == second.num_held == 2)
     second.release()
@@ -97,7 +98,11 @@ async def test_a_dead_replica_costs_no_token_that_was_sent(kit: FleetKit) -> Non
     moved = [r for r in responses if r.replicas == ["server-0", "server-1"]]
     assert len(moved) == 2
     resent = [r for r in second.requests if len(r["input_ids"]) > 3]
-    assert [len(r["input_ids"]) for r in resent] == [33, 33]
+    received = 30 - 30 % interval
+    assert [len(r["input_ids"]) for r in resent] == ([3 + received] * 2 if received else [])
+    lost = [made - received for made in first.num_made.values()]
+    assert lost == [30 % interval] * 2
+    assert max(lost) < interval
     await serving(fleet, "server-1")
 
 

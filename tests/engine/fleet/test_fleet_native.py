@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,12 +30,12 @@ from areal.system.run_paths import RunPaths
 PROMPT = [5, 9, 11, 30]
 
 
-def make_model(seed: int) -> nn.Module:
+def make_model(seed: int, vocab_size: int = 64) -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -141,7 +138,7 @@ class FleetControl:
 
     def publish(self, update: WeightUpdate) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
-        future.result(timeout=30)
+        future.result(timeout=60)
 
     def live_replicas(self, version: int) -> list[str]:
         return self._fleet.live_replicas(version)
@@ -247,38 +244,3 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
     scores = [(by_old if i < split else by_new)[3 + i, token].item() for i, token in enumerate(response.output_ids)]
     assert response.output_logprobs == pytest.approx(scores, abs=2e-5)
     assert response.num_interruptions == (1 if mode == "interrupt" else 0)
-
-
-@pytest.mark.slow
-async def test_kill_of_a_real_server_process(kit: FleetKit, model_folder: Path) -> None:
-    processes = []
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    for _ in range(2):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal.inference.server", "--model-path", str(model_folder), "--device", "cpu"),
-            *("--dtype", "float32", "--num-threads", "1", "--max-total-tokens", "16384"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=environment,
-        )
-        processes.append(process)
-    try:
-        for index, process in enumerate(processes):
-            assert process.stdout is not None
-            address = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
-            kit.registry.add(f"servers/{index}", json.dumps({"address": address, "pid": process.pid}))
-        fleet = await kit.fleet(2, health_check_interval_s=0.5, setup_timeout=60)
-        whole = await fleet.agenerate(a_request("whole", 500))
-        running = [asyncio.create_task(fleet.agenerate(a_request(f"r{i}", 500))) for i in range(8)]
-        await tokens_made(fleet, 500 + 8 * 20)
-        processes[0].send_signal(signal.SIGKILL)
-        responses = await asyncio.gather(*running)
-        assert any(len(response.replicas) == 2 for response in responses)
-        for response in responses:
-            assert response.output_ids == whole.output_ids
-            assert response.output_logprobs == pytest.approx(whole.output_logprobs, abs=2e-5)
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
