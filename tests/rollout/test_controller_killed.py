@@ -1,0 +1,335 @@
+"""The controller is killed at every moment of a short run, without a close and without a flush, and started again from
+its files, while trainers and servers live. Trainers ask on; nothing is lost, skipped or trained twice."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+
+import pytest
+
+from areal.api.data import WeightUpdate
+from areal.api.errors import WeightSyncError
+from areal.rollout.controller import WeightsLost
+from areal.rollout.gate import GateLimits
+from areal.rollout.ledger import Ledger
+from areal.rollout.ledger_audit import audit
+from areal.rollout.ledger_files import read_contents, read_payload, recover_folder
+from areal.rollout.ledger_state import LedgerState
+from areal.rollout.payload import join_columns
+from areal.rollout.prompts import PromptStream
+
+STEPS, BATCH, ROWS, ETA = 4, 2, 5, 1
+RANKS = 2
+OUTCOMES = ["accept", "reject", "accept", "accept", "fail"]
+MODE = "greedy"
+
+
+class Life:
+    """One controller process."""
+
+    def __init__(self, number):
+        self.number = number
+        self.died = asyncio.Event()
+        self.controller = None
+
+
+class World:
+    """What outlives the controller: files, servers, trainers."""
+
+    def __init__(self, kit, folder, kind, kill_at):
+        self.kit, self.folder, self.kind = kit, folder, kind
+        self.kill_at = set(kill_at)
+        self.num_moments = 0
+        self.moments = []
+        self.servers = {"server-0": 0, "server-1": 0}
+        self.life = None
+        self.born = asyncio.Event()
+        self.answers = {}  # of batches and evaluations, by what was asked
+        self.left_behind = []  # durable state at each death
+
+    def moment(self, life, name):
+        if life.died.is_set():
+            raise self.kit.Killed
+        self.num_moments += 1
+        self.moments.append(name)
+        if self.num_moments in self.kill_at:
+            life.died.set()
+            raise self.kit.Killed
+
+    def begin_life(self, number):
+        life = Life(number)
+
+        def moment(name):
+            self.moment(life, name)
+
+        log = self.kit.FileLog(self.folder, moment)
+        ledger = Ledger(log, state=log.state, read_payload=lambda where: read_payload(self.folder, where))
+        workflow = self.kit.ScriptedWorkflow(
+            lambda index: self.kit.Script(outcome=OUTCOMES[index], token_s=0.03 * (1 + index), num_tokens=2)
+        )
+        life.controller = self.kit.make_controller(
+            ledger,
+            config=self.kit.make_config(batch_size=BATCH, max_staleness=ETA),
+            workflow=workflow,
+            fleet=make_view(self, life),
+            num_rows=ROWS,
+            total_steps=STEPS,
+            eval_rows=[{"index": 0}, {"index": 2}],
+            eval_workflows={MODE: workflow},
+        )
+        self.life = life
+        return life
+
+    async def keep_alive(self):
+        """The launcher."""
+        for number in range(10):
+            life = self.begin_life(number)
+            with contextlib.suppress(self.kit.Killed):
+                starting = asyncio.create_task(life.controller.start())
+                self.born.set()
+                await asyncio.wait([starting, asyncio.create_task(life.died.wait())], return_when="FIRST_COMPLETED")
+                if starting.done():
+                    starting.result()
+                await life.died.wait()
+            self.born.clear()
+            theirs = [task for task in asyncio.all_tasks() if not task.get_name().startswith(("trainer", "main"))]
+            for task in theirs:
+                task.cancel()
+            await asyncio.gather(*theirs, return_exceptions=True)
+            self.left_behind.append(recover_folder(self.folder).state)
+            self.left_behind[-1].check_integrity()
+            await asyncio.sleep(0.5)
+        raise AssertionError("too many deaths")
+
+    async def call(self, ask, *arguments, **options):
+        """As the client: asked again until it is answered, by whichever controller lives."""
+        while True:
+            await self.born.wait()
+            life = self.life
+            asking = asyncio.create_task(getattr(life.controller, ask)(*arguments, **options))
+            death = asyncio.create_task(life.died.wait())
+            await asyncio.wait([asking, death], return_when="FIRST_COMPLETED")
+            death.cancel()
+            if life.died.is_set():
+                await asyncio.gather(asking, return_exceptions=True)
+                await asyncio.sleep(0.2)
+                continue
+            try:
+                answer = asking.result()
+                self.moment(life, f"answer to {ask}")
+            except self.kit.Killed:
+                continue
+            if answer is None and "timeout_s" in options:
+                continue
+            return answer
+
+
+def make_view(world, life):
+    class View(world.kit.FakeFleet):
+        """One controller's fleet over the servers that outlive it."""
+
+        def __init__(self):
+            super().__init__(-1)
+            self.kind = None
+
+        async def start(self):
+            await asyncio.sleep(0.3)
+            self.version = max(world.servers.values())
+
+        def ids(self):
+            return {f"{name}@{life.number}": name for name in world.servers}
+
+        def live_replicas(self, version):
+            holds = version == self.version
+            return [one for one, name in self.ids().items() if not (holds and world.servers[name] == version)]
+
+        def status(self):
+            stale = any(version != self.version for version in world.servers.values())
+            return {"replicas": [], "needs_publication": stale and self.kind != "disk"}
+
+        async def update_weights(self, update):
+            if update.kind == "collective" and (not update.replicas or not set(update.replicas) <= set(self.ids())):
+                raise WeightSyncError("these replicas are gone")
+            members = [self.ids()[one] for one in update.replicas] or list(world.servers)
+            for name in members:
+                await asyncio.sleep(0.02)
+                world.moment(life, f"{name} takes {update.version}")
+                world.servers[name] = update.version
+            self.version, self.kind = update.version, update.kind
+
+    return View()
+
+
+class Trainers:
+    """Two ranks in step; as PPOLoop over the two weight channels."""
+
+    def __init__(self, world):
+        self.world = world
+
+    async def publish(self, version):
+        world = self.world
+        if world.kind == "disk":
+            await world.call("publish", WeightUpdate(version=version, kind="disk", path=f"v{version}"), timeout_s=5.0)
+            return
+        for attempt in range(6):
+            replicas = []
+            while not replicas:
+                replicas = await world.call("live_replicas", version, timeout_s=5.0)
+                await asyncio.sleep(0.1)
+            name = f"group-{version}-{attempt}-{world.life.number}"
+            update = WeightUpdate(version=version, kind="collective", group_name=name, replicas=replicas)
+            with contextlib.suppress(WeightSyncError):
+                await world.call("publish", update, timeout_s=5.0)
+                return
+        raise AssertionError(f"version {version} could not be published")
+
+    async def ask(self, version, what, *arguments):
+        """All ranks ask; those without an answer publish again, together, and ask again."""
+        answers = {}
+        while len(answers) < RANKS:
+            for rank in range(RANKS):
+                if rank not in answers:
+                    given = (what, *arguments, rank, RANKS) if what == "next_batch" else (what, *arguments)
+                    with contextlib.suppress(WeightsLost):
+                        answers[rank] = await self.world.call(*given, timeout_s=5.0)
+                        self.world.answers.setdefault((what, arguments, rank), []).append(answers[rank])
+            if len(answers) < RANKS:
+                await self.publish(version)
+        return answers
+
+    async def train(self, start, stop):
+        world = self.world
+        if start > 0 or self.world.answers:
+            await self.publish(start)
+        for rank in reversed(range(RANKS)):
+            await world.call("attach", rank=rank, world_size=RANKS, dp_size=RANKS, step=start, version=start)
+        for step in range(start, stop):
+            await self.ask(step, "next_batch", step)
+            await asyncio.sleep(0.1)
+            await self.publish(step + 1)
+            await world.call("consumed", step, step + 1, f"{step:x}")
+            if step % 2 == 1:
+                answers = await self.ask(step + 1, "evaluate", step + 1, MODE)
+                assert answers[0] == answers[1], "ranks decide by it"
+            if step == 0:
+                await world.call("committed", 1, "recover/step-1")
+
+
+async def run(kit, folder, kind, kill_at):
+    world = World(kit, folder, kind, kill_at)
+    asyncio.current_task().set_name("main")
+    keeping = asyncio.create_task(world.keep_alive(), name="main-launcher")
+    trainers = Trainers(world)
+
+    async def train():
+        await trainers.train(0, 3)
+        await trainers.train(1, STEPS)  # all ranks died and went back to the checkpoint
+
+    training = asyncio.create_task(train(), name="trainer")
+    async with asyncio.timeout(1000.0):
+        await asyncio.wait([training, keeping], return_when="FIRST_COMPLETED")
+        if keeping.done():
+            keeping.result()
+        training.result()
+        await world.call("committed", STEPS, "recover/end")
+        status = world.life.controller.status()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await world.life.controller.close()
+    return world, status
+
+
+def check(world, status):
+    folder = world.folder
+    report = audit(folder)
+    assert report.is_clean, report.violations
+    events = read_contents(folder).events
+    consumed = [event["step"] for event in events if event["event"] == "consumed"]
+    assert consumed == list(range(STEPS)), "each batch is consumed once"
+    again = [event["step"] for event in events if event["event"] == "trained_again"]
+    assert again == [1, 2]
+    evaluated = [event["step"] for event in events if event["event"] == "evaluated"]
+    assert evaluated == [2, 4], "one result each, though asked by two ranks and again"
+    assert set(world.servers.values()) == {STEPS}
+    assert (status["version"], status["step"], status["catching_up"]) == (STEPS, STEPS, False)
+    for asked, answers in world.answers.items():
+        assert all(answer == answers[0] for answer in answers), asked
+    check_admissions(world, events)
+    state = LedgerState.replay(events)
+    state.check_integrity()
+    limits = GateLimits(batch_size=BATCH, max_concurrent=BATCH * (ETA + 1), max_staleness=ETA, total_episodes=99)
+    recount = LedgerState()
+    for event in events:
+        recount.apply(event)
+        if event["event"] == "admitted":
+            assert not recount.is_catching_up
+            assert recount.num_accepted + len(recount.running) <= limits.open_until(recount.version)
+    for durable in world.left_behind:
+        assert not set(durable.waiting) & set(state.running), "a finished trajectory is kept"
+        assert all(state.batches[step] == batch for step, batch in durable.batches.items())
+        for episode_id, running in durable.running.items():
+            starts = [e["attempt"] for e in events if e["event"] == "admitted" and e["id"] == episode_id]
+            assert starts == list(range(len(starts)))
+            assert episode_id in state.running or len(starts) > running.attempt + 1, "run again, same id, next attempt"
+
+
+def check_admissions(world, events):
+    """Every admission got the row that its number says: none used twice in an epoch, none skipped."""
+    rows = PromptStream([{"index": index} for index in range(ROWS)], seed=1, batch_size=BATCH)
+    used = {}
+    for event in events:
+        if event["event"] == "accepted":
+            payload = read_payload(world.folder, tuple(event["payload"]))
+            used[event["id"]] = int.from_bytes(join_columns([payload])["token_ids"][:4], "little")
+    assert used == {episode_id: rows.index(episode_id) for episode_id in used}
+    admitted = [event["id"] for event in events if event["event"] == "admitted" and event["attempt"] == 0]
+    assert admitted == list(range(len(admitted)))
+    assert len(admitted) > 2 * rows.rows_per_epoch, "several epochs"
+    for epoch in range(len(admitted) // rows.rows_per_epoch):
+        first = epoch * rows.rows_per_epoch
+        assert len({rows.index(first + k) for k in range(rows.rows_per_epoch)}) == rows.rows_per_epoch
+
+
+def survive(kit, folder, kind, kill_at):
+    world, status = kit.run_virtual(run(kit, folder, kind, kill_at))
+    try:
+        assert len(world.left_behind) == len(kill_at)
+        check(world, status)
+    except AssertionError as error:
+        raise AssertionError(f"killed at {[(at, world.moments[at - 1]) for at in kill_at]}") from error
+    return world
+
+
+@pytest.fixture(autouse=True)
+def light(caplog, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # processes die here, not the machine
+    caplog.set_level(logging.ERROR)  # hundreds of runs with failing episodes
+    yield
+    gc.collect()
+
+
+def test_killed_at_every_moment_of_a_run(kit, tmp_path):
+    moments = survive(kit, tmp_path / "unbroken", "disk", []).moments
+    assert {"before published", "before consumed", "before evaluated", "writing", "written"} <= set(moments)
+    assert {"server-1 takes 3", "answer to publish", "answer to consumed", "answer to evaluate"} <= set(moments)
+    for moment in range(1, len(moments) + 1):
+        survive(kit, tmp_path / str(moment), "disk", [moment])
+
+
+def test_killed_at_every_moment_of_a_publication_over_a_collective(kit, tmp_path):
+    """What servers hold cannot be had from files, and the group goes with the controller that made it."""
+    moments = survive(kit, tmp_path / "unbroken", "collective", []).moments
+    for moment, name in enumerate(moments, start=1):
+        near = moments[max(0, moment - 3) : moment]
+        if any("takes" in one or one in ("before published", "answer to publish") for one in [name, *near]):
+            survive(kit, tmp_path / str(moment), "collective", [moment])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_three_times(kit, tmp_path, seed):
+    generator = random.Random(seed)
+    first = generator.randint(1, 120)
+    kill_at = [first, first + generator.randint(1, 12), first + generator.randint(13, 60)]
+    survive(kit, tmp_path, generator.choice(["disk", "collective"]), kill_at)
