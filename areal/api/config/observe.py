@@ -59,7 +59,7 @@ class EvaluatorConfig(Cadence):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig(Cadence):
-    """Recovery checkpoints: everything a restarted run needs to go on. Unless disabled, the end of a run writes one too."""
+    """Recovery checkpoints: everything a restarted run needs to go on. The end of a run is one too."""
 
     mode: str = choice("disabled", "disabled", "auto", "fault", "resume")
     """disabled = never; auto = whenever possible; fault = only trainers that died in this launch; resume = must."""
