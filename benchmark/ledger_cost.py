@@ -1,6 +1,6 @@
 """What the ledger costs per episode, against SQLite in WAL mode given the very same durable inserts in the same run.
 
-    python benchmark/ledger_cost.py [--episodes 100000] [--realistic-episodes 2000] [--batch-size 64] [--folder DIR]
+    python benchmark/ledger_cost.py [--episodes 100000] [--realistic-episodes 2000] [--folder DIR]
 
 Two kinds of episode: tiny ones (one trajectory of 16 tokens, as in the quickstart) and realistic ones (16 trajectories
 of 200 tokens). Both sides write the same events (admitted, accepted, batched, published, consumed) and the same
@@ -146,10 +146,12 @@ def measure(shape: tuple[int, int], num_episodes: int, args: argparse.Namespace)
     episodes = [encode_episode(number, groups[number // args.batch_size]) for number in range(num_episodes)]
     encode_us = (time.process_time() - began_s) / num_episodes * 1e6
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder, database = Path(name) / "ledger", Path(name) / "rival.sqlite"
-        ours_s = asyncio.run(write_run(Ledger.open(folder), episodes, args.batch_size))
-        rival = Ledger(SqliteLog(database), read_payload=lambda where: b"")
-        rival_s = asyncio.run(write_run(rival, episodes, args.batch_size))
+        ours_s, rival_s = float("inf"), float("inf")
+        for repeat in range(args.repeats):
+            folder, database = Path(name) / f"ledger-{repeat}", Path(name) / f"rival-{repeat}.sqlite"
+            ours_s = min(ours_s, asyncio.run(write_run(Ledger.open(folder), episodes, args.batch_size)))
+            rival = Ledger(SqliteLog(database), read_payload=lambda where: b"")
+            rival_s = min(rival_s, asyncio.run(write_run(rival, episodes, args.batch_size)))
         per_100k = 100_000 / num_episodes
         rebuild_s, found = timed(lambda: recover_folder(folder))
         rival_rebuild_s, rival_state = timed(lambda: rebuild_sqlite(database))
@@ -183,6 +185,7 @@ def main() -> None:
         "--realistic-episodes", type=int, default=2_000, help="episodes of 16 trajectories of 200 tokens"
     )
     parser.add_argument("--batch-size", type=int, default=64, help="episodes per train batch")
+    parser.add_argument("--repeats", type=int, default=3, help="times everything is written; the best time counts")
     parser.add_argument("--folder", default=None, help="where the files are written; default: the temporary folder")
     args = parser.parse_args()
     collect_rarely()  # as the controller's process does

@@ -255,6 +255,8 @@ class _Reading:
             stats.unreadable.append(event["id"])
             return
         stats.length.counts.update(columns.lengths.tolist())
-        versions, times = np.unique(columns.output_versions[columns.output_versions >= 0], return_counts=True)
-        self._made_by[event["id"]] = list(zip(versions.tolist(), times.tolist(), strict=True))
-        stats.generated_tokens += int(times.sum())
+        made = columns.output_versions[columns.output_versions >= 0]
+        low = int(made.min()) if len(made) else 0
+        times: list[int] = np.bincount(made - low).tolist() if len(made) else []
+        self._made_by[event["id"]] = [(low + above, count) for above, count in enumerate(times) if count]
+        stats.generated_tokens += len(made)

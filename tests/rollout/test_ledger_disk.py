@@ -180,7 +180,7 @@ async def test_after_a_failed_fsync_nothing_is_ever_durable_again(tmp_path):
     waiting = [asyncio.ensure_future(ledger.durable()) for _ in range(3)]
     for waiter in waiting:
         with pytest.raises(LedgerError, match="Input/output error; the run stops"):
-            await waiter
+            await asyncio.wait_for(waiter, 10)
     for _ in range(2):
         with pytest.raises(LedgerError, match="Input/output error"):
             await ledger.durable()
