@@ -8,10 +8,11 @@ import time
 import psutil
 import pytest
 
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import local
 from areal.launcher.job import Machine
 from areal.system.durable import publish_folder
+from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 CONFIG = """
@@ -157,6 +158,32 @@ def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert launch(folder).returncode == 0
+
+
+def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkeypatch):
+    monkeypatch.setattr(local, "_LEFTOVER_LIMIT_S", 0.2)
+    run = folder / "runs" / "e" / "t"
+    context = ProcessContext(
+        role="trainer",
+        index=0,
+        world_size=1,
+        num_servers=0,
+        run_id=0,
+        run_dir=str(run),
+        num_threads=1,
+        recover=False,
+        device="cpu",
+    )
+    (folder / "sleep.py").write_text("import time; print('up', flush=True); time.sleep(60)")
+    argv = [sys.executable, "-m", "areal.trainer", str(folder / "sleep.py")]
+    with subprocess.Popen(argv, env=os.environ | context.to_env(), stdout=subprocess.PIPE) as left:
+        try:
+            assert left.stdout.readline() == b"up\n"
+            with pytest.raises(LaunchError, match=rf"left behind: trainer-0 \(pid {left.pid}\)"):
+                local.launch(local.read_command_line(command(folder)[3:]), Machine(cores=2))
+        finally:
+            left.kill()
+    assert not (run / "plan.json").exists()
 
 
 def test_killed_rank_starts_again_with_the_others(folder):

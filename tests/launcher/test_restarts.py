@@ -7,7 +7,7 @@ import threading
 import pytest
 from fake_run import SERVE, alive
 
-from areal.launcher import life, restart_rules
+from areal.launcher import children, life, restart_rules, supervisor
 
 UNTIL_DONE = "ready(); wait_for('done')"
 DIES_ONCE = "if first('died'): ready(); die()\n"
@@ -252,3 +252,20 @@ def test_a_standstill_is_explained(make_run):
     run = make_run(stall_s=1.0, status_interval_s=0.1)
     assert run(server_0=SERVE, controller=SERVE, trainer_0="ready(); live(3, step=7)").status == "completed"
     assert "areal: nothing has moved for 1 s" in run.screen.getvalue()
+
+
+def test_a_process_that_the_kernel_does_not_let_end_is_told(make_run, monkeypatch):
+    monkeypatch.setattr(supervisor, "_STUCK_S", 0.2)
+    monkeypatch.setattr(children.os, "killpg", lambda pid, number: None)
+    run = make_run(hang_s=0.5)
+
+    def interrupt():
+        run.until(lambda: "does not end" in run.screen.getvalue())
+        run.interruptions.add()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run(controller=SERVE, server_0="ready(); beat(); time.sleep(60)", trainer_0=SERVE)
+    thread.join()
+    assert outcome.status == "interrupted"
+    assert run.screen.getvalue().count("does not end 0.2 s after SIGKILL: waiting") == 1
