@@ -125,9 +125,9 @@ def said(folder):
     ],
     ids=["disk full", "fsync fails", "read-only", "killed"],
 )
-def test_a_failure_at_any_operation_loses_nothing_promised(kit, tmp_path, monkeypatch, error, power):
+def test_a_failure_at_any_operation_loses_nothing_promised(forge, tmp_path, monkeypatch, error, power):
     for fail_at in itertools.count():
-        forge = kit.Forge(tmp_path / str(fail_at))
+        forge = type(forge)(tmp_path / str(fail_at))
         forge.two_steps()
         events = [
             event | {"payload": list(event["payload"])} if "payload" in event else event for event in forge.events
