@@ -172,12 +172,11 @@ class Supervisor:
         return waited_s >= self._config.stop_grace_s or not any(unit.is_running for unit in self._leaders)
 
     def _look_after_life(self) -> str | None:
-        """Kill what hangs: it is then dead like any other. Returns why the run ends."""
+        """Kill what hangs: it is then dead like any other, and told so. Returns why the run ends."""
         for child, text in self._life.look(self._children, self._clock()):
             self._disk_problem = disk_problem(self._paths)
             if self._disk_problem:  # no sign of life can be written
                 return f"{child.name} {text}"
-            self._line.say(f"areal: {child.name} {text}; it is killed")
             child.kill(text)
         if self._life.step is not None:
             self._counts.saw_step(self._life.step)

@@ -199,8 +199,8 @@ def test_stopped_process_is_found_killed_and_started_again(make_run, name):
     thread.join()
     assert outcome.status == "completed", outcome.cause
     assert list(outcome.restarts) == ["trainers" if name == "trainer-1" else name]
-    text = "hung: it gave no sign of life for 1 s (launcher.hang_s), its last was 'work' for 1 s; it is killed"
-    assert f"areal: {name} {text}" in run.screen.getvalue()
+    text = "hung: it gave no sign of life for 1 s (launcher.hang_s), its last was 'work' for 1 s, and was killed"
+    assert f"{name} {text}" in run.screen.getvalue()
     assert not alive(pids[0])
 
 
