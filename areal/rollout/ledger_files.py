@@ -146,7 +146,7 @@ class LedgerReader:
         for group in self.groups():
             yield from group
         if self.damage:
-            raise LedgerError(self.damage)
+            raise LedgerError(f"{self.damage}; restore the ledger from a copy, or choose a new trial_name")
 
 
 def _has_group(data: bytes, offset: int) -> bool:

@@ -178,7 +178,8 @@ class GroupCommitLog:
         if self._task is not None:
             await self._task
         self._thread.shutdown()
-        self._writer.close()
+        with contextlib.suppress(OSError):  # what was promised is on disk, and the rest is told by the failure below
+            self._writer.close()
         self._raise_failure()
 
     async def _run(self) -> None:
