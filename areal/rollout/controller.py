@@ -64,8 +64,7 @@ class Controller:
         self._failure: Exception | None = None
         self._ended, self._told = asyncio.Event(), asyncio.Event()
         self._publications = Publications(fleet, ledger, on_change=self._on_publication)
-        self._is_attached = False
-        self._has_met_trainer = False
+        self._is_attached = self._has_met_trainer = False
         self._going_on: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
         self._batches = BatchMaker(
@@ -189,6 +188,8 @@ class Controller:
         self._has_met_trainer = True
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
         if rank == 0 or self._ledger.state.trained_steps is None:
+            if version < self._ledger.state.highest_version and not self._ledger.state.batches:
+                self._executor.begin_again()  # what runs waits for a version that no recorded batch leads to
             self._ledger.attached(step=step, version=version)
             self._is_attached = True
             self._batches.release(beyond=step)

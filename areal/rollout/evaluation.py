@@ -13,7 +13,7 @@ from typing import Any
 
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ArealError, RequestError
+from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, check_stats
@@ -27,8 +27,8 @@ MAX_FIRST_FAILURES = 8
 """So many rows failed and not one scored: the evaluation ends, since the others would hardly fare better."""
 
 
-class EvaluationFailed(ArealError, RuntimeError):
-    """Not one row of an evaluation could be scored."""
+class EvaluationFailed(RequestError):
+    """Not one row of an evaluation could be scored, and not for want of servers: asking again is useless."""
 
 
 class _Results:
@@ -39,6 +39,7 @@ class _Results:
         self.scored: list[dict[str, float]] = []
         self.num_failed = 0
         self._last_failure = ""
+        self._is_transient = False
 
     @property
     def num_done(self) -> int:
@@ -54,16 +55,18 @@ class _Results:
         seconds = now_s - self.began_s
         return means | {"num": float(len(self.scored)), "failed": float(self.num_failed), "seconds": seconds}
 
-    def fail(self, reason: str) -> None:
-        """Count a row that failed. EvaluationFailed when nothing but failures came."""
+    def fail(self, reason: str, *, is_transient: bool = False) -> None:
+        """Count a row that failed. EvaluationFailed or ServerUnavailable when nothing but failures came."""
         self.num_failed += 1
         self._last_failure = reason
+        self._is_transient = is_transient
         if self.num_failed >= MAX_FIRST_FAILURES:
             self.require_scored()
 
     def require_scored(self) -> None:
         if not self.scored:
-            raise EvaluationFailed(
+            kind = ServerUnavailable if self._is_transient else EvaluationFailed
+            raise kind(
                 f"none of the first {self.num_failed} held-out rows could be scored; the last one: {self._last_failure}"
             )
 
@@ -167,7 +170,7 @@ class Evaluations:
         except Exception as error:  # noqa: BLE001 - user code: an error leaves out this one row
             reason = f"{type(error).__name__}: {error}"
             _log.warning("held-out row %d failed: %s", position, reason)
-            results.fail(reason)
+            results.fail(reason, is_transient=isinstance(error, ServerUnavailable))
             return
         if group is None or episode is None:
             results.fail("the workflow returned None")

@@ -77,6 +77,7 @@ class Executor:
         self._may_ask = asyncio.Event()
         self._may_ask.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._dropped: list[asyncio.Task[None]] = []  # cancelled, their episodes run again
         self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
@@ -149,7 +150,8 @@ class Executor:
                 group = await self._workflow.arun_episode(engine, row)
                 verdict = judge(episode_id, group, accept=self._accept, check_format=self._check_format)
             except asyncio.CancelledError:
-                if self._tasks[episode_id].cancelling():
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
                     raise  # we are stopping; the ledger keeps the episode as running
                 self._failed(episode_id, RuntimeError("the workflow cancelled itself"))
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
@@ -221,10 +223,18 @@ class Executor:
             self.is_open = False
             self._on_fatal(ProducerStopped(why))
 
+    def begin_again(self) -> None:
+        """Drop what the running episodes have so far; each is run again, as the gate has room."""
+        self._dropped = list(self._tasks.values())
+        for task in self._dropped:
+            task.cancel()
+        self._left_running.extend(self._tasks)
+        self._tasks.clear()
+
     async def close(self) -> None:
         """Cancel what runs and wait for its end. The ledger keeps these episodes as running."""
         self.is_open = False
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._dropped]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

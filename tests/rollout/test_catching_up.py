@@ -218,6 +218,27 @@ def test_without_a_recorded_batch_there_is_nothing_to_catch_up_with():
         assert not state.is_catching_up
 
 
+def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again(kit):
+    """They would wait for version 5, which needs their own batches."""
+
+    async def main():
+        ledger = memory_ledger()
+        controller = kit.make_controller(ledger, total_steps=8)
+        await controller.start()
+        await controller.publish(disk(5), timeout_s=1.0)
+        await attach(controller, 5)
+        await asyncio.sleep(0.01)
+        await go_back(controller, 3)
+        assert {episode.attempt for episode in ledger.state.running.values()} == {1}
+        assert {episode.version for episode in ledger.state.running.values()} == {3}
+        async with asyncio.timeout(1000.0):
+            await kit.train(controller, range(3, 8))
+        assert ledger.state.reasons == {}
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
 def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there(kit):
     async def main():
         lacking = False

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import RequestError
 from areal.rollout.batching import split_balanced
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_log import MemoryLog
@@ -244,7 +245,7 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do(kit
     assert first is not None
     assert (first["reward"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
     assert len(workflow.seen) == 5
-    with pytest.raises(RuntimeError, match="none of the first 5 held-out rows could be scored; the last one: "):
+    with pytest.raises(RequestError, match="none of the first 5 held-out rows could be scored; the last one: "):
         await controller.evaluate(4, "greedy", timeout_s=10.0)
     assert await controller.evaluate(5, "sampled", timeout_s=0.0) is None
     await controller.close()
