@@ -239,6 +239,23 @@ def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again(ki
     kit.run_virtual(main())
 
 
+def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_finds_somebody_to_send_to(kit):
+    async def main():
+        class Fleet(kit.FakeFleet):
+            def live_replicas(self, version):
+                return [] if version == self.version else ["server-0"]
+
+        controller = kit.make_controller(memory_ledger(), fleet=Fleet(3))
+        asking = asyncio.create_task(controller.live_replicas(3, timeout_s=5.0))
+        await asyncio.sleep(1.0)
+        assert not asking.done(), "the fleet is not there yet"
+        await controller.start()
+        assert await asking == ["server-0"]
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
 def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there(kit):
     async def main():
         lacking = False

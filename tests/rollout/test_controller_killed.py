@@ -327,6 +327,12 @@ def test_killed_at_every_moment_of_a_publication_over_a_collective(kit, tmp_path
             survive(kit, tmp_path / str(moment), "collective", [moment])
 
 
+def test_weights_are_not_sent_again_when_only_the_answer_was_lost(kit, tmp_path):
+    moments = survive(kit, tmp_path / "unbroken", "collective", []).moments
+    world = survive(kit, tmp_path / "killed", "collective", [moments.index("answer to publish") + 1])
+    assert world.moments.count("server-0 takes 1") == moments.count("server-0 takes 1")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_killed_three_times(kit, tmp_path, seed):
     generator = random.Random(seed)
