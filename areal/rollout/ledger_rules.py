@@ -24,8 +24,8 @@ MAX_SKIPPED = 1_000_000
 class _Episode:
     state: str
     attempt: int
-    controller: int
-    """Number of the controller that began the newest attempt."""
+    era: int
+    """When the newest attempt began; see RuleBook."""
     version: int
     """Policy version at which it began."""
     max_version: int = -1
@@ -61,6 +61,8 @@ class RuleBook:
     reasons: Counter[str] = field(default_factory=Counter[str])
     batches: dict[int, _Batch] = field(default_factory=dict[int, _Batch])
     _episodes: dict[int, _Episode] = field(default_factory=dict[int, _Episode])
+    _era: int = 0
+    """Counts what ends all attempts: a new controller, and a trainer that goes back where no batch is recorded."""
     _identity: Event | None = None
     _rows: PromptStream[int] | None = None
     _next_id: int = 0
@@ -110,6 +112,7 @@ class RuleBook:
 
     def _started(self, event: Event) -> None:
         self.num_controllers += 1
+        self._era += 1
         identity: Event = {name: event[name] for name in IDENTITY}
         if self._identity is not None and identity != self._identity:
             changed = [name for name in IDENTITY if identity[name] != self._identity[name]]
@@ -130,6 +133,7 @@ class RuleBook:
                 steps=[step],
             )
         if not self.batches:  # nothing is recorded with which it could catch up
+            self._era += version < self._highest
             self._next_step, self._highest = step, version
         first = min(self.batches, default=step)
         if not first <= step <= self._next_step:
@@ -198,7 +202,7 @@ class RuleBook:
         self.num_admitted += known is None
         state = "running" if known is None else known.state
         step = -1 if known is None else known.step
-        self._episodes[episode_id] = _Episode(state, attempt, self.num_controllers, version, step=step)
+        self._episodes[episode_id] = _Episode(state, attempt, self._era, version, step=step)
 
     def _require_new(self, episode_id: int) -> None:
         if episode_id in self._episodes:
@@ -226,8 +230,8 @@ class RuleBook:
             problem = f"was {known.state} already"
         elif attempt != known.attempt + 1:
             problem = f"was at attempt {known.attempt} before"
-        elif known.controller == self.num_controllers:
-            problem = "was running already under the same controller"
+        elif known.era == self._era:
+            problem = "was running already"
         else:
             return
         text = f"episode {episode_id} was started again (attempt {attempt}), but {problem}"
@@ -242,7 +246,7 @@ class RuleBook:
             self._violate(
                 "never admitted", f"episode {episode_id} was {done}, but never admitted", episodes=[episode_id]
             )
-            episode = self._episodes[episode_id] = _Episode(verdict, 0, self.num_controllers, -1)
+            episode = self._episodes[episode_id] = _Episode(verdict, 0, self._era, -1)
             return episode
         if episode.state not in was:
             twice = done == "accepted" and episode.state in ("waiting", "batched", "consumed")
@@ -252,10 +256,10 @@ class RuleBook:
                 episodes=[episode_id],
             )
             return episode
-        if episode.state == "running" and episode.controller != self.num_controllers:
+        if episode.state == "running" and episode.era != self._era:
             self._violate(
                 "verdict",
-                f"episode {episode_id} was {done} under a controller that had not started it",
+                f"episode {episode_id} was {done} by an attempt that had been given up",
                 episodes=[episode_id],
             )
         episode.state = verdict

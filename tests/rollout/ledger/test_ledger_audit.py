@@ -44,6 +44,23 @@ def test_steps_trained_again_are_told_apart_by_their_weights_and_break_no_rule(f
     assert (report.num_controllers, report.num_attaches, report.num_attempts) == (2, 3, 7)
 
 
+def test_a_trainer_that_goes_back_where_no_batch_is_recorded_ends_all_attempts(forge):
+    """No recorded batch leads to their version again, so that they are begun again."""
+    forge.started()
+    forge.attached(3, 3)
+    forge.admitted(0, 1, version=3)
+    forge.published(2)
+    forge.attached(2, 2)
+    forge.admitted(0, attempt=1, version=2)
+    forge.accepted(0, version=2)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+    forge.accepted(1, version=3)
+    forge.write()
+    assert [violation.rule for violation in audit(forge.folder).violations] == ["verdict"]
+
+
 def test_a_publication_out_of_turn_at_the_end_is_a_trainer_that_is_about_to_attach(forge):
     forge.two_steps()
     forge.published(1)
