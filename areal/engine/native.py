@@ -93,6 +93,11 @@ class NativeReplica:
                 },
             )
 
+    async def abandon_update(self) -> None:
+        if self._group_name:  # one that still joins ends with the trainer's store
+            group_name, self._group_name = self._group_name, ""
+            await self._post("/destroy_weights_update_group", {"group_name": group_name})
+
     async def _join_group(self, update: WeightUpdate, rank: int) -> None:
         if self._group_name:
             await self._post("/destroy_weights_update_group", {"group_name": self._group_name})

@@ -170,14 +170,24 @@ class Publisher:
         return errors
 
     async def _part_with_a_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
-        """Until all are done. When one fails, those that then wait for it are dropped: to be met anew, at once."""
+        """Until all are done. When one fails, those that then wait for it are told to stop waiting; one that does not
+        is dropped, to be met anew at once."""
         _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
+            _, pending = await asyncio.wait(pending, timeout=RALLY_S)
+        waiting = [slot for slot, task in zip(slots, tasks, strict=True) if task in pending]
+        if waiting:
+            await asyncio.gather(*(self._abandon(slot.replica) for slot in waiting if slot.replica))
             _, pending = await asyncio.wait(pending, timeout=RALLY_S)
         for slot, task in zip(slots, tasks, strict=True):
             if task in pending:
                 await self._replicas.take_out(slot, "another replica of its update group failed")
                 slot.wake.set()
+
+    async def _abandon(self, replica: Replica) -> None:
+        with contextlib.suppress(ArealError, TimeoutError):
+            async with asyncio.timeout(RALLY_S):
+                await replica.abandon_update()
 
     async def _wait_until_served(self, update: WeightUpdate) -> None:
         """When all replicas died over it, a folder can still be loaded by those that come back."""

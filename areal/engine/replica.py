@@ -69,6 +69,10 @@ class Replica(Protocol):
         """Make the server hold `update.version`; `rank` is its place in the group of a collective update."""
         ...
 
+    async def abandon_update(self) -> None:
+        """End a collective update that waits for a peer which will not come; its `update_weights` fails."""
+        ...
+
     async def info(self) -> ReplicaInfo:
         """What a health check asks; an answer means that the server is well enough to take in weights."""
         ...

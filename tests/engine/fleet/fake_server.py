@@ -43,6 +43,7 @@ class FakeServer:
         """Tokens by request id, sent or not."""
         self.num_held = 0
         """Requests that are held now."""
+        self._left_group = asyncio.Event()
         self._released = asyncio.Event()
         self._abort_round = 0
         self._aborted = asyncio.Event()
@@ -119,11 +120,16 @@ class FakeServer:
                 aborted, self._aborted = self._aborted, asyncio.Event()
                 self._abort_round += 1
                 aborted.set()
+        elif path == "destroy_weights_update_group":
+            left, self._left_group = self._left_group, asyncio.Event()
+            left.set()
         elif path == "continue_generation":
             self._running.set()
         elif path.startswith("update_weights"):
             if self.fail_update == "hang":
-                await asyncio.Event().wait()
+                await self._left_group.wait()
+                self.torn = True
+                return _error(500, "the group was left")
             if self.fail_update == "die":
                 await self.die()
             if isinstance(self.fail_update, int):
