@@ -268,6 +268,11 @@ def phase_of_one_rank(run):
     run.trainers({1: (("update", "rollout")[int(run.now_s / 30) % 2], 42)})
 
 
+def short_phase_before(run):
+    """Seen early in the phase before, and late in this one."""
+    run.trainers({0: (f"phase {run.now_s}", 42)}, for_s=2.0 * run.now_s)
+
+
 def same_phase_again(run):
     run.beats["trainer-0"] = beat(30, "rollout", 0.0, 42)
 
@@ -281,7 +286,7 @@ def process_started(run):
     [
         *("step", "version", "admitted", "accepted", "rejected", "failed", "batched", "consumed", "generated_tokens"),
         *("asked_for", "publishing", "tokens of the fleet"),
-        *(step_of_trainer, phase_of_one_rank, same_phase_again, process_started),
+        *(step_of_trainer, phase_of_one_rank, short_phase_before, same_phase_again, process_started),
     ],
 )
 def test_nothing_is_said_while_anything_moves(move):
