@@ -81,6 +81,33 @@ def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_u
     kit.run_virtual(main())
 
 
+def test_room_that_comes_free_is_not_used_while_the_trainer_catches_up(kit):
+    async def main():
+        ledger = memory_ledger()
+
+        class SlowReward(kit.ScriptedWorkflow):
+            async def arun_episode(self, engine, data):
+                group = await super().arun_episode(engine, data)
+                await asyncio.sleep(1.0)
+                return group
+
+        config = kit.make_config(max_staleness=4, max_concurrent=4)
+        controller = kit.make_controller(ledger, workflow=SlowReward(), config=config, total_steps=9)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(3))
+        await asyncio.sleep(0.5)
+        num_admitted = ledger.state.num_admitted
+        await go_back(controller, 2)
+        await asyncio.sleep(60.0)
+        assert len(ledger.state.running) == 0
+        assert ledger.state.num_admitted == num_admitted
+        await kit.train(controller, range(2, 9))
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
 def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back(kit):
     """The fleet holds up answers that have tokens; one that has none it would begin under any policy."""
 
@@ -145,8 +172,16 @@ def test_a_batch_is_not_composed_for_a_trainer_that_is_gone(kit):
 
     async def main():
         ledger = memory_ledger()
-        slow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=30.0 if len(slow.seen) > 12 else 0.01))
-        controller = kit.make_controller(ledger, workflow=slow, config=kit.make_config(max_staleness=0), total_steps=6)
+
+        class SlowReward(kit.ScriptedWorkflow):
+            async def arun_episode(self, engine, data):
+                group = await super().arun_episode(engine, data)
+                await asyncio.sleep(50.0 if len(self.seen) > 12 else 0.0)
+                return group
+
+        controller = kit.make_controller(
+            ledger, workflow=SlowReward(), config=kit.make_config(max_staleness=0), total_steps=6
+        )
         await controller.start()
         await attach(controller, 0)
         await kit.train(controller, range(3))
@@ -155,6 +190,7 @@ def test_a_batch_is_not_composed_for_a_trainer_that_is_gone(kit):
         assert controller.status()["waiting_since_s"] == pytest.approx(31.0)
         await controller.publish(disk(1), timeout_s=1e6)
         await asyncio.sleep(100.0)
+        assert len(ledger.state.waiting) == 4
         assert 3 not in ledger.state.batches
         await attach(controller, 1)
         assert not controller.status()["waiting_for"].startswith("batch 3")
