@@ -35,6 +35,7 @@ class ReplicaChanges:
         registry: NameRegistry,
         start: Callable[[Unit], None],
         forget: Callable[[Unit], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._box = box
         self._units = units
@@ -43,6 +44,7 @@ class ReplicaChanges:
         self._registry = registry
         self._start = start
         self._forget = forget
+        self._tell = tell
         self._requests: dict[str, Request] = {}  # by the name of the server that joins or leaves
         self._leaving_since: dict[str, float] = {}
 
@@ -143,4 +145,5 @@ class ReplicaChanges:
             self._spare_gpus.append(gpu)
 
     def _finish(self, unit: Unit, state: Literal["done", "refused"], text: str) -> None:
+        self._tell(f"areal: {text}")
         self._box.answer(self._requests.pop(unit.name), Answer(state=state, text=text))

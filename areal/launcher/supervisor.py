@@ -92,6 +92,7 @@ class Supervisor:
             registry=registry,
             start=self._start,
             forget=self._retire,
+            tell=line.say,
         )
         self._was_ready = False
         self._disk_problem = ""
@@ -221,8 +222,7 @@ class Supervisor:
         )
         told = next(child for child in dead if child.name == verdict.told.name)
         if unit.phase == "joining":
-            self._line.say(f"{told.obituary()}\n  {unit.name} could not join the run, which goes on without it")
-            self._replicas.failed(unit, f"{unit.name} could not join the run: {told.obituary()}")
+            self._replicas.failed(unit, f"{unit.name} could not join the run, which goes on without: {told.obituary()}")
             return None
         if verdict.ends_run:
             return self._cause(told, verdict.why)

@@ -79,6 +79,9 @@ def test_a_replica_joins_and_another_leaves(run):
     assert not state["alive"]
     assert session.outcome.status == "completed"
     assert session.outcome.restarts == {}
+    told = run.screen.getvalue()
+    assert f"areal: {joined}\n" in told
+    assert f"areal: {left}\n" in told
     assert set(session.outcome.exit_codes) == {"controller", "server-0", "server-1", "trainer-0"}
     assert list(run.paths.requests.iterdir()) == [], "who asked cleans up"
 
@@ -136,7 +139,7 @@ def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
     fails = "if name == 'server-1': print('areal: error: no memory'); sys.exit(2)\n"
     session = Session(run, [ADD])
     (refusal,) = session(server_0=fails + SERVER)
-    assert "server-1 could not join the run: server-1 exited with 2: no memory" in str(refusal)
+    assert "server-1 could not join the run, which goes on without: server-1 exited with 2: no memory" in str(refusal)
     assert session.outcome.status == "completed"
     assert session.outcome.exit_codes["server-1"] == 2
 
