@@ -161,7 +161,8 @@ def test_a_run_folder_that_takes_nothing_more_is_named(tmp_path, monkeypatch):
         patched.setattr(preflight.tempfile, "TemporaryFile", read_only)
         assert "cannot write to" in disk_problem(paths)
         assert "Read-only file system" in disk_problem(paths)
-        patched.setattr(preflight.tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb"))  # a quota
+        full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - closed by whom it is given to
+        patched.setattr(preflight.tempfile, "TemporaryFile", lambda **_: full)  # as a quota shows
         assert "No space left" in disk_problem(paths)
     shutil.rmtree(paths.root)
     assert "No such file or directory" in disk_problem(paths)
