@@ -40,9 +40,9 @@ class InferenceEngineConfig:
     pause_grace_period: float = number(0.0, low=0)
     """Seconds between the pause of the servers and the weight update."""
     health_check_interval_s: float = number(1.0, above=0)
-    """Seconds between two health checks of a replica."""
+    """Seconds between two health checks of a replica; nothing waits for a hung one longer than eleven of these."""
     weight_update_timeout_s: float = number(300.0, above=0)
-    """Seconds a replica may take for a weight update before it is declared dead."""
+    """Seconds a replica that answers its health checks may take for a weight update before it is declared dead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,14 +60,14 @@ class Servers:
         )
         self.processes[index] = process
         assert process.stdout is not None
-        address = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
+        address = (await asyncio.wait_for(process.stdout.readline(), 240)).decode().strip()
         record = json.dumps({"address": address, "pid": process.pid})
         self._kit.registry.add(f"servers/{index}", record, replace=True)
 
     async def fleet(self, model: str, **config: Any) -> Fleet:
         self._folder /= model
         await asyncio.gather(self.start(0), self.start(1))
-        settings = {"health_check_interval_s": INTERVAL_S, "setup_timeout": 60.0} | config
+        settings = {"health_check_interval_s": INTERVAL_S, "setup_timeout": 120.0} | config
         fleet = Fleet(self._kit.registry, 2, InferenceEngineConfig(**settings), lambda *args: Struck(self, *args))
         self._kit.fleets.append(fleet)
         await fleet.start()
