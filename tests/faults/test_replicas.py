@@ -12,13 +12,18 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 900.0
 """For whatever is waited for; on an idle machine a twentieth is enough."""
-SMALL = ["allocation_mode=native:d1+fsdp:d1", "valid_dataset=null", "evaluator.eval_before_train=false"]
-SMALL += [
-    "evaluator.freq_steps=null",
-    "total_train_steps=40",
-    "rollout.setup_timeout=600",
-    "launcher.ready_timeout_s=900",
-]
+SMALL = ["allocation_mode=native:d1+fsdp:d1", "evaluator.freq_steps=null", "total_train_steps=40"]
+SMALL += ["rollout.setup_timeout=600", "launcher.ready_timeout_s=900"]
+REWARD = '''"""A reward that holds the run up until all is over that must happen before its end."""
+
+import os
+import time
+
+
+def share_of_ones(prompt, completion, prompt_ids, completion_ids, **row):
+    time.sleep(0.0 if os.path.exists("{is_over}") else 0.2)
+    return completion.count("1") / 8
+'''
 
 
 def train_up_to(run: Run, step: int) -> None:
@@ -36,8 +41,10 @@ def attach(run: Run, *words: str) -> str:
     return f"{done.returncode} {done.stdout or done.stderr.splitlines()[-1]}"
 
 
-def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prove_all):
-    run = make_run(*SMALL)
+def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prove_all, tmp_path):
+    is_over = tmp_path / "is_over"
+    (tmp_path / "slow.py").write_text(REWARD.format(is_over=is_over))
+    run = make_run(*SMALL, f"reward_fn={tmp_path}/slow.py:share_of_ones")
     train_up_to(run, 3)
     assert attach(run, "--add-replica").startswith("0 server-1 is ready")
 
@@ -59,6 +66,7 @@ def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prov
         )
         assert back, f"{dead} is not back\n{run.log_path.read_text()[-3000:]}"
         train_up_to(run, run.highest_step + 2)
+    is_over.touch()
     assert run.launcher is not None
     run.launcher.wait(timeout=LIMIT_S)
     prove_all(run)
