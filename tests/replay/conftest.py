@@ -106,7 +106,7 @@ class FakeController:
             token_ids=[self._dice.randrange(VOCABULARY) for _ in range(size)],
             loss_mask=[0] + [1] * (size - 1),
             rollout_logprobs=[0.0] + [-self._dice.random() - 1.5 for _ in range(size - 1)],
-            output_versions=[-1] + [max(version - self._dice.randint(0, 1), 0)] * (size - 1),
+            output_versions=[-1] + [max(version - self._dice.randint(0, 2), 0)] * (size - 1),
             reward=self._dice.random(),
             finished=True,
         )
