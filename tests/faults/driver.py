@@ -167,15 +167,6 @@ class Run:
             self.launcher.kill()
             self.launcher.wait()
 
-    def wait_for_no_process(self, limit_s: float) -> bool:
-        """Until nothing of a run whose launcher is dead lives any more; False after `limit_s`."""
-        deadline = time.monotonic() + limit_s
-        while self.left_behind():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.05)
-        return True
-
     def left_behind(self) -> list[str]:
         """Processes of this run that still live, the launcher's children and theirs."""
         return [f"{name} (pid {process.pid})" for process in psutil.process_iter() if (name := alive(process, self))]
