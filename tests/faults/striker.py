@@ -158,7 +158,7 @@ class Striker:
 
     def _wait_until_found(self, struck: dict[str, int]) -> None:
         deadline = time.monotonic() + self.hang_s + FOUND_S
-        while stopped := [name for name, pid in struck.items() if _is_stopped(pid)]:
+        while stopped := [name for name, pid in struck.items() if _is_there(pid)]:
             if time.monotonic() >= deadline:
                 raise RunBroken(
                     f"{stopped} stood still for {self.hang_s + FOUND_S:g} s and nobody did anything about it"
@@ -168,9 +168,9 @@ class Striker:
             time.sleep(POLL_S)
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_there(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
