@@ -67,7 +67,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
         run=given.run,
         until=given.until,
         from_checkpoint=given.from_checkpoint,
-        name=given.name or datetime.now().strftime("%Y%m%d-%H%M%S-%f"),
+        name=datetime.now().strftime("%Y%m%d-%H%M%S-%f") if given.name is None else given.name,
         export=given.export,
         overrides=tuple(given.overrides),
     )
@@ -84,6 +84,11 @@ def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
     if start and not checkpoint_of(run.paths, start).is_dir():
         found = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
         raise InputError(f"--from-checkpoint {start}: no such recovery checkpoint; there are: {found}")
+    if start >= run.end_step:
+        raise InputError(
+            f"--from-checkpoint {start}: the run trained {run.end_step} steps, none of them after it: name "
+            "an earlier one"
+        )
     if not start < end <= run.end_step:
         raise InputError(
             f"--until {end}: name a step from {start + 1} to {run.end_step}, which is what the run trained so far"
@@ -92,6 +97,8 @@ def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
 
 
 def make_folder(run: RecordedRun, request: Request, config: PPOConfig, order: ReplayOrder) -> Path:
+    if request.name in ("", "..") or Path(request.name).name != request.name:
+        raise InputError(f"--name {request.name!r}: name one folder, which is made in {run.paths.replays}")
     folder = run.paths.replays / request.name
     try:
         folder.mkdir(parents=True)
@@ -118,7 +125,11 @@ def replay(request: Request) -> int:
             "the last one\n"
         )
     report = Report(run, folder, order, is_exact=not request.overrides)
-    run_ranks(plan_ranks(ranks, folder), report.look)
+    try:
+        run_ranks(plan_ranks(ranks, folder), report.look)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"areal: interrupted, all processes have ended: {folder}\n")
+        raise
     return report.end()
 
 

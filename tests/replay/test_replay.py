@@ -207,6 +207,29 @@ def test_the_name_of_a_replay_is_taken_once(run):
         replay(run, "--until", "1", "--name", "mine")
 
 
+@pytest.mark.parametrize("name", ["", "..", "../mine", "a/b", "/tmp/mine"])
+def test_a_replay_writes_into_its_own_folder_only(run, name):
+    with pytest.raises(InputError, match="name one folder"):
+        replay(run, "--until", "1", "--name", name)
+    assert not run.replays.exists()
+
+
+def test_an_interrupted_replay_says_so(run, monkeypatch, capsys):
+    def interrupted(ranks, on_poll):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_ranks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replay(run, "--name", "mine")
+    assert capsys.readouterr().err.endswith(f"areal: interrupted, all processes have ended: {run.replays / 'mine'}\n")
+
+
+def test_a_checkpoint_with_no_step_after_it_is_refused_as_such(run):
+    (run.recover / "step-000004").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(InputError, match=r"--from-checkpoint 4: the run trained 4 steps"):
+        replay(run, "--from-checkpoint", "4")
+
+
 def test_what_cannot_be_replayed_says_why(run, tmp_path):
     with pytest.raises(InputError, match="holds no ledger"):
         replay(tmp_path)
