@@ -228,11 +228,14 @@ class Controller:
         return await self._publications.publish(update, timeout_s=timeout_s)
 
     async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
-        """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, ask again."""
+        """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, ask again.
+
+        An empty list: no replica lacks it, or none lives. An update to nobody then tells which: it is served, or fails.
+        """
         self._require_alive()
         if not await self._publications.fleet_is_ready(timeout_s):
             return None
-        return self._publications.live_replicas(version)
+        return self._fleet.live_replicas(version)
 
     async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
         """The trainer has trained on batch `step` and published `version`."""

@@ -103,13 +103,6 @@ class Publications:
             return False
         return not self._fleet.live_replicas(update.version)
 
-    def live_replicas(self, version: int) -> list[str]:
-        """Ids of the replicas that an update to `version` must reach; all that live when none lacks it.
-
-        So a trainer that must send again after a lost answer never waits for somebody to send to.
-        """
-        return self._fleet.live_replicas(version) or self._fleet.live_replicas(version + 1)
-
     async def restore(self) -> None:
         """Bring the fleet back to the ledger's version, and let it know the folder for replicas that come later.
 

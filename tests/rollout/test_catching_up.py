@@ -275,18 +275,24 @@ def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again(ki
     kit.run_virtual(main())
 
 
-def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_finds_somebody_to_send_to(kit):
+def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to_nobody(kit):
+    """Were servers named that lack nothing, they would be awaited in a group that none of them joins."""
+
     async def main():
         class Fleet(kit.FakeFleet):
             def live_replicas(self, version):
                 return [] if version == self.version else ["server-0"]
 
-        controller = kit.make_controller(memory_ledger(), fleet=Fleet(3))
+        ledger = memory_ledger()
+        controller = kit.make_controller(ledger, fleet=Fleet(3))
         asking = asyncio.create_task(controller.live_replicas(3, timeout_s=5.0))
         await asyncio.sleep(1.0)
         assert not asking.done(), "the fleet is not there yet"
         await controller.start()
-        assert await asking == ["server-0"]
+        assert await asking == []
+        assert await controller.publish(WeightUpdate(version=3, kind="collective"), timeout_s=5.0)
+        assert ledger.state.version == 3
+        assert await controller.live_replicas(4, timeout_s=5.0) == ["server-0"]
         await controller.close()
 
     kit.run_virtual(main())

@@ -174,11 +174,9 @@ class Trainers:
             await world.call("publish", WeightUpdate(version=version, kind="disk", path=f"v{version}"), timeout_s=5.0)
             return
         for attempt in range(6):
-            replicas = []
-            while not replicas:
-                replicas = await world.call("live_replicas", version, timeout_s=5.0)
-                await asyncio.sleep(0.1)
-            name = f"group-{version}-{attempt}-{world.life.number}"
+            replicas = await world.call("live_replicas", version, timeout_s=5.0)
+            await asyncio.sleep(0.1)
+            name = f"group-{version}-{attempt}-{world.life.number}" if replicas else ""
             update = WeightUpdate(version=version, kind="collective", group_name=name, replicas=replicas)
             with contextlib.suppress(WeightSyncError):
                 await world.call("publish", update, timeout_s=5.0)
