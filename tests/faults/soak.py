@@ -30,7 +30,7 @@ from striker import Blow, Striker, last_words
 HANG_S = 6.0
 LIMIT_S = 3600.0
 """The whole soak may take so long; it is ended by force then."""
-SECOND_LEG_STEPS = 45
+SECOND_LEG_STEPS = 60
 QUICKSTART = "examples/quickstart"
 
 
