@@ -7,6 +7,7 @@ has none. Every wait here ends by itself: after `timeout_s`, or when the caller'
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -102,12 +103,14 @@ class UpdateGroup:
         limit_s = join_timeout_s or timeout_s
         named = PrefixStore(group_name, store)
         try:
-            self._group = _make_group(named, rank, world_size, backend, limit_s, loopback=is_loopback(store.host))
+            group = _make_group(named, rank, world_size, backend, limit_s, loopback=is_loopback(store.host))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"update group {group_name}: rank {rank} of {world_size} did not meet the others within "
                 f"{limit_s:g} s ({_first_line(error)})"
             ) from error
+        self._groups = [group]
+        """The one group; none once left."""
 
     def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:
         """Send (rank 0) or receive `buffer`. WeightSyncError after the time-out or once `give_up()` is true."""
@@ -116,7 +119,7 @@ class UpdateGroup:
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
-            work = self._group.broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+            work = self._start(buffer, options)
             while True:
                 gives_up = give_up is not None and give_up()
                 if work.is_completed():
@@ -132,9 +135,21 @@ class UpdateGroup:
                 raise
             raise WeightSyncError(f"update group {self.group_name}: {_first_line(error)}") from error
 
+    def _start(self, buffer: Tensor, options: dist.BroadcastOptions) -> dist.Work:
+        if not self._groups:
+            raise WeightSyncError(f"update group {self.group_name} was left")
+        return self._groups[0].broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+
     def close(self) -> None:
-        """Leave at once, without waiting for anybody; a pending broadcast of another rank fails."""
-        self._group.abort()
+        """Leave at once, without waiting for anybody; a pending broadcast of another rank fails. May be repeated.
+
+        Gloo's destructor waits for what is being sent, and to a peer that hangs that lasts until the peer is killed:
+        it runs in a thread of its own, not wherever the last reference is dropped.
+        """
+        groups, self._groups = self._groups, []
+        if groups:  # no variable here may hold the group
+            groups[0].abort()
+        threading.Thread(target=groups.clear, name=f"leave {self.group_name}", daemon=True).start()
 
 
 def _make_group(
