@@ -68,6 +68,7 @@ class Publisher:
     async def _switch(self, update: WeightUpdate) -> None:
         """From whatever is served now to the update, all together. WeightSyncError when none got there."""
         self.publishing, self.is_switching = update.version, True
+        before = self._replicas.target_version, self._replicas.target
         try:
             slots = await self._members(update)
             async with self._paused(slots):
@@ -77,7 +78,11 @@ class Publisher:
                     reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
                     raise WeightSyncError(f"no replica took in version {update.version}: {reasons}")
                 self._replicas.set_target(update.version, update)  # before any of them makes a token again
-            await self._wait_until_served(update)
+            try:
+                await self._wait_until_served(update)
+            except WeightSyncError:
+                self._replicas.set_target(*before)  # nobody made a token of it, and after this error nobody may
+                raise
         finally:
             self.publishing, self.is_switching = None, False
             self._replicas.announce()

@@ -8,7 +8,7 @@ import pytest
 from fake_server import FleetKit, until
 from test_fleet import a_request, assert_whole, collective, disk, serving
 
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import ServerUnavailable, WeightSyncError
 from areal.engine.fleet import Fleet
 
 
@@ -220,6 +220,21 @@ async def test_weights_from_before_the_trainer_went_back_never_serve(kit: FleetK
     await fleet.update_weights(collective(5, fleet.live_replicas(5), "g"))
     await serving(fleet, "server-0", "server-1")
     assert first.version == second.version == 5
+
+
+async def test_a_version_that_nobody_took_in_time_makes_no_token_later(kit: FleetKit) -> None:
+    """The trainer was told that it failed and may go back: an answer with a token of it could wait for it for ever."""
+    first = await kit.server(0)
+    fleet = await kit.fleet(1, weight_update_timeout_s=0.3)
+    await fleet.update_weights(disk(1))
+    first.fail_update = "die"
+    with pytest.raises(WeightSyncError, match="no replica took in version 2"):
+        await fleet.update_weights(disk(2))
+    assert fleet.version == 1
+    again = await kit.server(0)
+    await serving(fleet, "server-0")
+    assert again.version == 1
+    assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
 
 
 async def test_a_hung_replica_in_a_group_does_not_hold_the_others(kit: FleetKit) -> None:
