@@ -113,7 +113,12 @@ class UpdateGroup:
         """The one group; none once left."""
 
     def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:
-        """Send (rank 0) or receive `buffer`. WeightSyncError after the time-out or once `give_up()` is true."""
+        """Send (rank 0) or receive `buffer`. WeightSyncError after the time-out or once `give_up()` is true.
+
+        The error does not keep torch's handle of the broadcast, which shares the connections with the group: whoever
+        dropped it last, be it the garbage collector in an event loop, could run gloo's destructor (see `close`).
+        """
+        work: dist.Work | None = None
         deadline = time.monotonic() + self._timeout_s
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -134,6 +139,8 @@ class UpdateGroup:
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(f"update group {self.group_name}: {_first_line(error)}") from error
+        finally:
+            del work
 
     def _start(self, buffer: Tensor, options: dist.BroadcastOptions) -> dist.Work:
         if not self._groups:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
+from areal.inference import update_group
 from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
 from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
 from areal.system.durable import publish_folder
@@ -185,6 +188,42 @@ def test_an_update_without_all_weights_is_noticed() -> None:
         receiver.finish()
     receiver.leave()
     sender.group.close()
+
+
+def test_the_error_of_a_broadcast_does_not_keep_what_torch_must_destroy() -> None:
+    """A destructor that waits, run by the garbage collector, stops a server's event loop for longer than hang_s."""
+    receiver = WeightReceiver(TiedModel(), "cpu")
+    sender = Sender(new_weights(), receiver)
+    with pytest.raises(WeightSyncError, match="given up") as caught:
+        sender.group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), give_up=lambda: True)
+    kept = [value for entry in caught.traceback for value in entry.frame.f_locals.values()]
+    assert any(value is sender.group for value in kept), "the frame of the broadcast is seen"
+    assert not any(isinstance(value, dist.Work) for value in kept)
+    receiver.leave()
+    sender.group.close()
+
+
+def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def abort(self) -> None: ...
+
+    made = [Group()]
+    gone = weakref.ref(made[0])
+    monkeypatch.setattr(update_group, "_make_group", lambda *_, **__: made.pop())
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=10)
+    left = UpdateGroup(store, rank=0, world_size=1, group_name="g", backend="gloo", timeout_s=10)
+    monkeypatch.undo()
+    started: list[bool] = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            self.join()
+            started.append(gone() is None)
+
+    monkeypatch.setattr(update_group.threading, "Thread", Thread)
+    left.close()
+    assert started == [True]
 
 
 def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
