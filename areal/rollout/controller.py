@@ -157,6 +157,8 @@ class Controller:
         return self._publications.lowest_version < self._ledger.state.highest_version
 
     def _on_publication(self) -> None:
+        if self._publications.publishing is not None:  # one that goes back would answer the rows that are left
+            self._evaluations.cancel_beyond(self._publications.publishing)
         self._executor.drop_stale()
         self._open()
 
@@ -193,7 +195,6 @@ class Controller:
             self._ledger.attached(step=step, version=version)
             self._is_attached = True
             self._batches.release(beyond=step)
-            self._evaluations.cancel_beyond(step)
             await self._ledger.durable()
         self._open()
         self._batches.poke()

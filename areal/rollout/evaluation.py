@@ -135,7 +135,7 @@ class Evaluations:
         return self._ledger.state.evaluations[key]
 
     def cancel_beyond(self, step: int) -> None:
-        """The trainer went back to `step`: who asked for later evaluations is gone. Results stay."""
+        """The servers get the weights of `step`: who asked for later evaluations has gone back. Results stay."""
         for (asked_after, _), (task, _) in self._tasks.items():
             if asked_after > step:
                 task.cancel()

@@ -229,6 +229,35 @@ def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_re
     kit.run_virtual(main())
 
 
+def test_an_evaluation_is_not_ended_by_the_policy_that_went_back(kit):
+    """The trainer publishes, and then attaches: time enough for the last rows."""
+
+    async def main():
+        ledger = memory_ledger()
+
+        class Fleet(kit.FakeFleet):
+            async def agenerate(self, request):
+                if self.version == 4:
+                    await asyncio.sleep(5.0)  # queues, and has no token yet
+                return await super().agenerate(request)
+
+        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": kit.ScriptedWorkflow()}}
+        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=4, **options)
+        await controller.start()
+        await attach(controller, 0)
+        await kit.train(controller, range(4))
+        assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
+        await controller.publish(disk(1), timeout_s=1e6)
+        await asyncio.sleep(100.0)
+        await attach(controller, 1)
+        assert ledger.state.evaluations == {}
+        await kit.train(controller, range(1, 4))
+        assert await controller.evaluate(4, "greedy", timeout_s=1e6) is not None
+        await controller.close()
+
+    kit.run_virtual(main())
+
+
 def test_evaluations_are_not_held_while_the_trainer_catches_up(kit):
     async def main():
         workflow = kit.ScriptedWorkflow()
