@@ -151,8 +151,13 @@ def _run(
 ) -> Outcome:
     """Start everything and stay until its end."""
     config = request.config
-    recover = config.recover.mode in ("auto", "resume") and newest_checkpoint(paths) is not None
-    plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=recover)
+    goes_on = config.recover.mode in ("auto", "resume")
+    newest = newest_checkpoint(paths) if goes_on else None
+    if newest is not None or (goes_on and paths.metrics.exists()):
+        line.say(
+            f"areal: goes on with the run in {paths.root}, trainers from {newest.name if newest else 'the beginning'}"
+        )
+    plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=newest is not None)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     registry = registry_of(config)
     registry.clear()

@@ -213,10 +213,19 @@ def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
     done = launch(folder, *recover, behaviour="end")
     assert done.returncode == 0, done.stderr
     assert json.loads(paths.plan.read_text())["recover"]
+    assert f"areal: goes on with the run in {paths.root}, trainers from step-000003" in done.stderr
     assert not paths.requests.exists()
     assert not paths.alive_of("trainer-7").exists()
     again = launch(folder, *recover, behaviour="leave")  # a run that was complete: its trainers end at once
     assert again.returncode == 0, again.stderr
+
+
+def test_a_run_that_goes_on_without_a_checkpoint_says_so(folder):
+    recover = ["recover.mode=auto", "recover.freq_steps=1"]
+    assert "goes on" not in launch(folder, *recover, behaviour="end").stderr
+    RunPaths(folder / "runs" / "e" / "t").metrics.write_text("{}\n")
+    done = launch(folder, *recover, behaviour="end")
+    assert "trainers from the beginning" in done.stderr
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(folder):
