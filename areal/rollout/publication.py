@@ -65,9 +65,12 @@ class Publications:
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
         """Bring the fleet to a new version; True when done, False = not yet, ask again. Repeated calls join."""
         if self._task is not None and self._task[0] != update:
-            await asyncio.wait([self._task[1]], timeout=timeout_s)
-            if not self._task[1].done():
+            before, task = self._task
+            await asyncio.wait([task], timeout=timeout_s)
+            if not task.done():
                 return False
+            if (error := task.exception()) is not None:  # who asked for it may be gone
+                _log.warning("version %d was not published: %s", before.version, error)
         if self._task is None or self._task[0] != update:
             task = asyncio.create_task(self._publish(update), name=f"publish-{update.version}")
             self._task = (update, task)

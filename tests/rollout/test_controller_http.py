@@ -205,6 +205,24 @@ async def test_a_failed_publication_is_an_error_and_may_be_tried_again(kit, tmp_
         assert len(fleet.updates) == 2, "a repeated publication is not done again"
 
 
+async def test_a_publication_that_fails_after_its_trainer_died_is_told(kit, tmp_path, caplog):
+    died = asyncio.Event()
+
+    class Fleet(kit.FakeFleet):
+        async def update_weights(self, update):
+            if update.version == 2:
+                await died.wait()
+                raise WeightSyncError("no replica took it")
+            await super().update_weights(update)
+
+    controller = kit.make_controller(Ledger.open(tmp_path), fleet=Fleet())
+    async with running(controller):
+        assert not await controller.publish(update(2), timeout_s=0.01)
+        died.set()
+        assert await controller.publish(update(1), timeout_s=60.0)
+    assert "version 2 was not published: no replica took it" in caplog.text
+
+
 async def test_the_client_finds_a_controller_that_moved(kit, tmp_path):
     controller = kit.make_controller(Ledger.open(tmp_path))
     with bind_socket() as dead:
