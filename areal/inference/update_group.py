@@ -25,6 +25,7 @@ ALIGNMENT_BYTES = 16
 """Every weight of a bucket starts at a multiple of this, so that its bytes may be viewed as any dtype."""
 _POLL_S = 0.0005
 _CONNECT_TIMEOUT_S = 10.0
+_LEAVE_S = 1.0
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -151,12 +152,15 @@ class UpdateGroup:
         """Leave at once, without waiting for anybody; a pending broadcast of another rank fails. May be repeated.
 
         Gloo's destructor waits for what is being sent, and to a peer that hangs that lasts until the peer is killed:
-        it runs in a thread of its own, not wherever the last reference is dropped.
+        it runs in a thread of its own, not wherever the last reference is dropped. It is usually done at once, and
+        then waited for: a thread that is in torch when the interpreter ends aborts the process.
         """
         groups, self._groups = self._groups, []
         if groups:  # no variable here may hold the group
             groups[0].abort()
-        threading.Thread(target=groups.clear, name=f"leave {self.group_name}", daemon=True).start()
+        leaving = threading.Thread(target=groups.clear, name=f"leave {self.group_name}", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
 
 
 def _make_group(
