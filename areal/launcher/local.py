@@ -25,6 +25,7 @@ from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
     disk_problem,
+    earlier_run,
     make_run_folder,
     missing_inputs,
     newest_checkpoint,
@@ -153,11 +154,9 @@ def _run(
     config = request.config
     goes_on = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if goes_on else None
-    if newest is not None or (goes_on and paths.metrics.exists()):
-        line.say(
-            f"areal: goes on with the run in {paths.root}, trainers from {newest.name if newest else 'the beginning'}"
-        )
     plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=newest is not None)
+    if goes_on and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
+        line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     registry = registry_of(config)
     registry.clear()

@@ -211,6 +211,19 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
     return complete[-1] if complete else None
 
 
+def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> str:
+    """What to say of an earlier run that a launch goes on with; empty when there is none."""
+    if newest is None and not paths.metrics.exists():
+        return ""
+    text = f"areal: goes on with the run in {paths.root}, trainers from {newest.name if newest else 'the beginning'}"
+    if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
+        text += (
+            f"\nareal: warning: {paths.ledger} is gone: the dataset begins anew, and rows that were trained on before "
+            "come again"
+        )
+    return text
+
+
 def count_rows(config: BaseExperimentConfig) -> int | None:
     """Rows of a training set that is a local .jsonl file, before any filter; None for the rest."""
     path = Path(config.train_dataset.path)

@@ -185,6 +185,10 @@ class _Audit:
         notes: list[str] = []
         if self.num_going_back:
             notes.append(f"{self.num_going_back} trajectories hold a token of an older version than one before it")
+        if first := min(rules.batches, default=0):
+            notes.append(
+                f"the ledger begins at step {first}: nothing is known of the steps before, whose rows may come twice"
+            )
         return AuditReport(
             num_admitted=rules.num_admitted,
             counts=counts,

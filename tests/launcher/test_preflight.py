@@ -20,6 +20,7 @@ from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
     disk_problem,
+    earlier_run,
     has_launcher,
     looks_local,
     make_run_folder,
@@ -166,3 +167,14 @@ def test_a_run_folder_that_takes_nothing_more_is_named(tmp_path, monkeypatch):
         assert "No space left" in disk_problem(paths)
     shutil.rmtree(paths.root)
     assert "No such file or directory" in disk_problem(paths)
+
+
+def test_a_run_that_goes_on_without_its_ledger_is_warned_of(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert earlier_run(paths, None, has_rollouts=True) == ""
+    newest = paths.recover / "step-000006"
+    assert "trainers from step-000006\nareal: warning:" in earlier_run(paths, newest, has_rollouts=True)
+    assert "warning" not in earlier_run(paths, newest, has_rollouts=False)
+    paths.ledger.mkdir()
+    (paths.ledger / "events-000001.jsonl").touch()
+    assert "warning" not in earlier_run(paths, newest, has_rollouts=True)

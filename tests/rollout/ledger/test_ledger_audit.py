@@ -25,6 +25,19 @@ def test_a_clean_ledger_has_its_equation_proved(forge):
     assert report.reasons == {"rejected: workflow": 1, "failed: ValueError": 1}
 
 
+def test_a_ledger_that_does_not_reach_back_to_the_first_step_says_so(forge):
+    forge.started()
+    forge.published(3)
+    forge.attached(3, 3)
+    forge.admitted(0, 1, version=3)
+    forge.accepted(0, 1, version=3)
+    forge.batched(3, 0, 1, version=3)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+    assert any("begins at step 3: nothing is known of the steps before" in line for line in report.lines())
+
+
 def test_steps_trained_again_are_told_apart_by_their_weights_and_break_no_rule(forge):
     forge.two_steps()
     forge.started()
