@@ -7,6 +7,7 @@ away from descriptor 0 and standard output is sent to standard error, so nothing
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -91,9 +92,10 @@ class Worker:
 
     def run(self) -> None:
         """Serve until the pool closes the channel."""
-        self._send({"ready": os.getpid()})
-        while (message := self._receive()) is not None:
-            self._serve(message)
+        with contextlib.suppress(ConnectionError):  # its pool was killed: nobody is left to answer
+            self._send({"ready": os.getpid()})
+            while (message := self._receive()) is not None:
+                self._serve(message)
 
     def _receive(self) -> Any | None:
         header = self._input.read(HEADER_BYTES)

@@ -1,6 +1,7 @@
 import asyncio
 import datetime
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.reward.pool import RewardPool
+from areal.reward.worker import Worker
 
 FUNCTIONS = str(Path(__file__).parent / "reward_functions.py")
 
@@ -236,3 +238,10 @@ async def test_a_killed_call_takes_its_children_along(pool, tmp_path):
     child = int((tmp_path / "child").read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         await asyncio.sleep(0.01)
+
+
+def test_a_worker_whose_pool_was_killed_ends_without_a_word():
+    """Its traceback in the controller's log would look like the cause of the controller's death."""
+    pool_end, worker_end = socket.socketpair()
+    pool_end.close()
+    Worker(worker_end).run()
