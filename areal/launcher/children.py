@@ -132,10 +132,10 @@ class Child:
         said = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
         if said is not None:
             return f"{said.removeprefix(ERROR_PREFIX)} (log: {self._log})"
+        if self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # whatever it said last is not why
+            return f"its log is {self._log}"
         if not lines:
             return f"it printed nothing (log: {self._log})"
-        if self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # it had no say in this
-            return f"its last line was {lines[-1].strip()!r} (log: {self._log})"
         quoted = "".join(f"\n    {line}" for line in lines[-_QUOTED_LINES:])
         return f"{lines[-1].strip()} (log: {self._log}){quoted if len(lines) > 1 else ''}"
 
