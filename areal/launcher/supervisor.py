@@ -331,6 +331,11 @@ class Supervisor:
         """End what still runs. A second interruption ends the polite part."""
         already = self._interruptions.count
         pids = [child.pid for child in self._children if child.is_running and child.pid is not None]
+        if already and pids:
+            self._line.say(
+                f"areal: interrupted: {len(pids)} processes have {self._config.stop_grace_s:g} s to end "
+                "(launcher.stop_grace_s); Ctrl-C again kills them at once"
+            )
         kill_trees(pids, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > max(1, already))
         for child in self._children:
             child.wait()

@@ -107,6 +107,7 @@ def test_interruption_leaves_no_process(make_run, grace_s):
     thread.join()
     assert time.monotonic() - began < 10
     assert outcome.status == "interrupted"
+    assert f"interrupted: 3 processes have {grace_s:g} s to end" in run.screen.getvalue()
     assert outcome.exit_codes == {
         "controller": -signal.SIGTERM,
         "server-0": -signal.SIGKILL,
