@@ -134,7 +134,7 @@ class _Life:
             self.story.tell(at, f"the trainer went back to step {step}: batch {self.step} will be trained on again")
         elif kind == "committed" and step > self.step and self.is_trained and not self.is_covered:
             self.is_covered = True
-            self.story.tell(at, f"covered by the checkpoint after step {step} ({event['path']})")
+            self.story.tell(at, f"covered by the checkpoint after {step} steps ({event['path']})")
 
 
 def same_weights(before: str, event: Event) -> str:

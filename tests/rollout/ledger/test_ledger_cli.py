@@ -95,10 +95,10 @@ def test_the_life_of_an_episode_is_told_line_by_line(forge, capsys, tmp_path):
     assert told[3:] == [
         "in batch 1, place 2 of 2, to be trained on at version 1: its oldest token is 1 versions old",
         "consumed: trained on in step 1, which led to version 2",
-        "covered by the checkpoint after step 2 (recover/step2)",
+        "covered by the checkpoint after 2 steps (recover/step2)",
         "the trainer went back to step 1: batch 1 will be trained on again",
         "trained on again in step 1, after a recovery; the weights became others",
-        "covered by the checkpoint after step 2 (recover/step2)",
+        "covered by the checkpoint after 2 steps (recover/step2)",
         "trajectory 0: 2 tokens (1 given, 1 by version 0), reward 3, finished",
     ]
     _, out, _ = run(capsys, "show", tmp_path, 5)
