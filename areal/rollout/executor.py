@@ -141,7 +141,8 @@ class Executor:
         self._tasks[episode_id] = loop.create_task(self._run(episode_id), name=f"episode-{episode_id}")
 
     async def _run(self, episode_id: int) -> None:
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
         began_s = loop.time()
         engine = EpisodeEngine(self._engine, self._producer.count_tokens, may_ask=self._may_ask)
         try:
@@ -150,13 +151,16 @@ class Executor:
                 group = await self._workflow.arun_episode(engine, row)
                 verdict = judge(episode_id, group, accept=self._accept, check_format=self._check_format)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
+                if task.cancelling():
                     raise  # we are stopping; the ledger keeps the episode as running
                 self._failed(episode_id, RuntimeError("the workflow cancelled itself"))
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
+                if task.cancelling():
+                    return  # its answer to being cancelled
                 self._failed(episode_id, error)
             else:
+                if task.cancelling():
+                    return  # it took no notice; the episode is run again
                 stats = {} if group is None else {name: float(value) for name, value in group.stats.items()}
                 self._ended(episode_id, verdict, stats, engine, loop.time() - began_s)
             del self._tasks[episode_id]
@@ -210,6 +214,8 @@ class Executor:
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if says_enough else error)
         self._producer.count_failed()
         self._ledger.fail(episode_id, reason)
+        if not self._may_ask.is_set():
+            return  # a time limit of its own may have run out while it had to wait for the trainer
         now_s = asyncio.get_running_loop().time()
         if self._failed_in_a_row == 0:
             self._failing_since_s = now_s
@@ -225,9 +231,9 @@ class Executor:
 
     def begin_again(self) -> None:
         """Drop what the running episodes have so far; each is run again, as the gate has room."""
-        self._dropped = list(self._tasks.values())
-        for task in self._dropped:
+        for task in self._tasks.values():
             task.cancel()
+        self._dropped = [task for task in self._dropped if not task.done()] + list(self._tasks.values())
         self._left_running.extend(self._tasks)
         self._tasks.clear()
 

@@ -159,13 +159,14 @@ class RuleBook:
         self._highest = max(self._highest, version)
 
     def _published(self, event: Event) -> None:
-        version = int(event["version"])
-        if self._unconfirmed != version:
-            self._require_confirmed(f"before version {version} was published")
+        version, out_of_turn = int(event["version"]), False
         if self._version is not None and self._trained is not None and self._offset is not None:
             step = version - self._offset
-            if version < self._version or step not in (self._trained, self._trained + 1):
-                self._unconfirmed = version
+            out_of_turn = version < self._version or step not in (self._trained, self._trained + 1)
+        if out_of_turn:  # perhaps not for the first time: a trainer may come back and die before it attaches
+            self._unconfirmed = version
+        elif self._unconfirmed != version:
+            self._require_confirmed(f"before version {version} was published")
         self._become(version)
 
     def _require_confirmed(self, when: str) -> None:

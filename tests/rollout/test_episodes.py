@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
 from areal.rollout.batching import split_balanced
 from areal.rollout.ledger import Ledger
@@ -128,6 +128,35 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
     reasons = set(ledger.state.reasons)
     assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: TrajectoryError"}
     ledger.state.check_integrity()
+
+
+async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count(kit):
+    """Workflows that take no notice of being cancelled, or answer with an error, are begun again all the same."""
+
+    class Workflow(kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            if self.seen.count(data["index"]) == 0:
+                self.seen.append(data["index"])
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    if data["index"] % 2:
+                        raise KeyError("answer") from None
+            return await super().arun_episode(engine, data)
+
+    ledger = memory_ledger()
+    controller = kit.make_controller(ledger, workflow=Workflow(), total_steps=8)
+    await controller.start()
+    for version in (5, 4, 3):  # no recorded batch leads back to 5 or 4, so what runs is dropped, twice
+        assert await controller.publish(WeightUpdate(version=version, kind="disk", path="v"), timeout_s=10.0)
+        await controller.attach(rank=0, world_size=1, dp_size=1, step=version, version=version)
+        assert ledger.state.running
+        await asyncio.sleep(0)  # the episodes begin
+    assert {episode.attempt for episode in ledger.state.running.values()} == {2}
+    await kit.train(controller, range(3, 8))
+    assert ledger.state.reasons == {}
+    ledger.state.check_integrity()
+    await controller.close()
 
 
 async def test_the_filter_rejects_and_another_prompt_takes_the_place(kit):

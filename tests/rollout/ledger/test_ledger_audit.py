@@ -81,6 +81,18 @@ def test_a_publication_out_of_turn_at_the_end_is_a_trainer_that_is_about_to_atta
     assert audit(forge.folder).is_clean
 
 
+def test_a_trainer_that_goes_back_twice_before_it_attaches_breaks_no_rule(forge):
+    """It died after its first publication, and its checkpoint was found damaged at the next start."""
+    forge.two_steps()
+    forge.published(1)
+    forge.published(0)
+    forge.attached(0, 0)
+    forge.trained(0, again=True)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+
+
 def test_what_was_never_admitted_breaks_the_equation(forge):
     forge.two_steps()
     forge.accepted(77)
