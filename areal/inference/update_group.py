@@ -69,14 +69,38 @@ def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> list[Tensor]:
 def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
     """The key-value store through which the ranks of a group find each other; port 0 lets the master choose.
 
-    WeightSyncError at once when a client finds no master: it is there before anybody is told of it.
+    A client that finds no master gets a WeightSyncError at once: it is there before anybody is told of it. One whose
+    master dies while they greet gets it after _CONNECT_TIMEOUT_S.
     """
     try:
         if not is_master:  # torch would go on trying for the whole time-out
             socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
-        return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+            return _greet(host, port, timeout_s)
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except (OSError, RuntimeError) as error:
         raise WeightSyncError(f"no store of an update group at {host}:{port} ({_first_line(error)})") from error
+
+
+def _greet(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect in a thread that is left behind when it takes too long: torch waits between two tries as it likes."""
+    limit = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    made: list[TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            made.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name=f"greet {host}:{port}", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not made:
+        raise TimeoutError(f"it did not answer in {limit.total_seconds():g} s")
+    if isinstance(made[0], RuntimeError):
+        raise made[0]
+    made[0].set_timeout(timedelta(seconds=timeout_s))
+    return made[0]
 
 
 class UpdateGroup:
