@@ -36,7 +36,7 @@ class RunView:
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
         if stall := self._stall.look(status, self._life.beats, pids):
             self._line.say(stall)
-        parts = [self._source.text(status) if was_ready else None, _awaited(children, now_s)]
+        parts = [self._source.text(status) if was_ready else None, awaited_text(children, now_s)]
         if any(parts):
             self._line.show(" | ".join(part for part in parts if part))
 
@@ -45,9 +45,11 @@ class RunView:
         self._line.end(self._source.read_last())
 
 
-def _awaited(children: Sequence[Child], now_s: float) -> str | None:
+def awaited_text(children: Sequence[Child], now_s: float) -> str | None:
+    """Who is not ready yet, and since when; None when all are."""
     awaited = [child for child in children if not child.is_ready and child.exit_code != 0]
     if not awaited:
         return None
-    waited_s = now_s - min(child.started_s for child in awaited)
+    # The dead wait for their restart: how long they had lived is no waiting.
+    waited_s = now_s - min((child.started_s for child in awaited if child.is_running), default=now_s)
     return f"waiting {waited_s:.0f} s for {', '.join(child.name for child in awaited)} to get ready"
