@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -22,6 +23,8 @@ from areal.launcher.memory import ModelShape
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
 
+_ADMITTED = b'{"event":"admitted"'
+_STEP = re.compile(r"step-(\d+)")
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
 """Free room a run needs besides its weights: ledger, logs, metrics."""
@@ -192,7 +195,8 @@ def _check_earlier_run(config: BaseExperimentConfig, paths: RunPaths) -> None:
         raise ConfigError(f"recover.mode=resume, but {paths.recover} holds no complete checkpoint: use auto")
     if mode in ("auto", "resume"):
         return
-    found = [name for name in ("ledger", "metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
+    found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
+    found += ["ledger"] if _has_admitted(paths.ledger) else []
     if found:
         raise ConfigError(
             f"{paths.root} holds an earlier run ({', '.join(found)}) and recover.mode={mode} would write over it: "
@@ -205,17 +209,27 @@ def _holds_data(path: Path) -> bool:
     return any(file.is_file() and file.stat().st_size > 0 for file in files)
 
 
+def checkpoint_text(newest: Path | None) -> str:
+    """Where trainers start: they take an earlier one when they find this one damaged."""
+    return f"{newest.name}, if it is intact" if newest else "the beginning"
+
+
+def _has_admitted(ledger: Path) -> bool:
+    """Whether an episode ever started: the ledger of a launch that did not get so far holds nothing to write over."""
+    return any(_ADMITTED in path.read_bytes() for path in ledger.glob("events-*.jsonl"))
+
+
 def newest_checkpoint(paths: RunPaths) -> Path | None:
-    """The newest complete recovery checkpoint of a run."""
-    complete = [path for path in sorted(paths.recover.glob("step-*")) if is_complete(path)]
-    return complete[-1] if complete else None
+    """The newest complete recovery checkpoint of a run. Whether its files are intact is for the trainers to read."""
+    numbered = {int(match[1]): path for path in paths.recover.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    return next((numbered[step] for step in sorted(numbered, reverse=True) if is_complete(numbered[step])), None)
 
 
 def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> str:
     """What to say of an earlier run that a launch goes on with; empty when there is none."""
     if newest is None and not paths.metrics.exists():
         return ""
-    text = f"areal: goes on with the run in {paths.root}, trainers from {newest.name if newest else 'the beginning'}"
+    text = f"areal: goes on with the run in {paths.root}, trainers from {checkpoint_text(newest)}"
     if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
         text += (
             f"\nareal: warning: {paths.ledger} is gone: the dataset begins anew, and rows that were trained on before "

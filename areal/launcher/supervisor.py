@@ -17,7 +17,7 @@ from areal.launcher.children import Child
 from areal.launcher.interruptions import Interruptions
 from areal.launcher.job import LaunchPlan
 from areal.launcher.life import LifeWatch, MemoryMeter
-from areal.launcher.preflight import disk_problem, newest_checkpoint
+from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.requests import RequestBox
 from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
@@ -250,7 +250,7 @@ class Supervisor:
             settle_leftovers(self._paths.recover)  # the dead may have been about to replace one
             newest = newest_checkpoint(self._paths)
             self._recovered = recover = newest is not None
-            self._line.say(f"areal: trainers go on from {newest.name if newest else 'the beginning'}")
+            self._line.say(f"areal: trainers go on from {checkpoint_text(newest)}")
             for other in self._leaders:  # a controller that was told that training is over
                 other.must_run = other.must_run or (other is not unit and other.has_ended_well)
         unit.start(num_servers=len(self._replicas.servers), recover=recover)

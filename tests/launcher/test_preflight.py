@@ -93,7 +93,7 @@ class _Usage:
     free = 2**20
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger/events.jsonl", "checkpoints/model/step-1/config.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger/events-000001.jsonl", "checkpoints/model/step-1/config.json"])
 @pytest.mark.parametrize("mode", ["disabled", "fault"])
 def test_an_earlier_run_is_not_written_over(tmp_path, name, mode):
     recover = {"mode": mode, "freq_steps": 1}
@@ -101,10 +101,25 @@ def test_an_earlier_run_is_not_written_over(tmp_path, name, mode):
     (paths.root / name).parent.mkdir(parents=True)
     (paths.root / name).touch()
     check_run_folder(sft_config(tmp_path, **recover), paths)  # nothing was trained: empty files
-    (paths.root / name).write_text("{}\n")
+    (paths.root / name).write_text('{"event":"admitted","id":0}\n')
     with pytest.raises(ConfigError, match=r"holds an earlier run .*trial_name.*recover.mode=auto"):
         check_run_folder(sft_config(tmp_path, **recover), paths)
     check_run_folder(sft_config(tmp_path, mode="auto", freq_steps=1), paths)
+
+
+def test_a_launch_that_ended_before_the_first_episode_may_be_repeated(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    paths.ledger.mkdir(parents=True)
+    (paths.ledger / "events-000001.jsonl").write_text('{"event":"started","seed":1}\n')
+    check_run_folder(sft_config(tmp_path, mode="disabled"), paths)
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    for step in (999999, 1000000):
+        (paths.recover / "next").mkdir(parents=True)
+        publish_folder(paths.recover / "next", paths.recover / f"step-{step:06d}")
+    assert newest_checkpoint(paths) == paths.recover / "step-1000000"
 
 
 def test_resume_needs_a_complete_checkpoint(tmp_path):
@@ -173,7 +188,7 @@ def test_a_run_that_goes_on_without_its_ledger_is_warned_of(tmp_path):
     paths = RunPaths(tmp_path)
     assert earlier_run(paths, None, has_rollouts=True) == ""
     newest = paths.recover / "step-000006"
-    assert "trainers from step-000006\nareal: warning:" in earlier_run(paths, newest, has_rollouts=True)
+    assert "trainers from step-000006, if it is intact\nareal: warning:" in earlier_run(paths, newest, has_rollouts=True)
     assert "warning" not in earlier_run(paths, newest, has_rollouts=False)
     paths.ledger.mkdir()
     (paths.ledger / "events-000001.jsonl").touch()
