@@ -93,7 +93,10 @@ class _Usage:
     free = 2**20
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger/events-000001.jsonl", "checkpoints/model/step-1/config.json"])
+NAMES = ["metrics.jsonl", "ledger/events-000001.jsonl", "checkpoints/model/step-1/config.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", ["disabled", "fault"])
 def test_an_earlier_run_is_not_written_over(tmp_path, name, mode):
     recover = {"mode": mode, "freq_steps": 1}
@@ -188,7 +191,8 @@ def test_a_run_that_goes_on_without_its_ledger_is_warned_of(tmp_path):
     paths = RunPaths(tmp_path)
     assert earlier_run(paths, None, has_rollouts=True) == ""
     newest = paths.recover / "step-000006"
-    assert "trainers from step-000006, if it is intact\nareal: warning:" in earlier_run(paths, newest, has_rollouts=True)
+    told = earlier_run(paths, newest, has_rollouts=True)
+    assert "trainers from step-000006, if it is intact\nareal: warning:" in told
     assert "warning" not in earlier_run(paths, newest, has_rollouts=False)
     paths.ledger.mkdir()
     (paths.ledger / "events-000001.jsonl").touch()
