@@ -23,7 +23,7 @@ from areal.launcher.memory import ModelShape
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
 
-_ADMITTED = b'{"event":"admitted"'
+_BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
 _STEP = re.compile(r"step-(\d+)")
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
@@ -196,7 +196,7 @@ def _check_earlier_run(config: BaseExperimentConfig, paths: RunPaths) -> None:
     if mode in ("auto", "resume"):
         return
     found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
-    found += ["ledger"] if _has_admitted(paths.ledger) else []
+    found += ["ledger"] if _tells_of_more_than_a_start(paths.ledger) else []
     if found:
         raise ConfigError(
             f"{paths.root} holds an earlier run ({', '.join(found)}) and recover.mode={mode} would write over it: "
@@ -214,9 +214,13 @@ def checkpoint_text(newest: Path | None) -> str:
     return f"{newest.name}, if it is intact" if newest else "the beginning"
 
 
-def _has_admitted(ledger: Path) -> bool:
-    """Whether an episode ever started: the ledger of a launch that did not get so far holds nothing to write over."""
-    return any(_ADMITTED in path.read_bytes() for path in ledger.glob("events-*.jsonl"))
+def _tells_of_more_than_a_start(ledger: Path) -> bool:
+    """Of a launch that did not get to its first episode there is nothing to write over."""
+    for path in ledger.glob("events-*"):
+        with open(path, "rb") as lines:
+            if not all(line.startswith(_BEFORE_ANY_EPISODE) for line in lines):
+                return True
+    return False
 
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
