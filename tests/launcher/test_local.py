@@ -64,7 +64,9 @@ if behaviour in ("fail", "hang"): time.sleep(60)
 if behaviour == "fail_once":
     with open(run / "notes", "a") as file:
         file.write(f"{context.index} {context.run_id} {context.recover}\\n")
-    if context.run_id == 0: os.kill(os.getpid(), 9) if context.index == 0 else time.sleep(60)
+    if context.run_id == 0 and context.index: time.sleep(60)
+    while context.run_id == 0 and (run / "notes").read_text().count("\\n") < 2: time.sleep(0.01)
+    if context.run_id == 0: os.kill(os.getpid(), 9)
 (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\\n')
 """
 
