@@ -16,19 +16,20 @@ ALL = {"api", "system", "observe", "algorithm", "data", "reward", "inference", "
 MAY_IMPORT: dict[str, set[str]] = {
     "areal": set(),  # areal/__init__.py itself
     "api": set(),
+    "server_side": set(),  # runs in the environments of foreign servers, where areal is not installed
     "system": {"api"},
     "observe": {"api", "system"},
     "algorithm": {"api"},
     "data": {"api"},
     "reward": {"api", "observe", "system"},
-    "inference": {"api", "system", "observe"},
+    "inference": {"api", "system", "observe", "server_side"},
     "rollout": {"api", "system", "observe"},
     "agent": {"api", "observe", "data"},
-    "engine": {"api", "system", "observe", "algorithm", "data", "inference"},
+    "engine": {"api", "system", "observe", "algorithm", "data", "inference", "server_side"},
     "workflow": {"api", "observe", "data", "reward", "agent"},
     "trainer": ALL,
     "simulate": {"api", "system", "observe", "rollout"},
-    "launcher": {"api", "system", "observe"},
+    "launcher": {"api", "system", "observe", "server_side"},
     "replay": ALL | {"trainer", "launcher"},
 }
 """Besides itself. A package that is missing here fails the test: first decide where it stands."""

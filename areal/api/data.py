@@ -30,6 +30,8 @@ class GenerationRequest:
     """Requests with equal non-empty group ids share a prompt or a conversation: they stay on one replica."""
     seed: int | None = None
     """Sampling seed; None lets the server draw one."""
+    adapter: str = ""
+    """Versioned name of the LoRA adapter to generate with; empty = the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,4 +146,12 @@ class WeightUpdate:
     group_name: str = ""
     """collective: name of the update group; a new name asks every replica to join a new group first."""
     replicas: list[str] = field(default_factory=list[str])
-    """collective: the replicas of the group as the fleet calls them, in order: replica i is rank 1 + i."""
+    """collective: the replicas of the group as the fleet calls them, in order: the ranks of replica i start at
+    1 + i * ranks_per_replica."""
+    ranks_per_replica: int = 1
+    """collective: ranks that one replica takes, its tensor-parallel size."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the update group: the trainer's and those of all replicas."""
+        return 1 + len(self.replicas) * self.ranks_per_replica

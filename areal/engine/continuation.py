@@ -65,6 +65,7 @@ class Answer:
             max_new_tokens=self._budget - done,
             min_new_tokens=min(max(request.gconfig.min_new_tokens - done, 0), self._budget - done),
             gconfig=request.gconfig,
+            adapter=request.adapter,
             group_id=request.group_id,
             seed=request.seed,
             stream_interval=self._stream_interval,

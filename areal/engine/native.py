@@ -11,16 +11,16 @@ import orjson
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.engine.continuation import versions_of
-from areal.engine.http_connection import HttpClient, OnData
-from areal.engine.replica import GenerationPart, PartChunk, PauseMode, ReplicaInfo
+from areal.engine.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.engine.server_client import ServerClient
 
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 """Environment variable with the secret that servers off loopback demand (areal.inference.server has it too, but
 importing that would import torch)."""
+_NO_ADAPTERS = "native servers have no LoRA adapters: use sglang or vllm"
+_NO_RELEASE = "native servers cannot give up their memory: use sglang or vllm"
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; the wire says -1."""
-_TRY_ELSEWHERE = (408, 429)
-"""Client-error statuses that speak of the server's state, not of the request."""
 
 
 class NativeReplica:
@@ -29,31 +29,28 @@ class NativeReplica:
     def __init__(self, name: str, address: str, *, token: str = "") -> None:
         self.name = name
         self.address = address
-        self._client = HttpClient(address, token=token)
+        self._client = ServerClient(name, address, token=token)
         self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, which frees its place in the server."""
+        if part.adapter:
+            raise RequestError(_NO_ADAPTERS)
         if part.max_new_tokens <= part.stream_interval:
-            body = orjson.dumps(_generate_body(part, stream=False))
-            chunk = self._parse(await self._request("POST", "/generate", body))
+            chunk = self._parse(await self._client.post("/generate", _generate_body(part, stream=False)))
             if chunk.finish_reason is None:
                 raise ServerUnavailable(f"{self.name} answered /generate without a finish reason")
             on_chunk(chunk)
             return
         finished = False
-        rest = b""
 
-        def on_data(data: bytes) -> None:
-            nonlocal finished, rest
-            *events, rest = (rest + data).split(b"\n\n")
-            for event in events:
-                if event.startswith(b"data: ") and event != b"data: [DONE]":  # else a comment, a keep-alive, the end
-                    chunk = self._parse(event[6:])
-                    finished = finished or chunk.finish_reason is not None
-                    on_chunk(chunk)
+        def on_event(event: bytes) -> None:
+            nonlocal finished
+            chunk = self._parse(event)
+            finished = finished or chunk.finish_reason is not None
+            on_chunk(chunk)
 
-        await self._request("POST", "/generate", orjson.dumps(_generate_body(part, stream=True)), on_data)
+        await self._client.stream("/generate", _generate_body(part, stream=True), on_event)
         if not finished:
             raise ServerUnavailable(f"{self.name} ended a stream without a finish reason")
 
@@ -64,22 +61,22 @@ class NativeReplica:
             raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._post("/pause_generation", {"mode": mode})
+        await self._client.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._client.post("/continue_generation", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
         """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
         if update.kind == "disk":
             body = {"model_path": update.path, "weight_version": str(update.version), "flush_cache": True}
-            await self._post("/update_weights_from_disk", {**body, "abort_all_requests": False})
+            await self._client.post("/update_weights_from_disk", {**body, "abort_all_requests": False})
             return
         if self._group_name != update.group_name:
             await self._join_group(update, rank)
         last = len(update.buckets) - 1
         for index, bucket in enumerate(update.buckets):
-            await self._post(
+            await self._client.post(
                 "/update_weights_from_distributed",
                 {
                     "names": [spec.name for spec in bucket],
@@ -96,19 +93,19 @@ class NativeReplica:
     async def abandon_update(self) -> None:
         if self._group_name:  # one that still joins ends with the trainer's store
             group_name, self._group_name = self._group_name, ""
-            await self._post("/destroy_weights_update_group", {"group_name": group_name})
+            await self._client.post("/destroy_weights_update_group", {"group_name": group_name})
 
     async def _join_group(self, update: WeightUpdate, rank: int) -> None:
         if self._group_name:
-            await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
+            await self._client.post("/destroy_weights_update_group", {"group_name": self._group_name})
         self._group_name = ""
-        await self._post(
+        await self._client.post(
             "/init_weights_update_group",
             {
                 "master_address": update.master_address,
                 "master_port": update.master_port,
                 "rank_offset": rank,
-                "world_size": 1 + len(update.replicas),
+                "world_size": update.world_size,
                 "group_name": update.group_name,
                 "backend": update.backend,
             },
@@ -116,10 +113,10 @@ class NativeReplica:
         self._group_name = update.group_name
 
     async def info(self) -> ReplicaInfo:
-        status, _ = await self._exchange("GET", "/health")
+        status, _ = await self._client.exchange("GET", "/health")
         if status not in (200, 503):
             raise ServerUnavailable(f"{self.name} answered /health with status {status}")
-        answer = await self._request("GET", "/get_model_info")
+        answer = await self._client.get("/get_model_info")
         try:
             model = orjson.loads(answer)
             return ReplicaInfo(
@@ -131,6 +128,32 @@ class NativeReplica:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerUnavailable(f"{self.name} described itself in a way that cannot be read: {error!r}") from error
 
+    async def load(self) -> ReplicaLoad:
+        """How busy it is; see the protocol."""
+        answer = await self._client.get("/get_server_info")
+        try:
+            info = orjson.loads(answer)
+            return ReplicaLoad(
+                running=int(info["running_requests"]),
+                queued=int(info["queued_requests"]),
+                cache_usage=info["kv_tokens_used"] / max(info["kv_tokens_capacity"], 1),
+                generated_tokens=int(info["generated_tokens_total"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerUnavailable(f"{self.name} told its load in a way that cannot be read: {error!r}") from error
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise RequestError(_NO_ADAPTERS)
+
+    async def unload_adapter(self, name: str) -> None:
+        raise RequestError(_NO_ADAPTERS)
+
+    async def release_memory(self, tags: list[MemoryTag]) -> None:
+        raise RequestError(_NO_RELEASE)
+
+    async def resume_memory(self, tags: list[MemoryTag]) -> None:
+        raise RequestError(_NO_RELEASE)
+
     @property
     def answers_during_update(self) -> bool:
         return True
@@ -138,23 +161,6 @@ class NativeReplica:
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
-        return await self._request("POST", path, orjson.dumps(body))
-
-    async def _request(self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None) -> bytes:
-        status, answer = await self._exchange(method, path, body, on_data)
-        if status != 200:
-            raise _refusal(self.name, path, status, answer)
-        return answer
-
-    async def _exchange(
-        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
-    ) -> tuple[int, bytes]:
-        try:
-            return await self._client.request(method, path, body, on_data)
-        except ServerUnavailable as error:
-            raise ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {error}") from error
 
 
 def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
@@ -205,17 +211,6 @@ def parse_chunk(answer: dict[str, Any]) -> PartChunk:
         versions_of(spans, len(token_ids)) if token_ids else [],
         reason,
     )
-
-
-def _refusal(name: str, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
-    """The error that says what a status other than 200 means."""
-    try:
-        message = orjson.loads(answer)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = answer[:200].decode(errors="replace") or "no message"
-    if 400 <= status < 500 and status not in _TRY_ELSEWHERE:
-        return RequestError(f"{name} refused {path}: {message}")
-    return ServerUnavailable(f"{name} failed {path} with status {status}: {message}")
 
 
 def make_native_replica(name: str, address: str) -> NativeReplica:

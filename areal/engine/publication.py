@@ -153,10 +153,10 @@ class Publisher:
         """All at once, as a collective needs it. An error for each replica that did not get there."""
         if update.kind == "collective" and any(slot.replica is None for slot in slots):
             raise WeightSyncError(f"version {update.version} lost a replica: {self._replicas.describe()}")
-        tasks = [
-            asyncio.create_task(self._replicas.update(slot, update, rank=1 + index), name=f"update {slot.name}")
-            for index, slot in enumerate(slots)
-        ]
+        tasks: list[asyncio.Task[None]] = []
+        for index, slot in enumerate(slots):
+            bringing = self._replicas.update(slot, update, rank=1 + index * update.ranks_per_replica)
+            tasks.append(asyncio.create_task(bringing, name=f"update {slot.name}"))
         try:
             if update.kind == "collective":
                 await self._part_with_a_broken_group(slots, tasks)

@@ -12,6 +12,7 @@ from areal.api.data import WeightUpdate
 PauseMode = Literal["abort", "retract"]
 """abort: running requests return what they have. retract: they stay and are recomputed after the pause."""
 FinishReason = Literal["stop", "length", "abort"]
+MemoryTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class GenerationPart:
     min_new_tokens: int
     gconfig: GenerationHyperparameters
     """The other sampling settings; its limits on length concern the whole answer."""
+    adapter: str
+    """Versioned name of the LoRA adapter to generate with; empty = the base model."""
     group_id: str
     seed: int | None
     stream_interval: int
@@ -42,6 +45,9 @@ class PartChunk:
     versions: list[int]
     finish_reason: FinishReason | None
     """Set on the last chunk of a part."""
+    part_versions: list[int] | None = None
+    """On a last chunk, where the server tells versions only at the end: one per token of the whole part. They replace
+    `versions`, which the client could only track, of this and all earlier chunks of the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,18 @@ class ReplicaInfo:
     """False: an update stopped midway, its weights are a mixture. None: the server cannot tell."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """How busy a replica is, as it says itself."""
+
+    running: int
+    queued: int
+    cache_usage: float
+    """Used share of the KV cache, 0 to 1."""
+    generated_tokens: int
+    """Since its start."""
+
+
 class Replica(Protocol):
     """A client of one server process. Calls raise ServerUnavailable when it does not answer as it should, and
     RequestError when it refuses what was sent."""
@@ -66,7 +84,7 @@ class Replica(Protocol):
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Make the server hold `update.version`; `rank` is its place in the group of a collective update."""
+        """Make the server hold `update.version`; `rank` is the first of its ranks in the group of a collective."""
         ...
 
     async def abandon_update(self) -> None:
@@ -77,6 +95,21 @@ class Replica(Protocol):
         """What a health check asks; an answer means that the server is well enough to take in weights."""
         ...
 
+    async def load(self) -> ReplicaLoad:
+        """How busy it is now."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Make a LoRA adapter, a folder in PEFT's format, known under a name never used before. RequestError where the
+        server has no adapters."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+    async def release_memory(self, tags: list[MemoryTag]) -> None:
+        """Give up GPU memory of an idle server until it is resumed. RequestError where the server cannot."""
+        ...
+
+    async def resume_memory(self, tags: list[MemoryTag]) -> None: ...
     @property
     def answers_during_update(self) -> bool:
         """Whether `info` may be expected to answer while weights are taken in, so that silence means a hang."""
