@@ -47,6 +47,7 @@ from areal.api.config.inference import GenerationHyperparameters  # noqa: E402
 from areal.api.config.rollout import InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
 from areal.engine.fleet import Fleet  # noqa: E402
+from areal.engine.native import make_native_replica  # noqa: E402
 from areal.system.discovery import FileNameRegistry  # noqa: E402
 
 NUM_REQUESTS, ANSWER_TOKENS = 32, 384
@@ -118,7 +119,8 @@ async def kill_one_server(folder: Path, model: Path, interval: int, share: float
         addresses = [await asyncio.to_thread(read_address, server) for server in servers]
         for index, address in enumerate(addresses):
             registry.add(f"servers/{index}", json.dumps({"address": address, "pid": servers[index].pid}))
-        fleet = Fleet(registry, 2, InferenceEngineConfig(stream_interval=interval, health_check_interval_s=0.5))
+        config = InferenceEngineConfig(stream_interval=interval, health_check_interval_s=0.5)
+        fleet = Fleet(registry, 2, config, make_native_replica)
         await fleet.start()
         gconfig = GenerationHyperparameters(max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
         requests = [

@@ -17,7 +17,6 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
 from areal.api.errors import ServerUnavailable
 from areal.engine.continuation import Answer
-from areal.engine.native import make_native_replica
 from areal.engine.publication import Publisher
 from areal.engine.replica import PartChunk, Replica, ReplicaFactory
 from areal.engine.replica_set import ReplicaSet, Slot
@@ -32,11 +31,7 @@ class Fleet:
     """Implements `areal.api.engine.InferenceFleet` over the servers of a registry."""
 
     def __init__(
-        self,
-        registry: NameRegistry,
-        num_servers: int,
-        config: InferenceEngineConfig,
-        factory: ReplicaFactory = make_native_replica,
+        self, registry: NameRegistry, num_servers: int, config: InferenceEngineConfig, factory: ReplicaFactory
     ) -> None:
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory)

@@ -12,6 +12,7 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.engine.fleet import Fleet
+from areal.engine.servers import replica_factory
 from areal.rollout.controller import Controller
 from areal.rollout.ledger import Ledger
 from areal.rollout.prompts import PromptStream
@@ -38,13 +39,16 @@ def serve_rollouts(
 ) -> None:
     """Serve episodes, batches and evaluations to the trainers of this run until they finish."""
     registry = registry_of(config)
+    servers = config.allocation.inference
+    assert servers is not None  # a run without servers has no controller
+    factory = replica_factory(servers.backend)
     for row in [*train_rows[:1], *(valid_rows or ())[:1]]:
         workflow.check_row(row)
 
     def make_controller() -> Controller:
         return Controller(
             config,
-            fleet=Fleet(registry, context.num_servers, config.rollout),
+            fleet=Fleet(registry, context.num_servers, config.rollout, factory),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
             ledger=Ledger.open(RunPaths.of(config).ledger),

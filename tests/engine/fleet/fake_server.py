@@ -18,6 +18,7 @@ from aiohttp import web
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.engine.fleet import Fleet
+from areal.engine.native import make_native_replica
 from areal.system.discovery import FileNameRegistry
 from areal.system.network import bind_socket, http_address
 
@@ -251,7 +252,7 @@ class FleetKit:
 
     async def fleet(self, num_servers: int, **config: Any) -> Fleet:
         settings = {"health_check_interval_s": 0.03, "setup_timeout": 5.0, "weight_update_timeout_s": 2.0}
-        fleet = Fleet(self.registry, num_servers, InferenceEngineConfig(**(settings | config)))
+        fleet = Fleet(self.registry, num_servers, InferenceEngineConfig(**(settings | config)), make_native_replica)
         self.fleets.append(fleet)
         await fleet.start()
         return fleet
