@@ -1,7 +1,8 @@
-"""A server that speaks the native dialect and makes known tokens, so that a whole answer can be checked exactly.
+"""A server that makes known tokens, so that a whole answer can be checked exactly; its dialect is a subclass's.
 
 The token at position p (counted over prompt and output) is 1000 + p; its log-probability is -(p + version / 100).
 It can be told to hold (stop making tokens), hang (answer nothing), fail, refuse, or die in the middle of an answer.
+What the servers of all dialects must have in common is said in conftest.py.
 """
 
 from __future__ import annotations
@@ -10,40 +11,80 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from aiohttp import web
 
 from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.data import WeightUpdate
 from areal.engine.fleet import Fleet
-from areal.engine.native import make_native_replica
+from areal.engine.replica import Replica
+from areal.engine.weight_files import write_weights
 from areal.system.discovery import FileNameRegistry
+from areal.system.durable import seal_folder
 from areal.system.network import bind_socket, http_address
 
 
-class FakeServer:
+class Refused(Exception):
+    """The server answers with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a generation request asked for, in nobody's dialect."""
+
+    request_id: str
+    input_ids: list[int]
+    max_new_tokens: int
+    min_new_tokens: int
+    stream: bool
+    body: dict[str, Any]
+    """As it was sent."""
+
+
+class FakeServer(ABC):
+    """The behaviour that all dialects share."""
+
+    dialect: ClassVar[str]
+    tells_mixture: ClassVar[bool] = False
+    """Whether a health check learns of an update that stopped midway (`torn`)."""
+    midway_status: ClassVar[int] = 500
+    """Status of an update that fails when weights have been touched."""
+
     def __init__(self, *, version: int = 0, hold_at: int | None = None, finish_at: int | None = None) -> None:
         self.version = version
         self.hold_at = hold_at
         """Requests stop here, counted in tokens of this part, until `release` or an abort."""
         self.finish_at = finish_at
         """Absolute position after which a "stop" is reported."""
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[Asked] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        """The acts below that were asked for: pause, resume, load, join, leave, receive, commit."""
         self.num_cancelled = 0
         self.fail_generate: int | None = None
-        """HTTP status for /generate."""
+        """HTTP status for generation."""
         self.empty_aborts = False
-        self.fail_update: int | str | None = None
-        """HTTP status for weight updates, or "hang" or "die"."""
+        self.fail_update: str = ""
+        """How a weight update goes wrong: refuse (before anything changed), midway, hang or die."""
+        self.fail_load = False
+        """Does not tell its load."""
         self.torn = False
         """An update stopped midway."""
         self.num_made: dict[str, int] = {}
         """Tokens by request id, sent or not."""
         self.num_held = 0
         """Requests that are held now."""
+        self.num_running = 0
         self._left_group = asyncio.Event()
         self._released = asyncio.Event()
         self._abort_round = 0
@@ -55,25 +96,152 @@ class FakeServer:
         self._runner: web.AppRunner | None = None
         self.address = ""
 
+    # For a dialect to implement
+
+    @staticmethod
+    @abstractmethod
+    def client(name: str, address: str) -> Replica:
+        """The adapter under test."""
+
+    @abstractmethod
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Handlers that read the dialect's JSON, call the acts below, and answer in the dialect's JSON."""
+
+    @abstractmethod
+    def error(self, status: int, message: str) -> web.Response:
+        """How the server says that it will not or cannot."""
+
+    # What handlers call. Each may raise Refused, which the app turns into `error`.
+
+    async def answers(self) -> None:
+        """Every handler waits here first: a server that hangs answers nothing."""
+        await self._awake.wait()
+
+    def pause(self, mode: str) -> None:
+        """abort: running requests return what they have. retract: they stay. New ones wait inside the server."""
+        self.calls.append(("pause", {"mode": mode}))
+        self._running.clear()
+        if mode == "abort":
+            aborted, self._aborted = self._aborted, asyncio.Event()
+            self._abort_round += 1
+            aborted.set()
+
+    def resume(self) -> None:
+        self.calls.append(("resume", {}))
+        self._running.set()
+
+    async def load(self, path: str) -> None:
+        """Read a folder; `commit` follows."""
+        self.calls.append(("load", {"path": path}))
+        await self._take_in()
+        if not (Path(path) / "model.safetensors").exists():
+            raise Refused(400, f"{path} holds no weights")
+
+    def join(self, *, group_name: str, rank: int, world_size: int) -> None:
+        self.calls.append(("join", {"group_name": group_name, "rank": rank, "world_size": world_size}))
+
+    def leave(self, group_name: str) -> None:
+        """Leave the update group; a `receive` that waits in it fails."""
+        self.calls.append(("leave", {"group_name": group_name}))
+        left, self._left_group = self._left_group, asyncio.Event()
+        left.set()
+
+    async def receive(self) -> None:
+        """One bucket over the group; `commit` follows the last."""
+        self.calls.append(("receive", {}))
+        await self._take_in()
+
+    def commit(self, version: int) -> None:
+        """From here on its weights are this version."""
+        self.calls.append(("commit", {"version": version}))
+        self.version = version
+        self.torn = False
+
+    @contextlib.asynccontextmanager
+    async def running(self, asked: Asked) -> AsyncIterator[None]:
+        """Around the whole handling of a generation request."""
+        self.requests.append(asked)
+        await self._awake.wait()
+        if self.fail_generate:
+            raise Refused(self.fail_generate, "cannot generate this")
+        self.num_running += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+
+    async def make(self, asked: Asked) -> AsyncIterator[tuple[int | None, str | None]]:
+        """The tokens of an answer, one by one: (version of the token or None for no token, finish reason)."""
+        if self.empty_aborts:
+            yield None, "abort"
+            return
+        await self._running.wait()  # a paused server lets new requests wait
+        abort_round = self._abort_round
+        self.num_made[asked.request_id] = 0
+        for index in range(asked.max_new_tokens):
+            await self._awake.wait()
+            if self.hold_at is not None and index >= self.hold_at:
+                await self._held()
+            if self._abort_round != abort_round:
+                yield None, "abort"
+                return
+            await self._running.wait()
+            last = index == asked.max_new_tokens - 1
+            stops = self.finish_at is not None and len(asked.input_ids) + index + 1 >= self.finish_at
+            self.num_made[asked.request_id] += 1
+            yield self.version, "stop" if stops else "length" if last else None
+            if stops:
+                return
+            await asyncio.sleep(0)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(self.num_made.values())
+
+    async def _held(self) -> None:
+        self.num_held += 1
+        released = asyncio.create_task(self._released.wait())
+        aborted = asyncio.create_task(self._aborted.wait())
+        try:
+            await asyncio.wait({released, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.num_held -= 1
+            released.cancel()
+            aborted.cancel()
+
+    async def _take_in(self) -> None:
+        if self.fail_update == "hang":
+            await self._left_group.wait()
+            self.torn = True
+            raise Refused(self.midway_status, "the group was left")
+        if self.fail_update == "die":
+            await self.die()
+        if self.fail_update == "midway":
+            self.torn = True
+            raise Refused(self.midway_status, "cannot load these weights")
+        if self.fail_update == "refuse":
+            raise Refused(400, "cannot load these weights")
+
+    # For tests
+
     async def start(self, port: int = 0) -> None:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/get_model_info", self._info)
-        for path in (
-            "pause_generation",
-            "continue_generation",
-            "update_weights_from_disk",
-            "init_weights_update_group",
-            "update_weights_from_distributed",
-            "destroy_weights_update_group",
-        ):
-            app.router.add_post("/" + path, self._control)
+        app = web.Application(client_max_size=2**30, middlewares=[self._refusals])
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         bound = bind_socket(port=port)
         await web.SockSite(self._runner, bound).start()
         self.address = http_address(bound)
+
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as refused:
+            return self.error(refused.status, refused.message)
 
     def registration(self) -> str:
         return json.dumps({"address": self.address, "pid": uuid.uuid4().int % 2**31})
@@ -100,162 +268,78 @@ class FakeServer:
         self.hold_at = None
         self._released.set()
 
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.calls]
+    def acts(self) -> list[str]:
+        return [name for name, _ in self.calls]
 
-    async def _health(self, request: web.Request) -> web.Response:
-        await self._awake.wait()
-        return web.Response(status=503 if self.torn else 200)
-
-    async def _info(self, request: web.Request) -> web.Response:
-        await self._awake.wait()
-        return web.json_response({"weight_version": str(self.version), "vocab_size": 5000, "context_length": 4096})
-
-    async def _control(self, request: web.Request) -> web.Response:
-        await self._awake.wait()
-        path, body = request.path[1:], await request.json()
-        self.calls.append((path, body))
-        if path == "pause_generation":
-            self._running.clear()
-            if body["mode"] == "abort":
-                aborted, self._aborted = self._aborted, asyncio.Event()
-                self._abort_round += 1
-                aborted.set()
-        elif path == "destroy_weights_update_group":
-            left, self._left_group = self._left_group, asyncio.Event()
-            left.set()
-        elif path == "continue_generation":
-            self._running.set()
-        elif path.startswith("update_weights"):
-            if self.fail_update == "hang":
-                await self._left_group.wait()
-                self.torn = True
-                return _error(500, "the group was left")
-            if self.fail_update == "die":
-                await self.die()
-            if isinstance(self.fail_update, int):
-                self.torn = self.torn or self.fail_update >= 500
-                return _error(self.fail_update, "cannot load these weights")
-            if body["weight_version"] is not None:
-                self.version = int(body["weight_version"])
-                self.torn = False
-        return web.json_response({"success": True})
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.requests.append(body)
-        await self._awake.wait()
-        if self.fail_generate:
-            return _error(self.fail_generate, "cannot generate this")
-        if body["stream"]:
-            response = web.StreamResponse()
-            await response.prepare(request)
-        try:
-            versions: list[int] = []
-            num_sent = 0
-            interval = body["sampling_params"].get("stream_interval", 1)
-            async for token_versions, reason in self._make(body):
-                versions += token_versions
-                self.num_made[body["rid"]] = len(versions)
-                if body["stream"] and (reason or len(versions) == num_sent + interval):
-                    event = self._answer(len(body["input_ids"]) + num_sent, versions[num_sent:], reason)
-                    num_sent = len(versions)
-                    with contextlib.suppress(ConnectionResetError):
-                        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        if body["stream"]:
-            await response.write(b"data: [DONE]\n\n")
-            return response
-        return web.json_response(self._answer(len(body["input_ids"]), versions, reason))
-
-    async def _make(self, body: dict[str, Any]) -> Any:
-        """Yields (versions of the new tokens, finish reason or None)."""
-        if self.empty_aborts:
-            yield [], "abort"
-            return
-        await self._running.wait()  # a paused server lets new requests wait
-        limit = body["sampling_params"]["max_new_tokens"]
-        prompt = len(body["input_ids"])
-        abort_round = self._abort_round
-        for index in range(limit):
-            if self._awake.is_set() is False:
-                await self._awake.wait()
-            if self.hold_at is not None and index >= self.hold_at:
-                self.num_held += 1
-                released = asyncio.create_task(self._released.wait())
-                aborted = asyncio.create_task(self._aborted.wait())
-                try:
-                    await asyncio.wait({released, aborted}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    self.num_held -= 1
-                    released.cancel()
-                    aborted.cancel()
-            if self._abort_round != abort_round:
-                yield [], "abort"
-                return
-            await self._running.wait()
-            last = index == limit - 1
-            stops = self.finish_at is not None and prompt + index + 1 >= self.finish_at
-            yield [self.version], "stop" if stops else "length" if last else None
-            if stops:
-                return
-            await asyncio.sleep(0)
-
-    def _answer(self, start: int, versions: list[int], reason: str | None) -> dict[str, Any]:
-        spans: list[dict[str, Any]] = []
-        for index, version in enumerate(versions):
-            if spans and spans[-1]["version"] == str(version):
-                spans[-1]["end"] = index + 1
-            else:
-                spans.append({"version": str(version), "start": index, "end": index + 1})
-        entries = [[-(start + i + v / 100), 1000 + start + i, None] for i, v in enumerate(versions)]
-        return {
-            "text": "",
-            "output_ids": [entry[1] for entry in entries],
-            "meta_info": {
-                "id": "x",
-                "finish_reason": {"type": reason} if reason else None,
-                "output_token_logprobs": entries,
-                "weight_version": str(self.version),
-                "weight_versions": spans,
-            },
-        }
+    def details(self, act: str) -> list[dict[str, Any]]:
+        return [details for name, details in self.calls if name == act]
 
 
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status)
+def tokens(start: int, versions: list[int]) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of tokens from position `start` on."""
+    places = range(start, start + len(versions))
+    return [1000 + p for p in places], [-(p + v / 100) for p, v in zip(places, versions, strict=True)]
+
+
+def spans(versions: list[int]) -> list[dict[str, Any]]:
+    """The form in which both real servers tell versions."""
+    found: list[dict[str, Any]] = []
+    for index, version in enumerate(versions):
+        if found and found[-1]["version"] == str(version):
+            found[-1]["end"] = index + 1
+        else:
+            found.append({"version": str(version), "start": index, "end": index + 1})
+    return found
 
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for a fact that no event announces."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 class FleetKit:
-    """Starts fake servers and fleets over them."""
+    """Starts fake servers of one dialect and fleets over them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.registry = FileNameRegistry(folder)
-        self.servers: list[FakeServer] = []
+    def __init__(self, folder: Path, server_class: type[FakeServer]) -> None:
+        self.registry = FileNameRegistry(folder / "names")
+        self.servers: list[Any] = []
         self.fleets: list[Fleet] = []
+        self.server_class = server_class
+        self._folder = folder
 
-    async def server(self, index: int, **settings: Any) -> FakeServer:
-        server = FakeServer(**settings)
+    @property
+    def dialect(self) -> str:
+        return self.server_class.dialect
+
+    async def server(self, index: int, **settings: Any) -> Any:
+        server = self.server_class(**settings)
         await server.start()
         self.registry.add(f"servers/{index}", server.registration(), replace=True)
         self.servers.append(server)
         return server
 
     async def fleet(self, num_servers: int, **config: Any) -> Fleet:
-        settings = {"health_check_interval_s": 0.03, "setup_timeout": 5.0, "weight_update_timeout_s": 2.0}
-        fleet = Fleet(self.registry, num_servers, InferenceEngineConfig(**(settings | config)), make_native_replica)
+        settings: dict[str, Any] = {
+            "health_check_interval_s": 0.03,
+            "setup_timeout": 10.0,
+            "weight_update_timeout_s": 2.0,
+        } | config
+        fleet = Fleet(self.registry, num_servers, InferenceEngineConfig(**settings), self.server_class.client)
         self.fleets.append(fleet)
         await fleet.start()
         return fleet
+
+    def disk(self, version: int) -> WeightUpdate:
+        """An update from a folder that holds a whole checkpoint."""
+        folder = self._folder / "weights" / f"v{version:06d}"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text("{}")
+            write_weights(folder, [("weight", torch.full((2,), float(version)))])
+            seal_folder(folder)
+        return WeightUpdate(version=version, kind="disk", path=str(folder))
 
     async def close(self) -> None:
         for fleet in self.fleets:

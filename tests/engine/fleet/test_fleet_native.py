@@ -109,10 +109,10 @@ class NativeKit:
 
 
 @pytest.fixture
-async def native(kit: FleetKit, model_folder: Path) -> AsyncIterator[NativeKit]:
-    made = NativeKit(kit, model_folder)
+async def native(native_kit: FleetKit, model_folder: Path) -> AsyncIterator[NativeKit]:
+    made = NativeKit(native_kit, model_folder)
     yield made
-    for fleet in kit.fleets:
+    for fleet in native_kit.fleets:
         await fleet.close()
     for server in made.servers:
         await server.die()

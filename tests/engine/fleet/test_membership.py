@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from fake_server import FleetKit, until
-from test_fleet import a_request, assert_whole, collective, disk, serving
+from test_fleet import a_request, assert_whole, collective, serving
 
 from areal.api.errors import ServerUnavailable, WeightSyncError
 from areal.engine.fleet import Fleet
@@ -23,7 +23,7 @@ def lacking(fleet: Fleet, version: int) -> list[str]:
 async def test_a_replica_that_joins_loads_the_current_folder_and_serves(kit: FleetKit) -> None:
     await kit.server(3)
     fleet = await kit.fleet(1)
-    await fleet.update_weights(disk(1))
+    await fleet.update_weights(kit.disk(1))
     joined = await kit.server(1)
     await serving(fleet, "server-1", "server-3")
     assert joined.version == 1
@@ -96,8 +96,7 @@ async def test_only_replicas_that_lack_the_version_get_it_again(kit: FleetKit) -
     assert (await running).num_interruptions == 0
     await fleet.update_weights(collective(2, fleet.live_replicas(2), "g3"))
     assert (first.version, again.version) == (2, 2)
-    joins = [body for path, body in again.calls if path == "init_weights_update_group"]
-    assert [(body["group_name"], body["world_size"]) for body in joins] == [("g2", 2), ("g3", 3)]
+    assert [(joined["group_name"], joined["world_size"]) for joined in again.details("join")] == [("g2", 2), ("g3", 3)]
 
 
 async def test_a_request_is_answered_while_others_take_in_the_version(kit: FleetKit) -> None:
@@ -108,7 +107,7 @@ async def test_a_request_is_answered_while_others_take_in_the_version(kit: Fleet
     slow.fail_update = "hang"
     await until(lambda: lacking(fleet, 1) == ["server-1"])
     publication = asyncio.create_task(fleet.update_weights(collective(1, fleet.live_replicas(1), "g2")))
-    await until(lambda: "update_weights_from_distributed" in slow.paths())
+    await until(lambda: "receive" in slow.acts())
     assert fleet.status()["publishing"] == 1
     assert not fleet.status()["needs_publication"]
     assert_whole(await fleet.agenerate(a_request()))
@@ -116,7 +115,7 @@ async def test_a_request_is_answered_while_others_take_in_the_version(kit: Fleet
     slow.hang()
     await publication  # the health check found it: no error, since the version is served
     assert fleet.status()["publishing"] is None
-    slow.fail_update = None
+    slow.fail_update = ""
     slow.wake()
     await until(lambda: replica(fleet, "server-1")["state"] == "stale")
     assert not fleet.status()["needs_publication"], "the trainer would send it again and again"
@@ -130,7 +129,7 @@ async def test_a_version_that_everybody_serves_needs_no_work(kit: FleetKit) -> N
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
     calls = len(server.calls)
     await fleet.update_weights(collective(1, [], ""))
-    await fleet.update_weights(disk(1))
+    await fleet.update_weights(kit.disk(1))
     assert len(server.calls) == calls
     # from now on there is a folder: whoever joins needs no trainer
     await kit.server(1)
@@ -159,16 +158,16 @@ async def test_an_answer_waits_for_the_version_of_its_newest_token(kit: FleetKit
     fleet = await kit.fleet(1, request_timeout=0.2, stream_interval=8)
     begun = asyncio.create_task(fleet.agenerate(a_request("r0", min_new_tokens=45)))
     await until(lambda: server.num_held == 1)
-    await fleet.update_weights(disk(3))  # the trainer has gone back
+    await fleet.update_weights(kit.disk(3))  # the trainer has gone back
     server.release()
     fresh = await fleet.agenerate(a_request("r1"))
     assert fresh.output_versions == [3] * 100  # one without tokens is not held
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     assert fleet.status()["waiting_for"] == "version 5, which 1 answers have tokens of; 3 is served"
-    await fleet.update_weights(disk(4))
+    await fleet.update_weights(kit.disk(4))
     await asyncio.sleep(0.3)  # longer than request_timeout: this wait has no limit
     assert not begun.done()
-    await fleet.update_weights(disk(5))
+    await fleet.update_weights(kit.disk(5))
     response = await begun
     assert_whole(response)
     assert response.output_versions == [5] * 100
@@ -181,11 +180,11 @@ async def test_no_token_of_an_older_policy_follows_a_newer_one(kit: FleetKit, mo
     fleet = await kit.fleet(1, weight_update=mode, stream_interval=8, request_retries=1)
     begun = asyncio.create_task(fleet.agenerate(a_request("r0")))
     await until(lambda: server.num_held == 1)
-    await fleet.update_weights(disk(3))
+    await fleet.update_weights(kit.disk(3))
     server.release()
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     assert replica(fleet, "server-0")["failures"] == 0
-    await fleet.update_weights(disk(5))
+    await fleet.update_weights(kit.disk(5))
     response = await begun
     assert_whole(response)
     assert response.output_versions == [5] * 100
@@ -197,7 +196,7 @@ async def test_an_answer_that_waits_for_its_version_ends_with_the_fleet(kit: Fle
     fleet = await kit.fleet(1)
     begun = asyncio.create_task(fleet.agenerate(a_request("r0")))
     await until(lambda: server.num_held == 1)
-    await fleet.update_weights(disk(3))
+    await fleet.update_weights(kit.disk(3))
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     await fleet.close()
     with pytest.raises(ServerUnavailable, match="closed"):
@@ -226,10 +225,10 @@ async def test_a_version_that_nobody_took_in_time_makes_no_token_later(kit: Flee
     """The trainer was told that it failed and may go back: an answer with a token of it could wait for it for ever."""
     first = await kit.server(0)
     fleet = await kit.fleet(1, weight_update_timeout_s=0.3)
-    await fleet.update_weights(disk(1))
+    await fleet.update_weights(kit.disk(1))
     first.fail_update = "die"
     with pytest.raises(WeightSyncError, match="no replica took in version 2"):
-        await fleet.update_weights(disk(2))
+        await fleet.update_weights(kit.disk(2))
     assert fleet.version == 1
     again = await kit.server(0)
     await serving(fleet, "server-0")
@@ -244,12 +243,12 @@ async def test_a_hung_replica_in_a_group_does_not_hold_the_others(kit: FleetKit)
     replicas = fleet.live_replicas(1)
     first.fail_update = second.fail_update = "hang"
     attempt = asyncio.create_task(fleet.update_weights(collective(1, replicas, "g1")))
-    await until(lambda: "update_weights_from_distributed" in first.paths())
+    await until(lambda: "receive" in first.acts())
     second.hang()
     with pytest.raises(Exception, match="no replica took in version 1"):
         await asyncio.wait_for(attempt, 5)
-    assert "destroy_weights_update_group" in first.paths()  # else its engine would wait for the peer
-    first.fail_update = None
+    assert "leave" in first.acts()  # else its engine would wait for the peer
+    first.fail_update = ""
     await until(lambda: lacking(fleet, 1) == ["server-0"])
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g2"))
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100

@@ -24,6 +24,7 @@ from areal.engine.fleet import Fleet
 from areal.engine.native import NativeReplica
 from areal.engine.replica import GenerationPart, PartChunk
 from areal.engine.replica_set import CHECK_TIMEOUT_INTERVALS
+from areal.engine.server_client import ServerClient
 from areal.engine.weight_sync.collective import SETTLE_S, CollectiveChannel
 from areal.engine.weight_sync.disk import DiskChannel
 from areal.system.run_paths import RunPaths
@@ -97,7 +98,7 @@ class Struck(NativeReplica):
     def __init__(self, servers: Servers, name: str, address: str) -> None:
         super().__init__(name, address)
         self._servers = servers
-        self._calls: Counter[str] = Counter()
+        self._client = StrikingClient(servers, name, address)
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
         def count(chunk: PartChunk) -> None:
@@ -106,17 +107,25 @@ class Struck(NativeReplica):
 
         await super().generate(part, count)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+    async def num_generated(self) -> int:
+        return (await self.load()).generated_tokens
+
+
+class StrikingClient(ServerClient):
+    """Strikes the server down before the call that is due."""
+
+    def __init__(self, servers: Servers, name: str, address: str) -> None:
+        super().__init__(name, address)
+        self._servers = servers
+        self._calls: Counter[str] = Counter()
+
+    async def post(self, path: str, body: dict[str, Any]) -> bytes:
         self._calls[path] += 1
         servers = self._servers
         if self.name == "server-1" and servers.strike(path, self._calls[path]):
             servers.strike = lambda path, count: False
             servers.hit()
-        return await super()._post(path, body)
-
-    async def num_generated(self) -> int:
-        lines = (await self._request("GET", "/metrics")).decode().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("areal_generated_tokens_total "))
+        return await super().post(path, body)
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +142,10 @@ def big_model(seed: int) -> nn.Module:
 
 
 @pytest.fixture
-async def servers(kit: FleetKit, model_folder: Path) -> AsyncIterator[Servers]:
-    made = Servers(kit, model_folder)
+async def servers(native_kit: FleetKit, model_folder: Path) -> AsyncIterator[Servers]:
+    made = Servers(native_kit, model_folder)
     yield made
-    for fleet in kit.fleets:
+    for fleet in native_kit.fleets:
         await fleet.close()
     await made.close()
 
