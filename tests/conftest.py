@@ -1,0 +1,79 @@
+"""What all tests share: time limits, and loops whose clock does not run while this process stands still.
+
+On a busy machine a process may get no CPU for seconds. A time-out of the tested code that expires meanwhile says
+nothing about that code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("areal")
+
+_HEAVY = {"slow", "gpu", "vllm", "sglang"}
+_HEAVY_LIMIT_S = 1800
+_ITERATION_S = 0.002
+"""The most that the callbacks of one round of a loop may add to its time."""
+_SLICE_S = 0.02
+"""The most that one wait may add."""
+
+
+class _SteadySelector(selectors.DefaultSelector):
+    """Tells how much time passed in which the loop had nothing to do: what it slept, and no standstill."""
+
+    def __init__(self, advance: Callable[[float], None]) -> None:
+        super().__init__()
+        self._advance = advance
+        self._returned_s = time.monotonic()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._advance(min(time.monotonic() - self._returned_s, _ITERATION_S))
+        try:
+            return super().select(timeout) if timeout is None else self._wait(timeout)
+        finally:
+            self._returned_s = time.monotonic()
+
+    def _wait(self, left_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        while True:
+            slice_s = min(max(left_s, 0.0), _SLICE_S)
+            began_s = time.monotonic()
+            events = super().select(slice_s)
+            passed_s = min(time.monotonic() - began_s, slice_s)
+            self._advance(passed_s)
+            left_s -= passed_s
+            if events or left_s <= 0.0:
+                return events
+
+
+class SteadyLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers stand still while its process does."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        super().__init__(_SteadySelector(self._advance))
+
+    def _advance(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    def time(self) -> float:
+        return self._now_s
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The time limit of pyproject.toml is for tests of the default run."""
+    for item in items:
+        if any(mark.name in _HEAVY for mark in item.iter_markers()):
+            item.add_marker(pytest.mark.timeout(_HEAVY_LIMIT_S))
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
+    """For every async test."""
+    return {"steady": SteadyLoop}
