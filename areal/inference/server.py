@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from areal.inference.engine import Engine
 from areal.inference.requests import seed_source
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
-from areal.system.discovery import NameRegistry, registry_of
+from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import bind_socket, http_address, is_loopback
 from areal.system.open_files import raise_open_file_limit
@@ -171,9 +170,7 @@ def announce(options: ServerOptions, address: str) -> None:
         sys.stdout.write(f"{address}\n")
         sys.stdout.flush()
         return
-    record = json.dumps({"address": address, "pid": os.getpid()})
-    options.registry.add(f"servers/{options.index}", record, replace=True)
-    options.registry.add(f"ready/{options.process_name}", json.dumps({"pid": os.getpid()}), replace=True)
+    announce_server(options.registry, options.index, options.process_name, address)
 
 
 async def serve_until_signal(options: ServerOptions) -> BaseException | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -106,3 +107,10 @@ def registry_of(config: BaseExperimentConfig) -> NameRegistry:
     if root:
         return FileNameRegistry(Path(root).expanduser().absolute() / config.experiment_name / config.trial_name)
     return FileNameRegistry(RunPaths.of(config).names)
+
+
+def announce_server(registry: NameRegistry, index: int, process_name: str, address: str) -> None:
+    """Tell the run that this process serves at `address`, or that a server does which ends with it."""
+    pid = os.getpid()
+    registry.add(f"servers/{index}", json.dumps({"address": address, "pid": pid}), replace=True)
+    registry.add(f"ready/{process_name}", json.dumps({"pid": pid}), replace=True)

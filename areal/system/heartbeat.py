@@ -129,8 +129,11 @@ def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
 
 
 @contextlib.asynccontextmanager
-async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str]) -> AsyncIterator[None]:
-    """Beat from the running event loop while the block runs; `tell` says before each beat what the process does."""
+async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str | None]) -> AsyncIterator[None]:
+    """Beat from the running event loop while the block runs; `tell` says before each beat what the process does.
+
+    None withholds the beat: the loop turns, but what the process is there for hangs.
+    """
     if heartbeat is None:
         yield
         return
@@ -138,10 +141,12 @@ async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str]) -> 
     async def run() -> None:
         while True:
             try:
-                heartbeat.doing(tell())
+                what = tell()
             except Exception as error:  # noqa: BLE001 - a sentence that cannot be made is no reason to look dead
-                heartbeat.doing(f"cannot tell what it does ({type(error).__name__}: {error})")
-            await asyncio.to_thread(heartbeat.beat)  # a slow disk must not hold up the loop
+                what = f"cannot tell what it does ({type(error).__name__}: {error})"
+            if what is not None:
+                heartbeat.doing(what)
+                await asyncio.to_thread(heartbeat.beat)  # a slow disk must not hold up the loop
             await asyncio.sleep(INTERVAL_S)
 
     task = asyncio.create_task(run(), name="heartbeat")

@@ -156,15 +156,6 @@ def watch_parent() -> None:
 def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
     """Start a child in a process group of its own, output appended to `log_path`; it dies with this process."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before the fork
-
-    def die_with_parent() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
     try:
         with open(log_path, "ab") as log:
             return subprocess.Popen(
@@ -174,10 +165,25 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subpro
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C reaches the launcher only, which then ends the children in order
-                preexec_fn=die_with_parent,
+                preexec_fn=tied_to_this_process(),
             )
     except OSError as error:
         raise LaunchError(f"cannot start {argv[0]}: {error.strerror or error}") from error
+
+
+def tied_to_this_process() -> Callable[[], None]:
+    """What a child runs before its program starts, so that it dies with this process and with the thread that started
+    it. On Linux only."""
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before the fork
+
+    def die_with_parent() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return die_with_parent
 
 
 def kill_tree(pid: int, grace_s: float) -> None:
@@ -205,6 +211,25 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
             known |= {child.pid: child for child in _descendants(process)}
             _send(process, signal.SIGKILL)
         time.sleep(_POLL_S)
+
+
+def kill_rest_of_group() -> None:
+    """SIGKILL every other process of this one's group. Returns when none of them runs."""
+    while others := [process for pid in psutil.pids() if (process := _fellow(pid)) is not None]:
+        for process in others:
+            _send(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _fellow(pid: int) -> psutil.Process | None:
+    """Another living process of this one's group."""
+    try:
+        if pid == os.getpid() or os.getpgid(pid) != os.getpgrp():
+            return None
+    except (ProcessLookupError, PermissionError):
+        return None
+    process = _process(pid)
+    return process if process is not None and _alive(process) else None
 
 
 def _process(pid: int) -> psutil.Process | None:
