@@ -1,0 +1,182 @@
+"""Owns the ranks of an update group: how they find each other, send, and part again.
+
+Rank 0, a trainer, holds the store. The keys lie where torch's own helper for a new process group puts them, because
+SGLang makes its side with that helper; this side calls the backend directly, so it needs no default process group and
+leaves nothing behind in torch. Every wait here ends by itself: after its limit, or when `give_up` says so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+_POLL_S = 0.0005
+_CONNECT_TIMEOUT_S = 10.0
+_LEAVE_S = 1.0
+_STORED_FOR = {"gloo": "cpu", "nccl": "cuda"}
+"""Backend -> the device below whose name torch keeps its keys: the first of those it works for."""
+
+
+class TransferError(RuntimeError):
+    """Ranks did not meet, or a broadcast failed or took too long."""
+
+
+class TransferGroup:
+    """One rank's place in a group. Opaque: `connect` or `meet` makes it, `broadcast` and `leave` use it."""
+
+    def __init__(self, name: str, group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL) -> None:
+        self.name = name
+        self.groups = [group]
+        """The only reference to torch's group; none once left."""
+
+
+def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
+    """The key-value store through which the ranks of a group find each other; port 0 lets the master choose.
+
+    A client that finds no master gets a TransferError at once: it is there before anybody is told of it. One whose
+    master dies while they greet gets it after _CONNECT_TIMEOUT_S.
+    """
+    try:
+        if not is_master:  # torch would go on trying for the whole time-out
+            socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
+            return _greet(host, port, timeout_s)
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except (OSError, RuntimeError) as error:
+        raise TransferError(f"no store of an update group at {host}:{port} ({_first_line(error)})") from error
+
+
+def _greet(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect in a thread that is left behind when it takes too long: torch waits between two tries as it likes."""
+    limit = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+    made: list[TCPStore | RuntimeError] = []
+
+    def greet() -> None:
+        try:
+            made.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=greet, name=f"greet {host}:{port}", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not made:
+        raise TimeoutError(f"it did not answer in {limit.total_seconds():g} s")
+    if isinstance(made[0], RuntimeError):
+        raise made[0]
+    made[0].set_timeout(timedelta(seconds=timeout_s))
+    return made[0]
+
+
+def meet(
+    store: TCPStore, *, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
+) -> TransferGroup:
+    """Join the group over an open store; blocks until all ranks are there. TransferError after `timeout_s`.
+
+    nccl meets at the first broadcast instead, on the current CUDA device.
+    """
+    if backend not in _STORED_FOR:
+        raise ValueError(f"unknown backend {backend!r} of an update group: give gloo or nccl")
+    named = PrefixStore(f"{_STORED_FOR[backend]}/", PrefixStore(f"{group_name}/", PrefixStore(group_name, store)))
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if backend == "nccl":
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            # NCCL's own watchdog ends the whole process; our deadline must come first.
+            nccl_options._timeout = timeout * 2
+            return TransferGroup(group_name, dist.ProcessGroupNCCL(named, rank, world_size, nccl_options))
+        if not _is_loopback(store.host):  # the interface: GLOO_SOCKET_IFNAME, else that of the host's name
+            return TransferGroup(group_name, dist.ProcessGroupGloo(named, rank, world_size, timeout=timeout))
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - no stub
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        return TransferGroup(group_name, dist.ProcessGroupGloo(named, rank, world_size, options))
+    except RuntimeError as error:
+        raise TransferError(
+            f"update group {group_name}: rank {rank} of {world_size} did not meet the others within "
+            f"{timeout_s:g} s ({_first_line(error)})"
+        ) from error
+
+
+def connect(
+    host: str, port: int, *, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
+) -> TransferGroup:
+    """Join the group whose store rank 0 holds at host:port; blocks until all ranks are there. TransferError when there
+    is no store, or not everybody comes within `timeout_s`."""
+    store = open_store(host, port, is_master=False, timeout_s=timeout_s)
+    return meet(store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s)
+
+
+def broadcast(
+    group: TransferGroup, buffer: Tensor, timeout_s: float, give_up: Callable[[], bool] | None = None
+) -> None:
+    """Send (rank 0) or receive `buffer`. TransferError after `timeout_s`, when a peer is gone, or once `give_up()` is
+    true; such a group is of no more use.
+
+    The error does not keep torch's handle of the broadcast, which shares the connections with the group: whoever
+    dropped it last, be it the garbage collector in an event loop, could run gloo's destructor (see `leave`).
+    """
+    work: dist.Work | None = None
+    deadline = time.monotonic() + timeout_s
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    try:
+        work = _start(group, buffer, options)
+        while True:
+            gives_up = give_up is not None and give_up()
+            if work.is_completed():
+                break
+            if time.monotonic() > deadline:
+                raise TransferError(f"update group {group.name}: no broadcast in {timeout_s:g} s")
+            if gives_up:
+                raise TransferError(f"update group {group.name}: broadcast given up")
+            time.sleep(_POLL_S)
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, TransferError):
+            raise
+        raise TransferError(f"update group {group.name}: {_first_line(error)}") from error
+    finally:
+        del work
+
+
+def _start(group: TransferGroup, buffer: Tensor, options: dist.BroadcastOptions) -> dist.Work:
+    if not group.groups:
+        raise TransferError(f"update group {group.name} was left")
+    return group.groups[0].broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+
+
+def leave(group: TransferGroup) -> None:
+    """Leave at once, without waiting for anybody; a pending broadcast of another rank fails. May be repeated.
+
+    Gloo's destructor waits for what is being sent, and to a peer that hangs that lasts until the peer is killed:
+    it runs in a thread of its own, not wherever the last reference is dropped. It is usually done at once, and
+    then waited for: a thread that is in torch when the interpreter ends aborts the process.
+    """
+    groups, group.groups = group.groups, []
+    if groups:  # no variable here may hold torch's group
+        groups[0].abort()
+    leaving = threading.Thread(target=groups.clear, name=f"leave {group.name}", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    """Of torch's message, without where in its source and what to read."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(".cc:")[2].partition("] ")[2].partition(". ")[0] or line

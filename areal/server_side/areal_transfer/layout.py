@@ -1,0 +1,61 @@
+"""Owns the layout of one broadcast: a flat tensor of bytes with the weights of a bucket one behind the other.
+
+There is no padding, so a weight starts where the one before it ends. Its bytes can be viewed in its dtype only if that
+place is a multiple of the dtype's size: whoever makes a bucket puts the widest dtypes first (`widest_first`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called `name` ("bfloat16"). ValueError for anything else."""
+    dtype = torch.__dict__.get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown weight dtype {name!r}: give a torch dtype name such as bfloat16")
+    return dtype
+
+
+def weight_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of one weight."""
+    return math.prod(shape) * torch_dtype(dtype).itemsize
+
+
+def widest_first(dtypes: Sequence[str]) -> list[int]:
+    """The order in which weights of these dtypes go into a bucket, as indices; equal widths keep theirs."""
+    return sorted(range(len(dtypes)), key=lambda index: -torch_dtype(dtypes[index]).itemsize)
+
+
+def bucket_bytes(dtypes: list[str], shapes: list[list[int]]) -> int:
+    """Bytes of a bucket. ValueError when it cannot be viewed in place."""
+    return sum(size for _, size in _places(dtypes, shapes))
+
+
+def views(buffer: Tensor, dtypes: list[str], shapes: list[list[int]]) -> list[Tensor]:
+    """Each weight of a bucket as a tensor over the bytes of `buffer` [uint8], without copying. ValueError when they do
+    not fit."""
+    found: list[Tensor] = []
+    for dtype, shape, (start, size) in zip(dtypes, shapes, _places(dtypes, shapes), strict=True):
+        if start + size > buffer.numel():
+            raise ValueError(f"a bucket of more than {start + size - 1} bytes does not fit into {buffer.numel()}")
+        found.append(buffer[start : start + size].view(torch_dtype(dtype)).view(shape))
+    return found
+
+
+def _places(dtypes: list[str], shapes: list[list[int]]) -> Iterable[tuple[int, int]]:
+    """Where each weight starts and how many bytes it has."""
+    end = 0
+    for index, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        width = torch_dtype(dtype).itemsize
+        if end % width:
+            raise ValueError(
+                f"weight {index} of a bucket, {dtype}, would start at byte {end}: put the widest dtypes first"
+            )
+        size = weight_bytes(dtype, shape)
+        yield end, size
+        end += size

@@ -1,0 +1,147 @@
+"""Ranks of an update group meet those that torch's own helper makes, and agree on the bytes of a bucket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.server_side import FOLDER
+from areal.server_side.areal_transfer import group, layout
+from areal.server_side.areal_transfer.group import TransferError
+
+DTYPES = ["float32", "int32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
+SHAPES = [[3], [2, 2], [5], [], [7], [0, 4]]
+
+
+def test_a_bucket_has_no_padding_and_shares_its_bytes() -> None:
+    assert layout.bucket_bytes(DTYPES, SHAPES) == 12 + 16 + 10 + 2 + 7 + 0
+    buffer = torch.zeros(50, dtype=torch.uint8)
+    views = layout.views(buffer, DTYPES, SHAPES)
+    assert [list(view.shape) for view in views] == SHAPES
+    assert [str(view.dtype) for view in views] == [f"torch.{dtype}" for dtype in DTYPES]
+    views[3].fill_(1.5)
+    assert buffer[38:40].view(torch.float16).item() == 1.5
+    views[4].copy_(torch.full((7,), 0.5))
+    assert buffer[40:47].tolist() == [0x30] * 7
+    assert buffer[47:].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "shapes", "message"),
+    [
+        (["bfloat16", "float32"], [[3], [2]], "weight 1 of a bucket, float32, would start at byte 6"),
+        (["float33"], [[3]], "unknown weight dtype 'float33'"),
+        (["Tensor"], [[3]], "unknown weight dtype 'Tensor'"),
+        (["float32"], [[3], [2]], "longer"),
+        (["float32"], [[5]], "does not fit into 16"),
+    ],
+)
+def test_a_bucket_that_cannot_be_viewed_is_refused(dtypes: list[str], shapes: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout.views(torch.zeros(16, dtype=torch.uint8), dtypes, shapes)
+
+
+def test_the_widest_go_first_and_equals_stay_in_order() -> None:
+    dtypes = ["uint8", "bfloat16", "float32", "float16", "float64", "int32"]
+    order = layout.widest_first(dtypes)
+    assert [dtypes[index] for index in order] == ["float64", "float32", "int32", "bfloat16", "float16", "uint8"]
+    sizes = layout.bucket_bytes([dtypes[index] for index in order], [[3]] * 6)
+    assert sizes == 24 + 12 + 12 + 6 + 6 + 3
+
+
+FOREIGN_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
+url, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store, _, _ = next(rendezvous(url, rank, world_size))
+store = PrefixStore("weights-1", store)
+group, _ = _new_process_group_helper(
+    world_size, rank, [], Backend("gloo"), store, group_name="weights-1", timeout=dist.constants.default_pg_timeout
+)
+_world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+buffer = torch.empty(1000, dtype=torch.uint8)
+dist.broadcast(buffer, src=0, group=group)
+print(int(buffer.long().sum()))
+"""
+
+
+def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=60)
+    url = f"tcp://127.0.0.1:{store.port}"
+    foreign = subprocess.Popen([sys.executable, "-c", FOREIGN_RANK, url, "1", "3"], stdout=subprocess.PIPE)
+    buffers = [torch.arange(1000).to(torch.uint8), torch.empty(1000, dtype=torch.uint8)]
+    threads = [
+        threading.Thread(target=exchange, args=(store.port, rank, buffer))
+        for rank, buffer in zip((0, 2), buffers, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    printed, _ = foreign.communicate(timeout=100)
+    for thread in threads:
+        thread.join(60)
+    assert torch.equal(buffers[0], buffers[1])
+    assert int(printed) == int(buffers[0].long().sum())
+
+
+def exchange(port: int, rank: int, buffer: Tensor) -> None:
+    joined = group.connect(
+        "127.0.0.1", port, rank=rank, world_size=3, group_name="weights-1", backend="gloo", timeout_s=60
+    )
+    group.broadcast(joined, buffer, 60)
+    group.leave(joined)
+
+
+def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=30)
+    names = {"group_name": "g", "backend": "gloo", "timeout_s": 0.5}
+    with pytest.raises(TransferError, match=r"group g: rank 1 of 2 did not meet the others within 0\.5 s"):
+        group.connect("127.0.0.1", store.port, rank=1, world_size=2, **names)
+    with pytest.raises(ValueError, match="unknown backend 'mpi'"):
+        group.connect("127.0.0.1", store.port, rank=1, world_size=2, **(names | {"backend": "mpi"}))
+
+
+def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=30)
+    made: dict[int, group.TransferGroup] = {}
+
+    def join(rank: int) -> None:
+        made[rank] = group.connect(
+            "127.0.0.1", store.port, rank=rank, world_size=2, group_name="g", backend="gloo", timeout_s=30
+        )
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sender, receiver = made[0], made[1]
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="update group g: "):
+        group.broadcast(receiver, buffer, 0.2)
+    group.leave(sender)
+    with pytest.raises(TransferError, match="update group g"):
+        group.broadcast(receiver, buffer, 60)
+    assert time.monotonic() - began < 30
+    group.leave(receiver)
+    group.leave(receiver)
+    with pytest.raises(TransferError, match="update group g was left"):
+        group.broadcast(receiver, buffer, 60)
+    assert not dist.is_initialized(), "torch's own register of groups is left alone"
+
+
+def test_it_can_be_imported_where_areal_is_not(tmp_path: Path) -> None:
+    code = "import sys; from areal_transfer import group, layout; assert 'areal' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(FOLDER)}, check=True, timeout=100)
