@@ -138,18 +138,36 @@ class AllocationMode:
 
 
 def check_supported(mode: AllocationMode) -> None:
-    """Raise ConfigError unless this version can launch `mode`: native:dN+fsdp:dM (RL) or fsdp:dM (SFT)."""
-    backends = [one.backend for one in mode.allocations]
+    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dM (RL) or fsdp:dM alone (SFT).
+
+    Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
+    """
     for one in mode.allocations:
-        if one.backend not in ("native", "fsdp"):
-            instead = "native" if one.is_inference else "fsdp"
-            raise ConfigError(f"{one.backend} is not supported by this version: use {instead}:d{one.parallel.dp}")
-        if one.parallel != ParallelDims(dp=one.parallel.dp):
-            raise ConfigError(f"{one} has sizes this version cannot run: only data parallelism (d) is supported")
-    if mode.evaluation or any(one.shares_with is not None for one in mode.allocations):
-        backends.clear()
-    if backends not in (["native", "fsdp"], ["fsdp"]):
-        raise ConfigError(f"{mode} cannot be launched by this version: use native:dN+fsdp:dM, or fsdp:dM for SFT")
+        _check_part(one)
+    shape = [one.is_inference for one in mode.allocations]
+    alone = not mode.evaluation and all(one.shares_with is None for one in mode.allocations)
+    if not alone or shape not in ([True, False], [False]):
+        raise ConfigError(
+            f"{mode} cannot be launched by this version: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM or "
+            "vllm:dNtK+fsdp:dM, or fsdp:dM for SFT"
+        )
+
+
+def _check_part(one: ModelAllocation) -> None:
+    """Raise ConfigError, with what to write instead, unless this version can run the part in these sizes."""
+    dims = one.parallel
+    if one.backend == "megatron":
+        raise ConfigError(f"megatron is not supported by this version: use fsdp:d{dims.dp}")
+    if not one.is_inference and dims != ParallelDims(dp=dims.dp):
+        raise ConfigError(f"{one} has sizes this version cannot run: only data parallelism (d) is supported for fsdp")
+    if one.backend == "native" and dims != ParallelDims(dp=dims.dp):
+        other = f"sglang:d{dims.dp}t{dims.tp * dims.pp}"
+        raise ConfigError(
+            f"{one} splits a model, but a native server holds a whole one: use native:d{dims.dp} or {other}"
+        )
+    if one.is_inference and dims != ParallelDims(dp=dims.dp, tp=dims.tp):
+        instead = f"{one.backend}:d{dims.dp}t{dims.tp * dims.pp}"
+        raise ConfigError(f"{one} has pipeline stages (p), which cannot take in new weights: use {instead}")
 
 
 def _written(**sizes: int) -> str:

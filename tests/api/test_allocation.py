@@ -131,7 +131,19 @@ def test_mistakes_are_pointed_at(text: str, column: int, words: str) -> None:
     assert caret.index("^") == column + 1  # two blanks of indentation
 
 
-@pytest.mark.parametrize("text", ["native:d2+fsdp:d1", "native[r]:d1+fsdp[a]:d3", "native:d1+d2", "fsdp:d4", "d1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "native:d2+fsdp:d1",
+        "native[r]:d1+fsdp[a]:d3",
+        "native:d1+d2",
+        "sglang:d2t1+fsdp:d1",
+        "sglang:d2t4+d2",
+        "vllm:d1t2+fsdp:d1",
+        "fsdp:d4",
+        "d1",
+    ],
+)
 def test_what_this_version_launches(text: str) -> None:
     check_supported(AllocationMode.parse(text))
 
@@ -139,9 +151,17 @@ def test_what_this_version_launches(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("sglang:d4+fsdp:d1", "use native:d4"),
         ("native:d1+megatron:d2", "use fsdp:d2"),
-        ("native:d1t2+fsdp:d1", "only data parallelism"),
+        (
+            "native:d2t2+fsdp:d1",
+            "native:d2t2 splits a model, but a native server holds a whole one: use native:d2 or sgl",
+        ),
+        ("native:d2p2+fsdp:d1", "use native:d2 or sglang:d2t2"),
+        ("sglang:d2t2p2+fsdp:d1", "pipeline stages (p), which cannot take in new weights: use sglang:d2t4"),
+        ("vllm:d1p2+fsdp:d1", "use vllm:d1t2"),
+        ("sglang:d1+vllm:d1+fsdp:d1", "a name is missing"),
+        ("vllm[a]:d1+native[b]:d1+fsdp[c]:d1", "cannot be launched"),
+        ("vllm:d1", "vllm:dNtK+fsdp:dM"),
         ("native:d1+fsdp:d1c2", "only data parallelism"),
         ("native:d1", "use native:dN+fsdp:dM"),
         ("native:d1+eval", "use native:dN+fsdp:dM"),

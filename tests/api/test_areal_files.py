@@ -1,4 +1,4 @@
-"""Files written for AReaL v0.5 load as they are, but for the allocation; what this version lacks is refused by name."""
+"""Files written for AReaL v0.5 load as they are; what this version lacks is refused by name."""
 
 import logging
 from pathlib import Path
@@ -205,15 +205,23 @@ def test_a_grpo_file_loads_with_only_the_allocation_changed(grpo, caplog) -> Non
     assert config.ref.path == config.tokenizer_path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert config.launcher.trainer_env_vars == "A=1,B=2"
     assert len(caplog.records) == 1
-    for section in ("sglang", "vllm", "scheduler", "launcher.slurm", "actor.scheduling_spec", "actor.megatron"):
+    for section in ("scheduler", "launcher.slurm", "actor.scheduling_spec", "actor.megatron"):
         assert section in caplog.text
 
 
-def test_its_own_allocation_is_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_it_loads_with_its_own_allocation_and_flags(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text(GRPO, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"allocation_mode: sglang is not supported by this version: use native:d4"):
-        load_config(["--config", str(path)], GRPOConfig)
+    config = load_config(["--config", str(path)], GRPOConfig)
+    assert config.server_backend == "sglang"
+    assert config.server_flags == {
+        "model_path": "Qwen/Qwen2.5-1.5B-Instruct",
+        "random_seed": 1,
+        "dtype": "bfloat16",
+        "mem_fraction_static": 0.8,
+    }
+    on_vllm = load_config(["--config", str(path), "allocation_mode=vllm:d2t2+d4p1t1"], GRPOConfig)
+    assert on_vllm.server_flags == {"model": "Qwen/Qwen2.5-1.5B-Instruct", "max_model_len": 32768}
 
 
 def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def problem(tmp_path: Path):
         ("allocation_mode=native:dx+fsdp:d1", ["allocation_mode: column 8 of 'native:dx+fsdp:d1'"]),
         ("allocation_mode=", ["allocation_mode: column 1", "native:d1+fsdp:d1"]),
         ("allocation_mode=fsdp:d2", ["fsdp:d2 has no servers", "native:d1+fsdp:d2"]),
-        ("allocation_mode=sglang:d4+fsdp:d1", ["sglang is not supported by this version: use native:d4"]),
+        ("allocation_mode=native:d1t2+fsdp:d1", ["use native:d1 or sglang:d1t2"]),
         ("allocation_mode=native:d1+megatron:d2", ["megatron is not supported by this version: use fsdp:d2"]),
         ("allocation_mode=native:d1+fsdp:d2t2", ["only data parallelism"]),
         ("allocation_mode=native:d1|fsdp[a]:d1", ["cannot be launched by this version"]),

@@ -20,6 +20,7 @@ from areal.api.config.observe import (
     StatsLoggerConfig,
 )
 from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
+from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems
 from areal.api.config.train import TrainEngineConfig
 from areal.api.errors import ConfigError
 
@@ -142,7 +143,13 @@ class PPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The rollout controller."""
     native: NativeServerConfig = field(default_factory=NativeServerConfig)
-    """The native inference servers."""
+    """The native inference servers; read with allocation_mode=native:... only."""
+    sglang: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Flags of the SGLang servers, named as SGLang names them; read with allocation_mode=sglang:... only."""
+    vllm: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Flags of the vLLM servers, named as vLLM names them; read with allocation_mode=vllm:... only."""
+    server_python: str = ""
+    """Python interpreter of the environment that SGLang or vLLM is installed in; empty = the one that runs areal."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     """The policy."""
     ref: TrainEngineConfig | None = None
@@ -164,11 +171,26 @@ class PPOConfig(BaseExperimentConfig):
         chosen = self.rollout.max_concurrent_rollouts
         return chosen or self.train_dataset.batch_size * (self.rollout.max_head_offpolicyness + 1)
 
+    @property
+    def server_backend(self) -> str:
+        """Which servers generate: native, sglang or vllm; empty while allocation_mode cannot be read or has none."""
+        try:
+            servers = self.allocation.inference
+        except AllocationError:
+            return ""
+        return "" if servers is None else servers.backend
+
+    @property
+    def server_flags(self) -> dict[str, Any]:
+        """The mapping of the servers that allocation_mode starts; empty for native ones."""
+        return {"sglang": self.sglang, "vllm": self.vllm}.get(self.server_backend, {})
+
     def problems(self) -> Problems:
         yield from super().problems()
         yield from _misplaced_data("rl", self.train_dataset, self.valid_dataset)
         yield from self._must_be_equal()
         yield from self._sampling_problems()
+        yield from self._server_problems()
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
         if self.critic is not None and self.critic.optimizer is None:
@@ -209,15 +231,27 @@ class PPOConfig(BaseExperimentConfig):
                 "actor.reward_norm",
                 "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
             )
-        for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
-            room = self.native.context_length
-            if gconfig is not None and room is not None and min(gconfig.max_new_tokens, gconfig.max_tokens - 1) >= room:
-                yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, room)
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",
                 f"{self.eval_gconfig.n_samples} is not 1: evaluation draws one answer a prompt",
             )
+
+    def _server_problems(self) -> Problems:
+        """What the servers that allocation_mode starts cannot do."""
+        backend, flags = self.server_backend, self.server_flags
+        if backend in FOREIGN_SERVERS:
+            yield from flag_problems(backend, flags)
+            limit = context_limit(backend, flags)
+        else:
+            limit = (
+                None if self.native.context_length is None else ("native.context_length", self.native.context_length)
+            )
+        for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
+            if gconfig is None:
+                continue
+            if limit is not None and min(gconfig.max_new_tokens, gconfig.max_tokens - 1) >= limit[1]:
+                yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, *limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,5 +270,5 @@ def _misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None
             yield f"{path}.type", f"{dataset.type} rows cannot be used here: set it to {kind}"
 
 
-def _no_room(max_new_tokens: int, context_length: int) -> str:
-    return f"{max_new_tokens} leaves no room for a prompt in native.context_length={context_length}: lower it"
+def _no_room(max_new_tokens: int, path: str, context_length: int) -> str:
+    return f"{max_new_tokens} leaves no room for a prompt in {path}={context_length}: lower it"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-from areal.api.config.fields import choice, number
+from areal.api.config.fields import Problems, choice, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,9 @@ class InferenceEngineConfig:
     """Log every admission and end of an episode with the gate's counters."""
     should_accept_fn: str = ""
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all."""
-    setup_timeout: float = number(120.0, above=0)
+    server_addrs: list[str] = field(default_factory=list[str])
+    """Servers that already run, as host:port or http://host:port, one for each of allocation_mode; [] = start them."""
+    setup_timeout: float = number(300.0, above=0)
     """Seconds to wait for the servers to get healthy."""
     stream_interval: int = number(32, low=1)
     """Tokens per event of a streamed answer, and the most that a running request loses with its replica."""
@@ -43,6 +47,40 @@ class InferenceEngineConfig:
     """Seconds between two health checks of a replica; nothing waits for a hung one longer than eleven of these."""
     weight_update_timeout_s: float = number(300.0, above=0)
     """Seconds a replica that answers its health checks may take for a weight update before it is declared dead."""
+
+    def problems(self) -> Problems:
+        for text, problem in address_problems(self.server_addrs):
+            yield "server_addrs", f"{text!r} {problem}"
+
+
+def address_problems(addresses: Iterable[str]) -> Problems:
+    """(address as written, what is wrong with it) for each that cannot be the address of a server of its own."""
+    seen: set[str] = set()
+    for text in addresses:
+        try:
+            url = server_url(text)
+        except ValueError as error:
+            yield text, f"is no address of a server ({error}): write host:port or http://host:port"
+            continue
+        if url in seen:
+            yield text, "is given twice: every server needs an address of its own"
+        seen.add(url)
+
+
+def server_url(text: str) -> str:
+    """http://host:port of an address that may lack the http://. ValueError, saying why, when it is none."""
+    url = text if "://" in text else f"http://{text}"
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        raise ValueError(f"areal speaks plain HTTP, not {parts.scheme}")
+    if not parts.hostname or parts.username is not None or any(character.isspace() for character in text):
+        raise ValueError("it names no host")
+    if parts.port is None:
+        raise ValueError("it names no port")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError("something follows the port")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{parts.port}"
 
 
 @dataclass(frozen=True, kw_only=True)
