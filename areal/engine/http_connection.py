@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from areal.api.errors import RequestError, ServerUnavailable
 
 CONNECT_TIMEOUT_S = 10.0
-IDLE_LIMIT_S = 30.0
-"""A connection idle for longer is not used again: the server may be about to close it."""
+IDLE_LIMIT_S = 4.0
+"""A connection idle for longer is not used again: the server may be about to close it (uvicorn's do after 5 s)."""
 _MAX_HEAD_BYTES = 65536
 
 OnData = Callable[[bytes], None]

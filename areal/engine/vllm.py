@@ -1,0 +1,268 @@
+"""Owns the client of one vLLM server; with `vllm_wire`, the only file that knows its URLs and its JSON.
+
+Written for vLLM 0.32 with --enable-scale-out, VLLM_SERVER_DEV_MODE=1 and areal's worker extension. The server tells the
+policy versions of an answer only with its end, so tokens that came while weights changed are passed on no earlier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import orjson
+
+from areal.api.data import WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.engine.native import TOKEN_VARIABLE
+from areal.engine.replica import (
+    FinishReason,
+    GenerationPart,
+    MemoryTag,
+    PartChunk,
+    PauseMode,
+    ReplicaInfo,
+    ReplicaLoad,
+)
+from areal.engine.server_client import ServerClient
+from areal.engine.vllm_wire import (
+    Piece,
+    WorkerState,
+    generate_body,
+    parse_load,
+    parse_piece,
+    parse_worker_state,
+    part_versions,
+    version_number,
+)
+
+BUCKET_TIMEOUT_S = 120.0
+"""Longest time that a server waits for one bucket of weights, or for the other ranks to join. It can do nothing else
+meanwhile, so a trainer that hangs costs the server this long."""
+_EXTENSION_HELP = (
+    "start it with VLLM_SERVER_DEV_MODE=1, areal/server_side on PYTHONPATH, --worker-extension-cls "
+    'areal_vllm.extension.WorkerExtension and --weight-transfer-config \'{"backend":"areal"}\''
+)
+
+
+_Parsed = TypeVar("_Parsed")
+
+
+class VLLMReplica:
+    """Speaks to one server over kept-alive connections. See `areal.engine.replica.Replica`."""
+
+    def __init__(self, name: str, address: str, *, token: str = "") -> None:
+        self.name = name
+        self.address = address
+        self._client = ServerClient(name, address, token=token)
+        self._version = 0
+        """As the server last said."""
+        self._num_updates = 0
+        """Begun so far."""
+        self._group_name = ""
+
+    async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
+        """Run a part; see the protocol. A cancelled call drops its connection, on which the server aborts it."""
+        path = "/inference/v1/generate"
+        collector = _PartCollector(self.name, on_chunk)
+        if part.max_new_tokens <= part.stream_interval:
+            answer = await self._client.post(path, generate_body(part, stream=False))
+            collector.add(self._parsed(answer, parse_piece), None)
+        else:
+            version, num_updates = self._version, self._num_updates
+
+            def on_event(event: bytes) -> None:
+                self._raise_error_event(path, event)
+                collector.add(self._parsed(event, parse_piece), version if self._num_updates == num_updates else None)
+
+            await self._client.stream(path, generate_body(part, stream=True), on_event)
+        if collector.finish_reason is None:
+            raise ServerUnavailable(f"{self.name} ended an answer without a finish reason")
+
+    def _raise_error_event(self, path: str, event: bytes) -> None:
+        """A stream that began well may end with an error."""
+        if event.startswith(b'{"error"'):
+            found = orjson.loads(event)
+            code = found["error"].get("code", 500) if isinstance(found["error"], dict) else 500
+            raise self._client.refusal(path, code if isinstance(code, int) else 500, event)
+
+    def _parsed(self, payload: bytes, parse: Callable[[Any], _Parsed]) -> _Parsed:
+        try:
+            return parse(orjson.loads(payload))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Both leave no key or value of the old weights in the cache."""
+        query = urlencode({"mode": "abort" if mode == "abort" else "keep", "clear_cache": "true"})
+        await self._client.post(f"/pause?{query}", {})
+
+    async def resume(self) -> None:
+        await self._client.post("/resume", {})
+
+    async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
+        self._num_updates += 1
+        if update.kind == "disk":
+            await self._load_folder(update)
+        else:
+            await self._receive(update, rank)
+        self._version = update.version
+
+    async def _load_folder(self, update: WeightUpdate) -> None:
+        await self._call_workers("areal_load_folder", update.path)
+        await self._drop_cache()
+        await self.set_version(update.version)
+
+    async def _receive(self, update: WeightUpdate, rank: int) -> None:
+        if self._group_name != update.group_name:
+            await self._join_group(update, rank)
+        await self._call_workers("areal_start_update")
+        for bucket in update.buckets:
+            info = {
+                "names": [spec.name for spec in bucket],
+                "dtype_names": [spec.dtype for spec in bucket],
+                "shapes": [spec.shape for spec in bucket],
+            }
+            await self._client.post("/update_weights", {"update_info": info})
+        await self._drop_cache()  # before the version counts: it may serve from then on
+        await self._client.post("/finish_weight_update", {"weight_version": str(update.version)})
+
+    async def _join_group(self, update: WeightUpdate, rank: int) -> None:
+        self._group_name = ""
+        info = {
+            "master_address": update.master_address,
+            "master_port": update.master_port,
+            "rank_offset": rank,
+            "world_size": update.world_size,
+            "group_name": update.group_name,
+            "backend": update.backend,
+            "timeout_s": BUCKET_TIMEOUT_S,
+        }
+        await self._client.post("/init_weight_transfer_engine", {"init_info": info})
+        self._group_name = update.group_name
+
+    async def _drop_cache(self) -> None:
+        """No request may go on from keys and values of the weights before."""
+        answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
+        if not self._parsed(answer, lambda found: found["success"]):
+            raise ServerUnavailable(f"{self.name} did not give up the KV cache of the weights before")
+
+    async def abandon_update(self) -> None:
+        """Nothing reaches a server that waits for a bucket: its wait ends with the trainer's connection, or after
+        BUCKET_TIMEOUT_S. A later update joins anew."""
+        self._group_name = ""
+
+    async def info(self) -> ReplicaInfo:
+        state = await self._worker_state()
+        told = await self._client.get("/weight_info")
+        self._version = self._parsed(told, lambda found: version_number(found["weight_version"]))
+        return ReplicaInfo(
+            version=self._version,
+            vocab_size=state.vocab_size,
+            context_length=state.context_length,
+            weights_whole=state.weights_whole,
+        )
+
+    async def ask_engine(self) -> None:
+        """See `areal.engine.replica.HostedReplica`; the HTTP server passes this question on."""
+        await self._client.get("/weight_info")
+
+    async def set_version(self, version: int) -> None:
+        """See `areal.engine.replica.HostedReplica`."""
+        await self._client.post("/update_weight_version", {"new_version": str(version)})
+        self._version = version
+
+    async def _worker_state(self) -> WorkerState:
+        return self._parsed(await self._call_workers("areal_state"), parse_worker_state)
+
+    async def _call_workers(self, method: str, *args: str) -> bytes:
+        """Run a method of areal's extension in every worker."""
+        path = "/collective_rpc"
+        status, answer = await self._client.exchange("POST", path, orjson.dumps({"method": method, "args": list(args)}))
+        if status == 404:
+            raise ServerUnavailable(f"{self.name} has no {path}: {_EXTENSION_HELP}")
+        if status != 200:
+            raise self._client.refusal(path, status, answer)
+        return answer
+
+    async def load(self) -> ReplicaLoad:
+        """How busy it is; see the protocol."""
+        answer = await self._client.get("/metrics")
+        try:
+            return parse_load(answer.decode())
+        except (KeyError, ValueError) as error:
+            raise ServerUnavailable(f"{self.name} told its load in a way that cannot be read: {error!r}") from error
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def release_memory(self, tags: list[MemoryTag]) -> None:
+        """Weights go to the host's memory and come back from there; the KV cache is given up. Aborts what runs."""
+        if not (await self._worker_state()).has_sleep_mode:
+            raise RequestError(f"{self.name} cannot give up its memory: start it with --enable-sleep-mode")
+        if "weights" in tags:
+            await self._client.post("/sleep?level=1", {})
+            if "kv_cache" not in tags:  # vLLM lets go of both
+                await self.resume_memory(["kv_cache"])
+        elif "kv_cache" in tags:
+            await self.pause("abort")
+            await self._client.post("/release_kv_cache_memory", {})
+
+    async def resume_memory(self, tags: list[MemoryTag]) -> None:
+        """It generates again once it has all of its memory."""
+        await self._client.post("/wake_up?" + urlencode([("tags", tag) for tag in tags]), {})
+
+    @property
+    def answers_during_update(self) -> bool:
+        return False  # what would answer is busy with the update
+
+    async def close(self) -> None:
+        """Drop all connections: every running call fails with ServerUnavailable."""
+        self._client.close()
+
+
+@dataclass
+class _PartCollector:
+    """Passes on the tokens of one part once their versions are certain."""
+
+    replica_name: str
+    on_chunk: Callable[[PartChunk], None]
+    finish_reason: FinishReason | None = None
+    num_passed_on: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
+    """That wait for the end of the part, since an update began before they came."""
+    logprobs: list[float] = field(default_factory=list[float])
+
+    def add(self, piece: Piece, version: int | None) -> None:
+        """`version` made the tokens of this piece; None when only the end of the part will tell."""
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason
+        versions: list[int] | None = None
+        if piece.finish_reason is not None:
+            versions = self._told_versions(piece)
+        elif version is None:
+            return
+        num_new = len(self.token_ids)
+        told = [version or 0] * num_new if versions is None else versions[self.num_passed_on :]
+        chunk = PartChunk(self.token_ids, self.logprobs, told, piece.finish_reason, versions)
+        self.num_passed_on += num_new
+        self.token_ids, self.logprobs = [], []
+        self.on_chunk(chunk)
+
+    def _told_versions(self, last: Piece) -> list[int]:
+        try:
+            return part_versions(last.spans, self.num_passed_on + len(self.token_ids))
+        except ValueError as error:
+            raise ServerUnavailable(f"{self.replica_name} did not tell the versions of an answer: {error}") from error
+
+
+def make_vllm_replica(name: str, address: str) -> VLLMReplica:
+    """The factory the fleet uses for vLLM servers; the launcher gives every process of a run the same token."""
+    return VLLMReplica(name, address, token=os.environ.get(TOKEN_VARIABLE, ""))

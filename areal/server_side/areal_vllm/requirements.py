@@ -1,0 +1,35 @@
+"""Owns what areal needs of the installed vLLM; says which one is missing where it is too old."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+TESTED_VERSION = "0.32.0"
+
+try:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    # Engines that own the whole of an update came with the version that has these.
+    _ = WeightTransferEngine.start_weight_update, WeightTransferEngine.finish_weight_update
+except (ImportError, AttributeError) as error:
+    import vllm
+
+    raise ImportError(
+        f"areal's worker extension was written for vLLM {TESTED_VERSION}; the installed {vllm.__version__} lacks what "
+        f"it needs ({error}): install vllm>={TESTED_VERSION}"
+    ) from error
+
+__all__ = [
+    "TESTED_VERSION",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "finalize_layerwise_reload",
+    "initialize_layerwise_reload",
+]

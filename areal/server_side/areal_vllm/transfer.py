@@ -1,0 +1,142 @@
+"""Owns how a vLLM worker takes in weights that a trainer sends: bucket by bucket, layer by layer.
+
+`receive_weights` waits for the trainer's broadcast; it is unblocked by it, by the trainer's end (gloo tells at once),
+or by the time-out the group was made with. vLLM repacks weights for its kernels, so they go through its layerwise reload,
+which keeps a layer's old tensors until all of its new ones are there.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from areal_transfer import group as update_group
+from areal_transfer import layout
+from areal_vllm.requirements import (
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+log = logging.getLogger("vllm.areal")
+
+BACKEND = "areal"
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """The update group that a worker is to join."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    """Rank of this server's first worker; the others follow."""
+    world_size: int
+    group_name: str
+    backend: str
+    """gloo or nccl."""
+    timeout_s: float
+    """Longest wait for the other ranks, and for one bucket."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """The weights of one broadcast, in order. The three lists have equal length."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
+    """Receives flat buckets over gloo or NCCL."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weights_whole = True
+        """False from the start of an update until it is finished: the weights are a mixture."""
+        self._group: update_group.TransferGroup | None = None
+        self._timeout_s = 0.0
+        self._expected: frozenset[str] = frozenset()
+        self._loaded: set[str] = set()
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        """Join a group, after leaving the one before; waits until all of its ranks are there."""
+        self.shutdown()
+        self._timeout_s = init_info.timeout_s
+        parallel = self.parallel_config
+        self._group = update_group.connect(
+            init_info.master_address,
+            init_info.master_port,
+            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            world_size=init_info.world_size,
+            group_name=init_info.group_name,
+            backend=init_info.backend,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            update_group.leave(group)
+
+    def start_weight_update(self) -> None:
+        """From here on the weights are those of no policy, until `finish_weight_update`."""
+        self.weights_whole = False
+        self._expected = frozenset(name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters())
+        self._loaded = set()
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class's, which synchronises with an accelerator that a CPU server does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Take in one bucket. What fails here leaves whole tensors behind, though of two policies."""
+        try:
+            if self._group is None:
+                raise RuntimeError("this worker is in no update group: /init_weight_transfer_engine comes first")
+            num_bytes = layout.bucket_bytes(update_info.dtype_names, update_info.shapes)
+            # A new one each time: vLLM keeps views of it until their layers are complete.
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            update_group.broadcast(self._group, buffer, self._timeout_s)
+            weights = layout.views(buffer, update_info.dtype_names, update_info.shapes)
+            self._loaded |= self.model.load_weights(zip(update_info.names, weights, strict=True)) or set()
+        except BaseException:
+            self.give_up()
+            self.shutdown()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Take the new weights into use, if all of them came."""
+        missing = sorted(self._expected - self._loaded) if self._loaded else sorted(self._expected)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if missing:
+            raise RuntimeError(f"the update lacked {len(missing)} of the model's weights, {missing[0]} for one")
+        self.weights_whole = True
+
+    def give_up(self) -> None:
+        """End an update in the middle: layers that did not come get their old tensors back, so that the server lives
+        and the next update finds a clean state."""
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+        except Exception:  # what half a layer makes of its post-processing; the next update repairs it
+            log.exception("putting the weights back after a failed update failed")
+
+
+def register() -> None:
+    """Make the engine known to vLLM under its name; may be repeated."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, ArealTransferEngine)
