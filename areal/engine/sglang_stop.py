@@ -1,0 +1,62 @@
+"""Owns stop strings that began in an earlier part of an answer: SGLang matches them in the new text of a part only.
+
+Pure: the caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
+string ends in them; from there on the server sees all that matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal.engine.replica import GenerationPart, PartChunk
+
+
+class BoundaryGate:
+    """Lets the chunks of one part through once the text across its beginning is known."""
+
+    def __init__(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
+        self._stops = part.gconfig.stop or []
+        self._on_chunk = on_chunk
+        self._reach = max(len(stop.encode()) for stop in self._stops)
+        """In tokens: each has a byte at least."""
+        num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: a first token may lose its space
+        self._before = part.input_ids[-num_before:]
+        self._held: list[PartChunk] = []
+        self._is_open = False
+        self.filled = asyncio.Event()
+        """All tokens are there that could end a stop string, or the part has ended."""
+
+    def take(self, chunk: PartChunk) -> None:
+        """A chunk from the server."""
+        if self._is_open:
+            self._on_chunk(chunk)
+            return
+        self._held.append(chunk)
+        if chunk.finish_reason is not None or len(self._new_ids()) >= self._reach:
+            self.filled.set()
+
+    def token_lists(self) -> list[list[int]]:
+        """What to turn into text: the end of the earlier parts, with ever more of the first new tokens."""
+        new = self._new_ids()[: self._reach]
+        return [self._before + new[:count] for count in range(1, len(new) + 1)]
+
+    def settle(self, texts: list[str]) -> bool:
+        """Pass on what was held back, given the texts of `token_lists`; True when a stop string ended the answer."""
+        self._is_open = True
+        count = next((i for i, text in enumerate(texts, 1) if any(stop in text for stop in self._stops)), None)
+        if count is None:
+            for chunk in self._held:
+                self._on_chunk(chunk)
+            return False
+        ids = self._new_ids()[:count]
+        logprobs = [logprob for chunk in self._held for logprob in chunk.logprobs][:count]
+        versions = [version for chunk in self._held for version in chunk.versions][:count]
+        told = self._held[-1].part_versions
+        if told is not None:
+            versions = told[:count]
+        self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if told is None else versions))
+        return True
+
+    def _new_ids(self) -> list[int]:
+        return [token for chunk in self._held for token in chunk.token_ids]
