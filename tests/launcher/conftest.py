@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -9,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_run import Run
+
+from areal.launcher import children
 
 
 @pytest.fixture
@@ -22,3 +25,14 @@ def make_run(tmp_path):
 @pytest.fixture
 def run(make_run):
     return make_run()
+
+
+@pytest.fixture
+def set_clock(monkeypatch):
+    """Lets a clock of the test be that of a run's supervisor and of its children."""
+
+    def set_clock(run, clock):
+        run.clock = clock
+        monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=clock))
+
+    return set_clock

@@ -16,6 +16,7 @@ from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Supervisor
 from areal.system.discovery import FileNameRegistry
 from areal.system.durable import publish_folder
+from areal.system.heartbeat import read_beat
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -45,9 +46,8 @@ def write(path, text):
     new = path.with_suffix(".new"); new.write_text(text); new.replace(path)
 def ready():
     write(names / "ready" / (name + ".json"), str(os.getpid()))
-def wait_for(path, seconds=20):
-    end = time.time() + seconds
-    while not (names / path).exists() and time.time() < end: time.sleep(0.01)
+def wait_for(path):
+    while not (names / path).exists(): time.sleep(0.01)
 def first(mark):
     new = not (names / mark).exists(); write(names / mark, ""); return new
 def beat(step=None, doing="work"):
@@ -55,14 +55,19 @@ def beat(step=None, doing="work"):
     beats += 1
     record = {"pid": os.getpid(), "beats": beats, "doing": doing, "for_s": 1.0, "step": step}
     write(run / "alive" / (name + ".json"), json.dumps(record))
-def live(seconds=20, step=None):
+def live(seconds=600, step=None, until="never"):
     end = time.time() + seconds
-    while time.time() < end: beat(step); time.sleep(0.05)
-def die(number=9): os.kill(os.getpid(), number); time.sleep(60)
+    while time.time() < end and not (names / until).exists(): beat(step); time.sleep(0.05)
+def pid_of(who): return int((names / "ready" / (who + ".json")).read_text())
+def wait_for_the_end_of(pid):  # until the supervisor has seen it
+    try:
+        while True: os.kill(pid, 0); time.sleep(0.01)
+    except ProcessLookupError: pass
+def die(number=9): os.kill(os.getpid(), number); time.sleep(600)
 def note(text):
     with open(run / "notes", "a") as file: file.write(text + chr(10))
 """
-SERVE = "ready(); live(60)"
+SERVE = "ready(); live()"
 DONE = "ready(); wait_for('ready/server-0.json'); print('bye')"
 
 
@@ -74,13 +79,15 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.names = folder / "names"
         self.paths = RunPaths(folder)
-        self.config = LauncherConfig(**({"stop_grace_s": 0.3, "ready_timeout_s": 20.0} | settings))
+        self.config = LauncherConfig(**({"stop_grace_s": 0.3, "ready_timeout_s": 200.0} | settings))
         self.recover = RecoverConfig(mode=recover, freq_steps=1, retries=retries)
         self.interruptions = Interruptions()
         self.meter = MemoryMeter()
         self.screen = io.StringIO()
         self.spare_gpus = ()
+        self.attached = ()
         self.gpus = {}
+        self.clock = time.monotonic
 
     def __call__(self, **codes):
         """Run processes given as name=code, `server_0` meaning server-0."""
@@ -93,6 +100,7 @@ class Run:
             ports="",
             processes=tuple(self.planned(name, code, count) for name, code in zip(names, codes.values(), strict=True)),
             spare_gpus=self.spare_gpus,
+            attached=self.attached,
             identities=NUMBERS,
         )
         registry = FileNameRegistry(self.names)
@@ -107,12 +115,13 @@ class Run:
             line=StatusLine(self.screen),
             meter=self.meter,
             interruptions=self.interruptions,
+            clock=self.clock,
         )
         return supervisor.run()
 
     def planned(self, name, code, count):
         role, _, index = name.partition("-")
-        gpu = self.gpus.get(name)
+        gpus = self.gpus.get(name, ())
         context = ProcessContext(
             role=role,
             index=int(index or 0),
@@ -122,7 +131,7 @@ class Run:
             run_dir=str(self.folder),
             num_threads=1,
             recover=False,
-            device="cpu" if gpu is None else "cuda:0",
+            device="cuda:0" if gpus else "cpu",
         )
         return PlannedProcess(
             name=name,
@@ -132,7 +141,7 @@ class Run:
             env=context.to_env(),
             log_path=str(self.folder / "logs" / f"{name}.log"),
             device=context.device,
-            gpu=gpu,
+            gpus=gpus,
             num_threads=1,
             memory_bytes=None,
         )
@@ -156,7 +165,7 @@ class Run:
         psutil.Process(pid).send_signal(signal.SIGSTOP)
         return pid
 
-    def until(self, what, seconds=20):
+    def until(self, what, seconds=120):
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, self.screen.getvalue()
@@ -166,6 +175,34 @@ class Run:
         (self.paths.recover / "next").mkdir(parents=True)
         (self.paths.recover / "next" / "state.json").write_text(json.dumps({"step": step}))
         publish_folder(self.paths.recover / "next", self.paths.recover / f"step-{step:06d}")
+
+
+class BeatClock:
+    """Goes on for as long as it takes all others to beat, so that none of them is silent only because it got no CPU.
+
+    Once `names/done` is there it goes on as any clock does.
+    """
+
+    def __init__(self, run, *, silent, holds=lambda: False):
+        self._run = run
+        self._silent = silent
+        self._holds = holds
+        """Asked before it goes on: must it wait for something else, too?"""
+        self._seen = {}
+        self._now_s = self._real_s = time.monotonic()
+
+    def __call__(self):
+        real_s = time.monotonic()
+        if (self._run.names / "done").exists():
+            self._now_s += real_s - self._real_s
+        elif not self._holds():
+            names = [path.stem for path in self._run.paths.alive.glob("[!.]*.json") if path.stem != self._silent]
+            beats = {name: read_beat(self._run.paths.alive_of(name)) for name in names}
+            if beats and all(beat != self._seen.get(name) for name, beat in beats.items()):
+                self._seen = beats
+                self._now_s += 0.6
+        self._real_s = real_s
+        return self._now_s
 
 
 def alive(pid):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from fake_run import SERVE, alive
@@ -15,7 +16,12 @@ from areal.launcher.status import StatusLine
 
 ADD = ["--add-replica"]
 SERVER = "write(names / 'servers' / f\"{context['index']}.json\", '{}'); " + SERVE
-UNTIL_DONE = "ready()\nwhile not (names / 'done').exists(): time.sleep(.01)"
+UNTIL_DONE = "ready(); wait_for('done')"
+
+
+@pytest.fixture
+def run(make_run):
+    return make_run(stop_grace_s=60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,9 @@ class Session:
         thread = threading.Thread(target=self._ask_all)
         with run_lock(self._run.paths):
             thread.start()
-            self.outcome = self._run(**({"controller": SERVE, "server_0": SERVER, "trainer_0": UNTIL_DONE} | codes))
+            self.outcome = self._run(
+                **({"controller": UNTIL_DONE, "server_0": SERVER, "trainer_0": UNTIL_DONE} | codes)
+            )
         thread.join()
         return self.results
 
@@ -124,7 +132,7 @@ def test_a_run_without_servers_refuses(run):
 
 
 def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
-    run.gpus = {"server-0": "0"}
+    run.gpus = {"server-0": ("0",)}
     run.spare_gpus = ("4",)
     shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
     session = Session(run, [ADD, ADD, ["--remove-replica", "server-1"], ADD])
@@ -147,8 +155,8 @@ def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
 def test_a_new_life_of_the_controller_counts_the_replicas_that_are_there(run):
     controller = (
         "note(str(context['num_servers'])); ready()\n"
-        "if first('started'): wait_for('ready/server-1.json'); time.sleep(.3); die()\n"
-        "write(names / 'back', ''); live(60)"
+        "if first('started'): wait_for('ready/server-1.json'); die()\n"
+        "write(names / 'back', ''); wait_for('done')"
     )
     Session(run, [ADD, lambda: run.until((run.names / "back").exists)])(controller=controller)
     assert run.notes() == ["1", "2"]
@@ -163,7 +171,13 @@ def test_nobody_there_is_told_at_once(run, tmp_path):
         attach.ask(paths, request, StatusLine(run.screen))
 
 
-def test_a_launcher_that_does_not_answer_is_given_up(run):
+def test_a_launcher_that_does_not_answer_is_given_up(run, monkeypatch):
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(attach, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with (
         run_lock(run.paths),
         pytest.raises(LaunchError, match=r"no result after 0.3 s: the launcher has not yet taken"),

@@ -78,13 +78,13 @@ def test_cores_are_shared_between_what_computes(tmp_path, cores, threads):
 
 def test_every_process_gets_its_own_gpu(tmp_path):
     plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7")))
-    seen = {process.name: (process.gpu, process.env["CUDA_VISIBLE_DEVICES"]) for process in plan.processes}
+    seen = {process.name: (process.gpus, process.env["CUDA_VISIBLE_DEVICES"]) for process in plan.processes}
     assert seen == {
-        "controller": (None, ""),
-        "server-0": ("0", "0"),
-        "server-1": ("3", "3"),
-        "trainer-0": ("5", "5"),
-        "trainer-1": ("6", "6"),
+        "controller": ((), ""),
+        "server-0": (("0",), "0"),
+        "server-1": (("3",), "3"),
+        "trainer-0": (("5",), "5"),
+        "trainer-1": (("6",), "6"),
     }
     context = ProcessContext.from_env(plan.processes[-1].env)
     assert context.device == "cuda:0"
@@ -94,8 +94,8 @@ def test_every_process_gets_its_own_gpu(tmp_path):
 def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
     plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8")))
     assert plan.spare_gpus == ("7", "8")
-    joins = another_server(plan.processes[1], 2, gpu="7")
-    assert (joins.name, joins.gpu, joins.env["CUDA_VISIBLE_DEVICES"]) == ("server-2", "7", "7")
+    joins = another_server(plan.processes[1], 2, gpus=("7",))
+    assert (joins.name, joins.gpus, joins.env["CUDA_VISIBLE_DEVICES"]) == ("server-2", ("7",), "7")
     assert joins.num_threads == plan.processes[1].num_threads
     assert joins.log_path.endswith("server-2.log")
     assert ProcessContext.from_env(joins.env).name == "server-2"
@@ -127,7 +127,7 @@ def test_too_few_gpus_are_refused_and_none_means_cpu(tmp_path):
 def test_servers_on_the_cpu_leave_the_gpus_to_the_trainers(tmp_path):
     config = rl_config(tmp_path, native=NativeServerConfig(device="cpu"))
     plan = make_plan(config, Machine(cores=8, gpus=("0", "1")))
-    assert [process.gpu for process in plan.processes] == [None, None, None, "0", "1"]
+    assert [process.gpus for process in plan.processes] == [(), (), (), ("0",), ("1",)]
 
 
 def test_supervised_run_starts_only_trainers(tmp_path):

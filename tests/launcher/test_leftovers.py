@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -12,7 +11,7 @@ from areal.launcher.leftovers import leftovers, wait_for_leftovers
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
-SLEEP = "import sys, time; print('up', flush=True); time.sleep(60)"
+SLEEP = "import sys, time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -52,8 +51,12 @@ def test_a_process_of_the_run_is_waited_for(tmp_path, start):
     paths, told = RunPaths(tmp_path / "run"), []
     process = start(paths.root)
     assert [(one.pid, one.name) for one in leftovers(paths)] == [(process.pid, "trainer-1")]
-    threading.Timer(1.5, process.kill).start()
-    wait_for_leftovers(paths, limit_s=30.0, tell=told.append)
+
+    def tell(text):
+        told.append(text)
+        process.kill()
+
+    wait_for_leftovers(paths, limit_s=200.0, tell=tell)
     assert leftovers(paths) == []
     assert len(told) == 1
     assert f"trainer-1 (pid {process.pid})" in told[0]

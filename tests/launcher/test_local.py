@@ -31,7 +31,7 @@ model:
   optimizer:
     lr: 1.0e-3
 launcher:
-  stop_grace_s: 5.0
+  stop_grace_s: 60.0
   status_interval_s: 0.1
 my_section:
   behaviour: {behaviour}
@@ -50,21 +50,21 @@ config = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
 def ready(done="ready"):
     folder = run / "names" / done
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{context.name}.json").write_text(str(os.getpid()))
+    (folder / f".{context.name}.new").write_text(str(os.getpid()))
+    (folder / f".{context.name}.new").replace(folder / f"{context.name}.json")
 if config["my_section"]["behaviour"] == "leave": sys.exit(0)
 ready()
 others = [f"trainer-{rank}" for rank in range(context.world_size)]
 while not all((run / "names" / "ready" / f"{name}.json").exists() for name in others): time.sleep(0.01)
-time.sleep(0.2)
 behaviour = config["my_section"]["behaviour"]
 assert config["my_section"]["again"] == "e"
 if behaviour == "fail" and context.index == 1:
     raise InputError("row 7 has no\\nanswer")
-if behaviour in ("fail", "hang"): time.sleep(60)
+if behaviour in ("fail", "hang"): time.sleep(600)
 if behaviour == "fail_once":
     with open(run / "notes", "a") as file:
         file.write(f"{context.index} {context.run_id} {context.recover}\\n")
-    if context.run_id == 0 and context.index: time.sleep(60)
+    if context.run_id == 0 and context.index: time.sleep(600)
     while context.run_id == 0 and (run / "notes").read_text().count("\\n") < 2: time.sleep(0.01)
     if context.run_id == 0: os.kill(os.getpid(), 9)
 (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\\n')
@@ -95,7 +95,7 @@ def command(folder, *overrides, behaviour="end", module="areal.launcher.local"):
 
 
 def launch(folder, *overrides, **options):
-    return subprocess.run(command(folder, *overrides, **options), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(folder, *overrides, **options), capture_output=True, text=True, timeout=250)
 
 
 def summary(folder):
@@ -103,16 +103,18 @@ def summary(folder):
 
 
 def wait_until_ready(folder):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     signs = [folder / "runs" / "e" / "t" / "names" / "ready" / f"trainer-{rank}.json" for rank in (0, 1)]
-    while not all(sign.exists() and sign.read_text() for sign in signs):
+    while not all(sign.exists() for sign in signs):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return [int(sign.read_text()) for sign in signs]
 
 
 def test_run_completes_and_is_not_written_over(folder):
+    began_s = time.monotonic()
     done = launch(folder)
+    lasted_s = time.monotonic() - began_s
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("areal: run completed: ")
@@ -120,7 +122,7 @@ def test_run_completes_and_is_not_written_over(folder):
     assert found["status"] == "completed"
     assert found["exit_codes"] == {"trainer-0": 0, "trainer-1": 0}
     assert found["peak_rss_gib"] > 0.01
-    assert 0 < found["seconds"] < 60
+    assert 0 < found["seconds"] < lasted_s
     assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["identities"]["samples_per_step"] == 2
     again = launch(folder)
     assert again.returncode == 2
@@ -141,7 +143,7 @@ def test_interruption_ends_everything(folder, number):
     with subprocess.Popen(command(folder, behaviour="hang"), stderr=subprocess.PIPE, text=True) as launcher:
         pids = wait_until_ready(folder)
         launcher.send_signal(number)
-        _, stderr = launcher.communicate(timeout=30)
+        _, stderr = launcher.communicate(timeout=120)
     assert launcher.returncode == 130
     assert "interrupted, all processes have ended" in stderr
     assert not any(alive(pid) for pid in pids)
@@ -155,7 +157,7 @@ def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
         assert second.returncode == 2
         assert f"is in use by the launcher with pid {launcher.pid} on host" in second.stderr
         launcher.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -176,7 +178,7 @@ def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkey
         recover=False,
         device="cpu",
     )
-    (folder / "sleep.py").write_text("import time; print('up', flush=True); time.sleep(60)")
+    (folder / "sleep.py").write_text("import time; print('up', flush=True); time.sleep(600)")
     argv = [sys.executable, "-m", "areal.trainer", str(folder / "sleep.py")]
     with subprocess.Popen(argv, env=os.environ | context.to_env(), stdout=subprocess.PIPE) as left:
         try:

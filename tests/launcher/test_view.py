@@ -12,11 +12,11 @@ def test_one_that_died_after_a_long_life_is_awaited_since_its_restart(tmp_path):
         name="controller",
         role="controller",
         index=0,
-        argv=(sys.executable, "-S", "-c", "import time; time.sleep(60)"),
+        argv=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
         env={},
         log_path=str(tmp_path / "controller.log"),
         device="cpu",
-        gpu=None,
+        gpus=(),
         num_threads=1,
         memory_bytes=None,
     )
