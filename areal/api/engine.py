@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
+from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,10 @@ class TrainEngine(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full weights by Hugging Face name, gathered one by one on every rank (a collective)."""
+        ...
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """What `named_weights` yields, in its order, without gathering anything."""
         ...
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
@@ -88,6 +92,10 @@ class WeightSource(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `TrainEngine.named_weights`: every rank goes through to the end."""
+        ...
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """As `TrainEngine.weight_specs`."""
         ...
 
     def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

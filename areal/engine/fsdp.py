@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from areal.api.batch import LossFn, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec
+from areal.api.data import WeightSpec
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
@@ -103,8 +104,21 @@ class FSDPEngine:
             value = weight.detach().to(self._mesh.device)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
-            convert = value.is_floating_point() and name != FLOAT32_HEAD
-            yield name, value.to(self._dtype) if convert else value
+            yield name, value.to(self._dtype_outside(name, value))
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """Name, full shape and dtype of each of the `named_weights`."""
+        return [
+            WeightSpec(
+                name=name,
+                shape=list(weight.shape),
+                dtype=str(self._dtype_outside(name, weight)).removeprefix("torch."),
+            )
+            for name, weight in self._model.named_tensors()
+        ]
+
+    def _dtype_outside(self, name: str, weight: Tensor) -> torch.dtype:
+        return self._dtype if weight.is_floating_point() and name != FLOAT32_HEAD else weight.dtype
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         """False: Hugging Face export. True: recovery state. Whole or absent; a collective."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.system.durable import COMPLETE, is_complete
 
 _INDEX = "model.safetensors.index.json"
@@ -137,11 +137,11 @@ class WeightReceiver:
         try:
             for spec in specs:
                 self._targets.check(spec.name, spec.shape)
-            buffer = self._buffer_of(bucket_layout(specs)[1])
+            buffer = self._buffer_of(bucket_bytes(specs))
             # `leave` of another thread ends the wait for a sender that has died.
             group.broadcast(buffer, give_up=lambda: self._group is not group)
-            for spec, value in zip(specs, bucket_views(buffer, specs), strict=True):
-                self._targets.copy(spec.name, value)
+            for name, value in bucket_views(buffer, specs).items():
+                self._targets.copy(name, value)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the engine reads the weights on another stream
         except BaseException:

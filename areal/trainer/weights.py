@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.api.config import PPOConfig
+from areal.api.data import WeightSpec
 from areal.api.engine import WeightChannel, WeightSource
 from areal.engine.hf_model import resolve_model_folder
 from areal.engine.weight_sync.collective import CollectiveChannel
@@ -40,6 +41,10 @@ class ChecksummedWeights:
             yield name, weight
         if self._is_rank0:
             self.checksum = checksum.hexdigest()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """As `WeightSource.weight_specs`."""
+        return self._engine.weight_specs()
 
     def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """As `WeightSource.all_reduce`."""
@@ -100,5 +105,13 @@ def build_weight_publisher(
     else:
         backend = "nccl" if pick_device("auto") == "cuda" else "gloo"
         bucket_bytes = config.actor.weight_chunked_mem_mb * 2**20
-        channel = CollectiveChannel(weights, client, bucket_bytes=bucket_bytes, backend=backend, is_rank0=is_rank0)
+        servers = config.allocation.inference
+        channel = CollectiveChannel(
+            weights,
+            client,
+            bucket_bytes=bucket_bytes,
+            backend=backend,
+            is_rank0=is_rank0,
+            ranks_per_replica=servers.instance_size if servers else 1,
+        )
     return WeightPublisher(channel, weights)

@@ -82,7 +82,11 @@ def make_engine(path: Path, mesh: TrainerMesh | None = None, *, role="actor", se
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.named_weights()}
+    """What the engine sends, which is what it announced."""
+    found = {name: value.clone() for name, value in engine.named_weights()}
+    announced = [(spec.name, spec.shape, spec.dtype) for spec in engine.weight_specs()]
+    assert announced == [(name, list(value.shape), str(value.dtype)[6:]) for name, value in found.items()]
+    return found
 
 
 def train(engine, batch: TrainBatch, steps: int = 1, loss_fn=policy_loss):

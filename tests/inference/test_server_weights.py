@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal.api.data import WeightSpec
-from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -84,8 +84,8 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
         group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20)
         for bucket in buckets:
             specs = [spec(name) for name in bucket]
-            buffer = torch.empty(bucket_layout(specs)[1], dtype=torch.uint8)
-            for name, view in zip(bucket, bucket_views(buffer, specs), strict=True):
+            buffer = torch.empty(bucket_bytes(specs), dtype=torch.uint8)
+            for name, view in bucket_views(buffer, specs).items():
                 view.copy_(weights[name])
             group.broadcast(buffer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from torch import nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference import update_group
-from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store
+from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
 from areal.system.durable import publish_folder
 
@@ -114,22 +112,14 @@ def test_missing_empty_broken_and_incomplete_folders_are_refused(tmp_path: Path)
         load_weights_from_folder(model, tmp_path / "v1")
 
 
-def test_bucket_views_share_the_buffer_and_are_aligned() -> None:
-    specs = [
-        WeightSpec(name="a", shape=[3], dtype="bfloat16"),
-        WeightSpec(name="b", shape=[2, 2], dtype="float32"),
-        WeightSpec(name="c", shape=[], dtype="float32"),
-    ]
-    offsets, total = bucket_layout(specs)
-    assert (offsets, total) == ([0, 16, 32], 48)
-    buffer = torch.zeros(total, dtype=torch.uint8)
-    views = bucket_views(buffer, specs)
-    views[1].copy_(torch.arange(4.0).view(2, 2))
-    assert buffer[16:32].view(torch.float32).tolist() == [0, 1, 2, 3]
+def test_a_bucket_that_cannot_be_laid_out_is_refused() -> None:
+    specs = [WeightSpec(name="b", shape=[3], dtype="bfloat16"), WeightSpec(name="a", shape=[2], dtype="float32")]
+    with pytest.raises(RequestError, match="put the widest dtypes first"):
+        bucket_bytes(specs)
     with pytest.raises(RequestError, match="does not fit"):
-        bucket_views(buffer[:40], specs)
-    with pytest.raises(RequestError, match="unknown weight dtype"):
-        bucket_layout([WeightSpec(name="a", shape=[1], dtype="Tensor")])
+        bucket_views(torch.zeros(13, dtype=torch.uint8), specs[::-1])
+    views = bucket_views(torch.zeros(14, dtype=torch.uint8), specs[::-1])
+    assert {name: view.dtype for name, view in views.items()} == {"a": torch.float32, "b": torch.bfloat16}
 
 
 class Sender:
@@ -151,9 +141,9 @@ class Sender:
 
     def send(self) -> threading.Thread:
         specs = specs_of(self.weights)
-        buffer = torch.zeros(bucket_layout(specs)[1], dtype=torch.uint8)
-        for view, value in zip(bucket_views(buffer, specs), self.weights.values(), strict=True):
-            view.copy_(value)
+        buffer = torch.zeros(bucket_bytes(specs), dtype=torch.uint8)
+        for name, view in bucket_views(buffer, specs).items():
+            view.copy_(self.weights[name])
         thread = threading.Thread(target=self.group.broadcast, args=(buffer,))
         thread.start()
         return thread
@@ -201,29 +191,6 @@ def test_the_error_of_a_broadcast_does_not_keep_what_torch_must_destroy() -> Non
     assert not any(isinstance(value, dist.Work) for value in kept)
     receiver.leave()
     sender.group.close()
-
-
-def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
-        def abort(self) -> None: ...
-
-    made = [Group()]
-    gone = weakref.ref(made[0])
-    monkeypatch.setattr(update_group, "_make_group", lambda *_, **__: made.pop())
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=10)
-    left = UpdateGroup(store, rank=0, world_size=1, group_name="g", backend="gloo", timeout_s=10)
-    monkeypatch.undo()
-    started: list[bool] = []
-
-    class Thread(threading.Thread):
-        def start(self) -> None:
-            super().start()
-            self.join()
-            started.append(gone() is None)
-
-    monkeypatch.setattr(update_group.threading, "Thread", Thread)
-    left.close()
-    assert started == [True]
 
 
 def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:

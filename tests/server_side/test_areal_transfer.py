@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -140,6 +143,58 @@ def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
     with pytest.raises(TransferError, match="update group g was left"):
         group.broadcast(receiver, buffer, 60)
     assert not dist.is_initialized(), "torch's own register of groups is left alone"
+
+
+def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def abort(self) -> None: ...
+
+    made = group.TransferGroup("g", Group())  # type: ignore[arg-type]
+    gone = weakref.ref(made.groups[0])
+    started: list[bool] = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            self.join()
+            started.append(gone() is None)
+
+    monkeypatch.setattr(group.threading, "Thread", Thread)
+    group.leave(made)
+    assert started == [True]
+
+
+def test_a_store_that_nobody_opened_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(TransferError, match=f"no store of an update group at 127.0.0.1:{port}"):
+        group.open_store("127.0.0.1", port, is_master=False, timeout_s=30)
+
+
+def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.5)
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def die_at_the_greeting() -> None:
+        server.accept()[0].close()  # the first connection only asks whether somebody is there
+        connection, _ = server.accept()
+        server.close()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    threading.Thread(target=die_at_the_greeting, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="no store of an update group"):
+        group.open_store("127.0.0.1", server.getsockname()[1], is_master=False, timeout_s=20)
+    assert time.monotonic() - began < 10
+
+
+def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:
+    master = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    client = group.open_store("127.0.0.1", master.port, is_master=False, timeout_s=20)
+    assert client.timeout.total_seconds() == 20
+    client.set("a", "b")
+    assert master.get("a") == b"b"
 
 
 def test_it_can_be_imported_where_areal_is_not(tmp_path: Path) -> None:

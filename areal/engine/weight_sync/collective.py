@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
 from areal.engine.weight_sync.control import PublishControl, agree
-from areal.inference.update_group import UpdateGroup, bucket_layout, bucket_views, open_store, spec_bytes
+from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.observe.log import get_logger
+from areal.server_side.areal_transfer.layout import widest_first
 
 log = get_logger(__name__)
 
@@ -50,21 +51,26 @@ class CollectiveChannel:
         backend: str,
         is_rank0: bool,
         host: str = "127.0.0.1",
+        ranks_per_replica: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
-        """`host`: address of this process as the servers see it. `timeout_s`: the longest wait for one bucket, and for
-        some replica to be there at all."""
+        """`host`: address of this process as the servers see it. `ranks_per_replica`: devices of one server.
+        `timeout_s`: the longest wait for one bucket, and for some replica to be there at all."""
         self._engine = engine
         self._is_rank0 = is_rank0
         self._plan: list[list[WeightSpec]] | None = None
         self._bucket_bytes = bucket_bytes
-        self._sender = _Sender(control, backend=backend, host=host, timeout_s=timeout_s) if is_rank0 else None
+        self._sender: _Sender | None = None
+        if is_rank0:
+            self._sender = _Sender(
+                control, backend=backend, host=host, ranks_per_replica=ranks_per_replica, timeout_s=timeout_s
+            )
 
     def publish(self, version: int) -> None:
         """Send the weights to every replica that lacks them; every rank calls it. WeightSyncError on all when no
         attempt succeeds."""
         if self._plan is None:  # names, shapes and dtypes never change
-            self._plan = plan_buckets(self._engine.named_weights(), self._bucket_bytes)
+            self._plan = plan_buckets(self._engine.weight_specs(), self._bucket_bytes)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             error = self._attempt(version, self._plan)
             may_retry = attempt < MAX_ATTEMPTS and isinstance(error, WeightSyncError)
@@ -93,10 +99,13 @@ class CollectiveChannel:
 class _Sender:
     """Rank 0's part: the store, the group and the broadcasts."""
 
-    def __init__(self, control: PublishControl, *, backend: str, host: str, timeout_s: float) -> None:
+    def __init__(
+        self, control: PublishControl, *, backend: str, host: str, ranks_per_replica: int, timeout_s: float
+    ) -> None:
         self._control = control
         self._backend = backend
         self._host = host
+        self._ranks_per_replica = ranks_per_replica
         self._timeout_s = timeout_s
         self._group: UpdateGroup | None = None
         self._replicas: list[str] = []
@@ -130,10 +139,11 @@ class _Sender:
                 buckets=plan,
                 group_name=group_name,
                 replicas=replicas,
+                ranks_per_replica=self._ranks_per_replica,
             )
             publication = _Publication(self._control, update)
             if self._group is None:
-                self._group = self._join(publication, group_name, 1 + len(replicas))
+                self._group = self._join(publication, update)
                 self._replicas = replicas
             for bucket in plan:
                 self._group.broadcast(self._fill(bucket, weights), give_up=publication.is_over)
@@ -181,7 +191,7 @@ class _Sender:
             return False
         return True
 
-    def _join(self, publication: _Publication, group_name: str, world_size: int) -> UpdateGroup:
+    def _join(self, publication: _Publication, update: WeightUpdate) -> UpdateGroup:
         """Meet the replicas, in a thread, so that a failed request to the controller ends the meeting."""
         made: list[UpdateGroup | BaseException] = []
         assert self._store is not None
@@ -193,8 +203,8 @@ class _Sender:
                 group = UpdateGroup(
                     store,
                     rank=0,
-                    world_size=world_size,
-                    group_name=group_name,
+                    world_size=update.world_size,
+                    group_name=update.group_name,
                     backend=self._backend,
                     timeout_s=self._timeout_s,
                     join_timeout_s=JOIN_TIMEOUT_S,
@@ -203,28 +213,30 @@ class _Sender:
             except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
                 made.append(failure)
 
-        thread = self._joining = threading.Thread(target=join, name=f"join {group_name}", daemon=True)
+        thread = self._joining = threading.Thread(target=join, name=f"join {update.group_name}", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.002)
             if publication.is_over():
                 publication.wait(0.0)
-                raise WeightSyncError(f"update group {group_name}: the publication ended before all had joined")
+                raise WeightSyncError(f"{update.group_name}: the publication ended before all had joined")
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
 
     def _fill(self, bucket: list[WeightSpec], weights: Iterator[tuple[str, Tensor]]) -> Tensor:
         """Put the next weights into the send buffer."""
-        _, total = bucket_layout(bucket)
+        total = bucket_bytes(bucket)
         if self._buffer is None or self._buffer.numel() < total:
             device = "cuda" if self._backend == "nccl" else "cpu"
             self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
         buffer = self._buffer[:total]
-        for spec, view in zip(bucket, bucket_views(buffer, bucket), strict=True):
+        views = bucket_views(buffer, bucket)
+        for _ in bucket:  # which holds the weights that come next, in an order of its own
             name, value = next(weights)
-            if name != spec.name or list(value.shape) != spec.shape:
-                raise WeightSyncError(f"the engine yielded {name} {list(value.shape)} instead of {spec.name}")
+            view = views.pop(name, None)
+            if view is None or view.shape != value.shape or view.dtype != value.dtype:
+                raise WeightSyncError(f"the engine yielded {name} {value.dtype} {list(value.shape)}, which was not due")
             view.copy_(value.detach())
         return buffer
 
@@ -259,16 +271,16 @@ class _Publication:
             raise WeightSyncError(f"version {self._update.version} was sent, but is not served after {timeout_s:g} s")
 
 
-def plan_buckets(weights: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> list[list[WeightSpec]]:
-    """Cut the weights, in order, into broadcasts of at most `bucket_bytes`; a larger weight gets one of its own."""
+def plan_buckets(specs: Iterable[WeightSpec], max_bytes: int) -> list[list[WeightSpec]]:
+    """Cut the weights, in order, into broadcasts of at most `max_bytes`; a larger weight gets one of its own. Within a
+    broadcast the widest dtypes come first."""
     plan: list[list[WeightSpec]] = []
     room = 0
-    for name, value in weights:
-        spec = WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-        size = spec_bytes(spec)
+    for spec in specs:
+        size = bucket_bytes([spec])
         if not plan or size > room:
             plan.append([])
-            room = bucket_bytes
+            room = max_bytes
         plan[-1].append(spec)
         room -= size
-    return plan
+    return [[bucket[index] for index in widest_first([spec.dtype for spec in bucket])] for bucket in plan]

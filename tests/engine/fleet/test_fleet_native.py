@@ -17,7 +17,7 @@ from fake_server import FleetKit, until
 from torch import Tensor, nn
 
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
-from areal.api.data import GenerationRequest, GenerationResponse, WeightUpdate
+from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
 from areal.engine.fleet import Fleet
 from areal.engine.weight_sync.collective import CollectiveChannel
 from areal.engine.weight_sync.disk import DiskChannel
@@ -124,6 +124,12 @@ class FakeTrainEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+            for name, value in self.model.named_parameters()
+        ]
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         return values

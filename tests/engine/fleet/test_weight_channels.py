@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from areal.api.data import WeightUpdate
+from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.engine.weight_sync import collective as collective_module
 from areal.engine.weight_sync import disk as disk_module
@@ -41,6 +41,12 @@ class FakeTrainEngine:
         for name, value in self.model.named_parameters():
             self.num_gathered += 1
             yield name, value
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+            for name, value in self.model.named_parameters()
+        ]
 
     def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
         assert op == "min"
@@ -89,8 +95,8 @@ class Replicas:
             raise self.fail
         errors: list[Exception] = []
         threads = [
-            threading.Thread(target=self._take_in, args=(name, rank + 1, update, errors))
-            for rank, name in enumerate(update.replicas)
+            threading.Thread(target=self._take_in, args=(name, 1 + index * update.ranks_per_replica, update, errors))
+            for index, name in enumerate(update.replicas)
         ]
         for thread in threads:
             thread.start()
@@ -104,10 +110,8 @@ class Replicas:
         receiver = self.receivers[name]
         try:
             if receiver.group_name != update.group_name:
-                world_size = 1 + len(update.replicas)
-                receiver.join(
-                    update.master_address, update.master_port, rank, world_size, update.group_name, update.backend, 60.0
-                )
+                address = update.master_address, update.master_port
+                receiver.join(*address, rank, update.world_size, update.group_name, update.backend, 60.0)
             for index, bucket in enumerate(update.buckets):
                 if index == self.die_at and name == self.live[-1]:
                     self.live.remove(name)
@@ -195,11 +199,18 @@ def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> Non
 
 
 def test_buckets_hold_no_more_than_their_bytes() -> None:
-    weights = [(f"w{i}", torch.zeros(size)) for i, size in enumerate([10, 10, 100, 5, 30])]
-    plan = plan_buckets(iter(weights), 100)
+    sizes = [10, 10, 100, 5, 30]
+    specs = [WeightSpec(name=f"w{i}", shape=[size], dtype="float32") for i, size in enumerate(sizes)]
+    plan = plan_buckets(specs, 100)
     assert [[spec.name for spec in bucket] for bucket in plan] == [["w0", "w1"], ["w2"], ["w3"], ["w4"]]
-    assert plan[0][0].shape == [10]
-    assert plan[0][0].dtype == "float32"
+    assert plan[0][0] == specs[0]
+
+
+def test_within_a_bucket_the_widest_dtypes_come_first() -> None:
+    dtypes = ["bfloat16", "float32", "uint8", "int64", "float16", "float32"]
+    specs = [WeightSpec(name=f"w{i}", shape=[3], dtype=dtype) for i, dtype in enumerate(dtypes)]
+    plan = plan_buckets(specs, 60)
+    assert [[spec.name for spec in bucket] for bucket in plan] == [["w3", "w1", "w0", "w4", "w2"], ["w5"]]
 
 
 def channel_of(engine: FakeTrainEngine, control: object, **options: object) -> CollectiveChannel:
@@ -208,18 +219,86 @@ def channel_of(engine: FakeTrainEngine, control: object, **options: object) -> C
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_collective_weights_arrive_at_all_replicas(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sent", ["float32", "of several widths"])
+def test_collective_weights_arrive_at_all_replicas(dtype: torch.dtype, sent: str) -> None:
     models = [make_model(1, dtype), make_model(2, dtype)]
     control = Replicas(*models)
     engine = FakeTrainEngine(make_model(3))
+    if sent != "float32":
+        engine.model = with_narrow_bias(engine.model)
     channel = channel_of(engine, control)
     for version in (1, 2):
         engine.model = make_model(10 + version)
+        if sent != "float32":
+            engine.model = with_narrow_bias(engine.model)
         channel.publish(version)
         for model in models:
             assert_same(engine.model, model)
+    assert engine.num_gathered == 2 * len(engine.weight_specs()), "once a publication, the first too"
     assert len(control.updates[0].buckets) > 1
     assert control.updates[0].group_name == control.updates[1].group_name  # the group lasts
+    channel.close()
+
+
+def with_narrow_bias(model: nn.Sequential) -> nn.Sequential:
+    """Its bias is bfloat16 and comes between float32 weights."""
+    linear = model[1]
+    assert isinstance(linear, nn.Linear)
+    weight = linear._parameters.pop("weight")
+    linear.bias = nn.Parameter(linear.bias.to(torch.bfloat16))
+    linear.register_parameter("weight", weight)
+    return model
+
+
+class TwoRanks:
+    """Each replica is two ranks, with a whole model each."""
+
+    def __init__(self, control: Replicas, *others: nn.Module) -> None:
+        self.control = control
+        self.others = [WeightReceiver(model, "cpu") for model in others]
+
+    def live_replicas(self, version: int) -> list[str]:
+        return self.control.live_replicas(version)
+
+    def publish(self, update: WeightUpdate) -> None:
+        threads = [
+            threading.Thread(target=self._take_in, args=(receiver, 2 + 2 * index, update))
+            for index, receiver in enumerate(self.others)
+        ]
+        for thread in threads:
+            thread.start()
+        self.control.publish(update)
+        for thread in threads:
+            thread.join()
+
+    def _take_in(self, receiver: WeightReceiver, rank: int, update: WeightUpdate) -> None:
+        address = update.master_address, update.master_port
+        receiver.join(*address, rank, update.world_size, update.group_name, update.backend, 60.0)
+        for bucket in update.buckets:
+            receiver.receive(bucket)
+        receiver.finish()
+
+
+def test_a_replica_of_two_ranks_takes_two_places_in_the_group() -> None:
+    models = [make_model(seed) for seed in (1, 2, 3, 4)]
+    control = TwoRanks(Replicas(*models[:2]), *models[2:])
+    engine = FakeTrainEngine(make_model(5))
+    channel = channel_of(engine, control, ranks_per_replica=2)
+    channel.publish(1)
+    for model in models:
+        assert_same(engine.model, model)
+    channel.close()
+
+
+def test_weights_that_were_not_announced_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    engine = FakeTrainEngine(make_model(3))
+    announced = engine.weight_specs()
+    engine.weight_specs = lambda: announced  # type: ignore[method-assign]
+    engine.model = make_model(3, torch.bfloat16)
+    channel = channel_of(engine, Replicas(make_model(1)))
+    with pytest.raises(WeightSyncError):
+        channel.publish(1)
     channel.close()
 
 
