@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig
+from areal.api.config.rollout import server_url
+from areal.api.config.servers import FOREIGN_SERVERS
 from areal.api.errors import ConfigError, LaunchError
-from areal.launcher.memory import served_bytes, trained_bytes
+from areal.launcher.foreign_server import ServerCommand, core_bindings, prepended, server_command, server_model
+from areal.launcher.memory import foreign_served_bytes, served_bytes, trained_bytes
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -37,8 +42,10 @@ class PlannedProcess:
     """Set on top of the launcher's own environment."""
     log_path: str
     device: str
-    gpu: str | None
+    gpus: tuple[str, ...]
+    """All of one server or rank; none = it runs on the CPU."""
     num_threads: int
+    """Of each of its processes that compute."""
     memory_bytes: int | None
     """Weights, gradients, optimiser state and KV cache; None = not known."""
 
@@ -71,11 +78,13 @@ class LaunchPlan:
     processes: tuple[PlannedProcess, ...]
     spare_gpus: tuple[str, ...]
     """GPUs that no process uses, for replicas that join later."""
+    attached: tuple[str, ...]
+    """URLs of servers that already run, in place of planned ones."""
     identities: Identities
 
     @property
     def num_servers(self) -> int:
-        return sum(process.role == "server" for process in self.processes)
+        return len(self.attached) or sum(process.role == "server" for process in self.processes)
 
 
 def make_plan(
@@ -89,35 +98,43 @@ def make_plan(
     """The plan of a run's start. ConfigError when the machine or this version cannot run it."""
     mode = config.allocation
     check_supported(mode)
-    num_servers = mode.inference.num_replicas if mode.inference is not None else 0
-    ranks = mode.train[0].parallel.world_size
-    gpus = _share_gpus(config, machine, num_servers, ranks)
-    threads = _share_cores(config, machine, num_servers, ranks)
+    attached = tuple(server_url(text) for text in config.rollout.server_addrs) if isinstance(config, PPOConfig) else ()
+    servers = mode.inference
+    num_servers = servers.num_replicas if servers is not None else 0
+    counts = {
+        "controller": 1 if num_servers else 0,
+        "server": 0 if attached else num_servers,
+        "trainer": mode.train[0].parallel.world_size,
+    }
+    sizes = {"server": servers.instance_size if servers is not None else 1, "trainer": 1}
+    gpus = _share_gpus(config, machine, counts, sizes)
+    threads = _share_cores(config, machine, counts, sizes)
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
-    order = [("controller", 1 if num_servers else 0), ("server", num_servers), ("trainer", ranks)]
-    for role, count in order:
+    for role, count in counts.items():
         for index in range(count):
-            gpu = gpus.get((role, index))
+            own_gpus = gpus.get((role, index), ())
             context = ProcessContext(
                 role=role,  # pyright: ignore[reportArgumentType] - one of the three above
                 index=index,
-                world_size=ranks,
+                world_size=counts["trainer"],
                 num_servers=num_servers,
                 run_id=0,
                 run_dir=str(paths.root),
                 num_threads=threads[role],
                 recover=recover,
-                device="cpu" if gpu is None else "cuda:0",
+                device="cuda:0" if own_gpus else "cpu",
             )
-            processes.append(_planned(context, config, paths, script=script, gpu=gpu, on_gpus=bool(machine.gpus)))
+            processes.append(_planned(context, config, paths, script=script, gpus=own_gpus, machine=machine))
+    used = {gpu for own in gpus.values() for gpu in own}
     return LaunchPlan(
         run_dir=str(paths.root),
         recover=recover,
         allocation=str(mode),
         ports="chosen at start, on loopback",
         processes=tuple(processes),
-        spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in gpus.values()),
+        spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in used),
+        attached=attached,
         identities=_identities(config, num_rows),
     )
 
@@ -136,12 +153,12 @@ def start_again(
     return dataclasses.replace(planned, env=planned.env | context.to_env())
 
 
-def another_server(like: PlannedProcess, index: int, *, gpu: str | None) -> PlannedProcess:
+def another_server(like: PlannedProcess, index: int, *, gpus: tuple[str, ...]) -> PlannedProcess:
     """One more server of the same kind."""
     context = dataclasses.replace(_context(like), index=index)
-    env = like.env | context.to_env() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    env = like.env | context.to_env() | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     log_path = str(Path(like.log_path).with_name(f"{context.name}.log"))
-    return dataclasses.replace(like, name=context.name, index=index, env=env, log_path=log_path, gpu=gpu)
+    return dataclasses.replace(like, name=context.name, index=index, env=env, log_path=log_path, gpus=gpus)
 
 
 def _context(planned: PlannedProcess) -> ProcessContext:
@@ -152,29 +169,34 @@ def _context(planned: PlannedProcess) -> ProcessContext:
 
 
 def _share_gpus(
-    config: BaseExperimentConfig, machine: Machine, num_servers: int, ranks: int
-) -> dict[tuple[str, int], str]:
-    """One GPU each for servers and trainer ranks; nothing on a CPU machine."""
-    asked = config.native.device if isinstance(config, PPOConfig) else "auto"
-    available = machine.gpus[: config.cluster.n_gpus_per_node]
+    config: BaseExperimentConfig, machine: Machine, counts: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Each server's and trainer rank's own GPUs; nothing on a CPU machine."""
+    asked = "auto"
+    if isinstance(config, PPOConfig) and config.server_backend == "native":
+        asked = config.native.device
+    available = list(machine.gpus[: config.cluster.n_gpus_per_node])
     if asked == "cuda" and not available:
         raise ConfigError("native.device=cuda, but no GPU may be used here: use auto or cpu")
     if not available:
         return {}
-    users = [("server", index) for index in range(num_servers if asked != "cpu" else 0)]
-    users += [("trainer", index) for index in range(ranks)]
-    if len(users) > len(available):
+    roles = ["trainer"] if asked == "cpu" else ["server", "trainer"]
+    needed = sum(counts[role] * sizes[role] for role in roles)
+    if needed > len(available):
         raise ConfigError(
-            f"allocation_mode={config.allocation_mode} needs {len(users)} GPUs, but {len(available)} may be used here "
+            f"allocation_mode={config.allocation_mode} needs {needed} GPUs, but {len(available)} may be used here "
             f"(cluster.n_gpus_per_node={config.cluster.n_gpus_per_node}): use smaller sizes, or "
             "cluster.n_gpus_per_node=0 to run on the CPU"
         )
-    return dict(zip(users, available, strict=False))
+    users = [(role, index) for role in roles for index in range(counts[role])]
+    return {(role, index): tuple(available.pop(0) for _ in range(sizes[role])) for role, index in users}
 
 
-def _share_cores(config: BaseExperimentConfig, machine: Machine, num_servers: int, ranks: int) -> dict[str, int]:
+def _share_cores(
+    config: BaseExperimentConfig, machine: Machine, counts: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, int]:
     """CPU threads by role: the cores shared out between the processes that compute."""
-    share = machine.cores // (num_servers + ranks)
+    share = machine.cores // sum(counts[role] * sizes[role] for role in ("server", "trainer"))
     return {
         "controller": 1,
         "server": max(1, min(config.launcher.inference_server_cpus_per_gpu, share)),
@@ -188,35 +210,65 @@ def _planned(
     paths: RunPaths,
     *,
     script: str | None,
-    gpu: str | None,
-    on_gpus: bool,
+    gpus: tuple[str, ...],
+    machine: Machine,
 ) -> PlannedProcess:
     more = {
         "controller": "",
         "server": config.launcher.inference_server_env_vars,
         "trainer": config.launcher.trainer_env_vars,
     }[context.role]
+    backend = config.server_backend if isinstance(config, PPOConfig) else ""
+    foreign = None
+    if isinstance(config, PPOConfig) and context.role == "server" and backend in FOREIGN_SERVERS:
+        foreign = server_command(config, on_gpu=bool(gpus))
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        **({"CUDA_VISIBLE_DEVICES": gpu or ""} if on_gpus else {}),
-        **parse_env_vars(more),
-        **context.to_env(),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
+        **(_nccl_as_sglang_has_it() if context.role == "trainer" and gpus and backend == "sglang" else {}),
+        **({} if foreign is None else _foreign_env(context, config, foreign, machine)),
     }
+    own = parse_env_vars(more)
+    paths_of_both = {name: prepended(own, name, env[name]) for name in _SEARCHED if name in env and name in own}
     return PlannedProcess(
         name=context.name,
         role=context.role,
         index=context.index,
-        argv=_command(context.role, paths, script),
-        env=env,
+        argv=_command(context.role, paths, script) if foreign is None else _host_command(backend, paths, foreign),
+        env=env | own | paths_of_both | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
-        gpu=gpu,
+        gpus=gpus,
         num_threads=context.num_threads,
-        memory_bytes=_memory(context, config),
+        memory_bytes=_memory(context, config, foreign),
     )
+
+
+_SEARCHED = ("PATH", "PYTHONPATH")
+"""Lists of folders: what areal puts first stays first, whatever follows."""
+
+
+def _foreign_env(
+    context: ProcessContext, config: BaseExperimentConfig, command: ServerCommand, machine: Machine
+) -> dict[str, str]:
+    """Variables of a foreign server: its own, and those by which it finds the programs of its environment."""
+    servers = config.allocation.inference
+    assert servers is not None
+    env = dict(command.env)
+    if context.device == "cpu":
+        cores = range(machine.cores)
+        env |= core_bindings(servers.backend, context.index, servers.instance_size, context.num_threads, cores)
+    firsts = {"PATH": str(Path(command.argv[0]).parent), "PYTHONPATH": env.get("PYTHONPATH", "")}
+    return env | {name: prepended(os.environ, name, first) for name, first in firsts.items() if first}
+
+
+def _nccl_as_sglang_has_it() -> dict[str, str]:
+    """All members of an NCCL group must agree on these, which SGLang switches off unless they are set."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    return {name: os.environ.get(name, "0") for name in names}
 
 
 def _command(role: str, paths: RunPaths, script: str | None) -> tuple[str, ...]:
@@ -226,14 +278,20 @@ def _command(role: str, paths: RunPaths, script: str | None) -> tuple[str, ...]:
     return (sys.executable, "-m", "areal.trainer", *scripts, "--config", str(paths.config))
 
 
-def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
+def _host_command(backend: str, paths: RunPaths, command: ServerCommand) -> tuple[str, ...]:
+    host = (sys.executable, "-m", "areal.engine.server_host", "--backend", backend, "--config", str(paths.config))
+    return (*host, "--", *command.argv)
+
+
+def _memory(context: ProcessContext, config: BaseExperimentConfig, foreign: ServerCommand | None) -> int | None:
     """Bytes of the models a process holds; None when one of them is unknown."""
     if context.role == "controller":
         return 0
     if isinstance(config, PPOConfig):
+        if foreign is not None:
+            return foreign_served_bytes(server_model(config), foreign.flags)
         if context.role == "server":
-            path = config.native.model_path or config.actor.path
-            return served_bytes(config.native, path, on_gpu=context.device != "cpu")
+            return served_bytes(config.native, server_model(config), on_gpu=context.device != "cpu")
         models = [model for model in (config.actor, config.critic, config.ref) if model is not None]
     else:
         models = [config.model] if isinstance(config, SFTConfig) else []

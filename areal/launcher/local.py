@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -87,10 +88,11 @@ def plan_text(plan: LaunchPlan) -> str:
     """The plan for people."""
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: {plan.ports}", "processes:"]
     for process in plan.processes:
-        where = process.device if process.gpu is None else f"GPU {process.gpu}"
+        where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
         memory = "" if process.memory_bytes == 0 else f", {bytes_text(process.memory_bytes)} of model state"
         lines.append(f"  {process.name}: {where}, {process.num_threads} threads{memory}")
-        lines.append(f"    {' '.join(process.argv)}")
+        lines.append(f"    {shlex.join(process.argv)}")
+    lines += [f"  server-{index}: runs already at {url}" for index, url in enumerate(plan.attached)]
     lines.append("identities:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
     lines.append("Model state is weights, gradients, optimiser and KV cache; activations and libraries come on top.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,6 +76,15 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
+def context_length(folder: str) -> int | None:
+    """Longest sequence a local checkpoint's model takes; None when its config.json does not say."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
 def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     """Sharded float32 weights, gradients and optimiser state on one rank; None when the model is not at hand."""
     shape = ModelShape.read(model.path)
@@ -95,6 +105,18 @@ def served_bytes(native: NativeServerConfig, path: str, *, on_gpu: bool) -> int 
     default = 0 if on_gpu else native.max_running_requests * _CPU_TOKENS_PER_REQUEST
     tokens = native.max_total_tokens or default
     return (shape.parameters + tokens * shape.kv_values_per_token) * _BYTES[native.dtype]
+
+
+def foreign_served_bytes(path: str, flags: Mapping[str, Any]) -> int | None:
+    """The same of an SGLang or vLLM server, all its devices together, by the flags it is started with."""
+    shape = ModelShape.read(path)
+    if shape is None:
+        return None
+    element = 4 if flags.get("dtype") in ("float32", "float") else 2
+    tokens, cache = flags.get("max_total_tokens"), flags.get("kv_cache_memory_bytes")
+    if not isinstance(cache, int):  # else on a GPU the cache takes what is left
+        cache = tokens * shape.kv_values_per_token * element if isinstance(tokens, int) else 0
+    return shape.parameters * element + cache
 
 
 def bytes_text(count: int | None) -> str:

@@ -31,6 +31,7 @@ class ReplicaChanges:
         units: list[Unit],
         *,
         spare_gpus: tuple[str, ...],
+        num_attached: int,
         config: LauncherConfig,
         registry: NameRegistry,
         start: Callable[[Unit], None],
@@ -40,6 +41,7 @@ class ReplicaChanges:
         self._box = box
         self._units = units
         self._spare_gpus = list(spare_gpus)
+        self._num_attached = num_attached
         self._config = config
         self._registry = registry
         self._start = start
@@ -52,6 +54,11 @@ class ReplicaChanges:
     def servers(self) -> list[Unit]:
         """The servers that are to stay."""
         return [unit for unit in self._units if unit.role == "server" and unit.phase != "leaving"]
+
+    @property
+    def num_servers(self) -> int:
+        """How many the run is to have, also those that it did not start."""
+        return self._num_attached or len(self.servers)
 
     def step(self, now_s: float, *, run_was_ready: bool) -> None:
         """Take up new requests, and bring the others forward."""
@@ -73,6 +80,11 @@ class ReplicaChanges:
 
     def _begin(self, request: Request, now_s: float, *, run_was_ready: bool) -> str:
         """Start what is asked. Returns why not."""
+        if self._num_attached:
+            return (
+                "the servers of this run were not started by it (rollout.server_addrs): start or stop them as you did "
+                "before; their number stays"
+            )
         if not self.servers:
             return "this run has no inference servers: only a run with rollouts can add or remove one"
         if not run_was_ready:
@@ -87,14 +99,14 @@ class ReplicaChanges:
 
     def _add(self, request: Request) -> str:
         like = self.servers[0].children[0].planned
-        if like.device != "cpu" and not self._spare_gpus:
-            return (
-                "no GPU is free for another replica: remove one first, or give the run more (cluster.n_gpus_per_node)"
-            )
+        size, spare = len(like.gpus), len(self._spare_gpus)
+        if size > spare:
+            free = "no GPU is free" if size == 1 else f"{size} GPUs are needed and {spare} are free"
+            return f"{free} for another replica: remove one first, or give the run more (cluster.n_gpus_per_node)"
         taken = {unit.children[0].planned.index for unit in self._units if unit.role == "server"}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        gpu = self._spare_gpus.pop(0) if like.device != "cpu" else None
-        unit = Unit([another_server(like, index, gpu=gpu)])
+        gpus = tuple(self._spare_gpus.pop(0) for _ in range(size))
+        unit = Unit([another_server(like, index, gpus=gpus)])
         unit.phase = "joining"
         self._units.append(unit)
         try:
@@ -140,9 +152,7 @@ class ReplicaChanges:
         self._units.remove(unit)
         unit.clean_up()
         self._forget(unit)
-        gpu = unit.children[0].planned.gpu
-        if gpu is not None:
-            self._spare_gpus.append(gpu)
+        self._spare_gpus += unit.children[0].planned.gpus
 
     def _finish(self, unit: Unit, state: Literal["done", "refused"], text: str) -> None:
         self._tell(f"areal: {text}")

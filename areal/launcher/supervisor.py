@@ -88,6 +88,7 @@ class Supervisor:
             RequestBox(paths),
             self._units,
             spare_gpus=plan.spare_gpus,
+            num_attached=len(plan.attached),
             config=config,
             registry=registry,
             start=self._start,
@@ -240,7 +241,7 @@ class Supervisor:
 
     def _start(self, unit: Unit) -> None:
         """For the first time."""
-        unit.start(num_servers=len(self._replicas.servers), recover=None)
+        unit.start(num_servers=self._replicas.num_servers, recover=None)
 
     def _start_again(self, unit: Unit) -> None:
         unit.clean_up()
@@ -253,7 +254,7 @@ class Supervisor:
             self._line.say(f"areal: trainers go on from {checkpoint_text(newest)}")
             for other in self._leaders:  # a controller that was told that training is over
                 other.must_run = other.must_run or (other is not unit and other.has_ended_well)
-        unit.start(num_servers=len(self._replicas.servers), recover=recover)
+        unit.start(num_servers=self._replicas.num_servers, recover=recover)
 
     def _forget(self, unit: Unit) -> None:
         """Remove every trace by which others find the processes of a unit, or take them for alive."""

@@ -1,0 +1,269 @@
+"""The commands and environments of SGLang and vLLM servers, as they follow from a configuration."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from areal.api.config import (
+    ClusterSpecConfig,
+    GenerationHyperparameters,
+    GRPOConfig,
+    InferenceEngineConfig,
+    LauncherConfig,
+    NativeServerConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    TrainDatasetConfig,
+)
+from areal.api.config.servers import SGLANG, VLLM
+from areal.launcher.foreign_server import SERVER_SIDE, core_bindings, flag_words, server_command, server_python
+from areal.launcher.job import Machine, another_server, make_plan
+from areal.launcher.memory import ModelShape
+from areal.system.process import ProcessContext
+
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 40000,
+    "tie_word_embeddings": True,
+}
+KV_VALUES = 2 * 2 * 2 * 16
+
+
+def config_of(backend, sizes="d2", *, actor=None, **changes):
+    settings = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "seed": 40,
+        "allocation_mode": f"{backend}:{sizes}+fsdp:d1",
+        "cluster": ClusterSpecConfig(fileroot="/runs"),
+        "train_dataset": TrainDatasetConfig(path="x", batch_size=8),
+        "gconfig": GenerationHyperparameters(max_new_tokens=8),
+        "actor": PPOActorConfig(
+            **({"path": "org/model", "dtype": "float32", "optimizer": OptimizerConfig()} | (actor or {}))
+        ),
+    }
+    return GRPOConfig(**(settings | changes))
+
+
+def command(config, *, on_gpu=True):
+    return server_command(config, on_gpu=on_gpu)
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return str(tmp_path)
+
+
+def test_command_of_sglang():
+    argv = command(config_of("sglang", "d2t4", server_python="/env/bin/python")).argv
+    assert argv == (
+        "/env/bin/python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path=org/model",
+        "--dtype=float32",
+        "--tp-size=4",
+        "--enable-metrics",
+        "--incremental-streaming-output",
+        "--host=127.0.0.1",
+        "--port={port}",
+        "--random-seed={index+40}",
+    )
+
+
+def test_command_of_vllm():
+    argv = command(config_of("vllm", "d2t4")).argv
+    assert argv[:5] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "org/model")
+    assert set(argv[5:]) == {
+        "--dtype=float32",
+        "--tensor-parallel-size=4",
+        "--enable-scale-out",
+        "--worker-extension-cls=areal_vllm.extension.WorkerExtension",
+        '--weight-transfer-config={"backend":"areal"}',
+        "--host=127.0.0.1",
+        "--port={port}",
+        "--seed={index+40}",
+    }
+
+
+def test_flags_of_the_user_stand_above_the_defaults():
+    flags = {"model_path": "/other", "dtype": "half", "random_seed": 7, "page-size": 16, "torchao_config": ""}
+    argv = command(config_of("sglang", sglang=flags | {"enable_fast_load": True})).argv
+    assert {"--model-path=/other", "--dtype=half", "--random-seed={index+7}", "--page-size=16"} < set(argv)
+    assert not [word for word in argv if "torchao" in word or "fast-load" in word or "float32" in word]
+    argv = command(config_of("vllm", vllm={"model": "/other", "seed": 7, "worker_extension_cls": "x.Y"})).argv
+    assert argv[4] == "/other"
+    assert sorted(word for word in argv if word.startswith(("--model", "--seed", "--worker"))) == [
+        "--seed={index+7}",
+        "--worker-extension-cls=areal_vllm.extension.WorkerExtension",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("server", "name", "value", "words"),
+    [
+        (SGLANG, "enable_lora", True, ["--enable-lora"]),
+        (SGLANG, "enable_lora", False, []),
+        (SGLANG, "chunked_prefill_size", -1, ["--chunked-prefill-size=-1"]),
+        (SGLANG, "lora_paths", ["a", "b"], ["--lora-paths", "a", "b"]),
+        (SGLANG, "lora_paths", [{"lora_name": "a"}], ["--lora-paths", '{"lora_name":"a"}']),
+        (SGLANG, "log_level", "warning", ["--log-level=warning"]),
+        (VLLM, "enable_prefix_caching", False, ["--no-enable-prefix-caching"]),
+        (VLLM, "disable_log_stats", False, []),
+        (VLLM, "compilation_config", {"level": 3, "on": True}, ['--compilation-config={"level":3,"on":true}']),
+        (VLLM, "gpu_memory_utilization", 0.9, ["--gpu-memory-utilization=0.9"]),
+    ],
+)
+def test_a_flag_as_words(server, name, value, words):
+    assert flag_words(server, name, value) == words
+
+
+def test_without_a_gpu_servers_are_told_how_to_live(model):
+    actor = {"path": model}
+    sglang = command(config_of("sglang", actor=actor), on_gpu=False)
+    assert {"--device=cpu", "--attention-backend=torch_native", "--max-total-tokens=40000"} < set(sglang.argv)
+    assert sglang.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert sglang.env["PYTHONPATH"] == str(SERVER_SIDE / "sglang_cpu")
+    vllm = command(config_of("vllm", actor=actor), on_gpu=False)
+    assert {"--enforce-eager", f"--kv-cache-memory-bytes={40000 * KV_VALUES * 4}"} < set(vllm.argv)
+    assert vllm.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert vllm.env["PYTHONPATH"] == str(SERVER_SIDE)
+    short = command(config_of("vllm", actor=actor, vllm={"max_model_len": 128, "dtype": "bfloat16"}), on_gpu=False)
+    assert f"--kv-cache-memory-bytes={64 * 512 * KV_VALUES * 2}" in short.argv
+    unknown = command(config_of("vllm"), on_gpu=False)
+    assert f"--kv-cache-memory-bytes={2**30}" in unknown.argv
+
+
+def test_settings_for_a_machine_without_gpu_give_way_to_the_users(model):
+    flags = {"attention_backend": "intel_amx", "max_total_tokens": 77, "disable_cuda_graph": False}
+    argv = command(config_of("sglang", actor={"path": model}, sglang=flags), on_gpu=False).argv
+    assert [word for word in argv if word.startswith(("--att", "--max-total", "--disable"))] == [
+        "--attention-backend=intel_amx",
+        "--max-total-tokens=77",
+    ]
+    on_gpu = command(config_of("sglang", actor={"path": model}))
+    assert not [word for word in on_gpu.argv if "torch_native" in word or "device" in word]
+    assert "PYTHONPATH" not in on_gpu.env
+
+
+def test_a_paused_sglang_stays_healthy_and_vllm_lets_itself_be_driven():
+    assert command(config_of("sglang")).env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    env = command(config_of("vllm")).env
+    assert (env["VLLM_SERVER_DEV_MODE"], env["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
+    lora = command(config_of("vllm", vllm={"enable-lora": True})).env
+    assert lora["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_random_weights_are_not_looked_for():
+    scratch = {"init_from_scratch": True}
+    assert "--load-format=dummy" in command(config_of("vllm", actor=scratch)).argv
+    assert "--load-format=dummy" not in command(config_of("vllm")).argv
+    other = config_of("sglang", actor=scratch, sglang={"model_path": "/trained"})
+    assert "--load-format=dummy" not in command(other).argv
+
+
+def test_a_tokenizer_of_its_own_is_handed_on():
+    assert "--tokenizer-path=/tok" in command(config_of("sglang", tokenizer_path="/tok")).argv
+    assert "--tokenizer=/tok" in command(config_of("vllm", tokenizer_path="/tok")).argv
+    assert not [word for word in command(config_of("vllm", tokenizer_path="org/model")).argv if "tokenizer" in word]
+
+
+def test_interpreter_of_the_servers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert server_python(config_of("vllm")) == sys.executable
+    (tmp_path / "link").symlink_to(sys.executable)
+    assert server_python(config_of("vllm", server_python="./link")) == str(tmp_path / "link")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mypython").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert server_python(config_of("vllm", server_python="mypython")) == str(tmp_path / "bin" / "mypython")
+
+
+def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    machine = Machine(cores=64, gpus=("0", "1", "2", "3", "4", "5", "7"))
+    plan = make_plan(config_of("sglang", "d2t2"), machine)
+    servers = [process for process in plan.processes if process.role == "server"]
+    assert [server.gpus for server in servers] == [("0", "1"), ("2", "3")]
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
+    assert plan.spare_gpus == ("5", "7")
+    at = servers[0].argv.index("--")
+    assert servers[0].argv[1:at] == (
+        "-m",
+        "areal.engine.server_host",
+        "--backend",
+        "sglang",
+        "--config",
+        "/runs/e/t/config.yaml",
+    )
+    assert servers[0].argv == servers[1].argv, "the host puts the port and the index in"
+    joins = another_server(servers[0], 2, gpus=("5", "7"))
+    assert (joins.env["CUDA_VISIBLE_DEVICES"], joins.argv) == ("5,7", servers[0].argv)
+    assert ProcessContext.from_env(joins.env).index == 2
+    trainer = plan.processes[-1]
+    assert trainer.gpus == ("4",)
+    assert (trainer.env["NCCL_CUMEM_ENABLE"], trainer.env["NCCL_NVLS_ENABLE"]) == ("0", "0")
+    assert "NCCL_CUMEM_ENABLE" not in make_plan(config_of("vllm", "d1"), machine).processes[-1].env
+
+
+def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
+    plan = make_plan(config_of("vllm", "d1t3"), Machine(cores=8))
+    assert [process.num_threads for process in plan.processes] == [1, 2, 2]
+    assert plan.processes[1].env["OMP_NUM_THREADS"] == "2"
+    bound = make_plan(config_of("sglang", "d2t2"), Machine(cores=10)).processes
+    assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["0,1|2,3", "4,5|6,7"]
+    assert core_bindings("sglang", 1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
+    assert core_bindings("vllm", 0, 2, 1, [0, 1]) == core_bindings("sglang", 0, 1, 1, [0]) == {}
+
+
+def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    config = config_of("vllm", server_python="/env/bin/python")
+    server = make_plan(config, Machine(cores=4)).processes[1]
+    assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/mine"
+    assert server.env["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
+    launcher = LauncherConfig(inference_server_env_vars="PYTHONPATH=/given,VLLM_HOST_IP=10.0.0.1")
+    server = make_plan(config_of("vllm", launcher=launcher), Machine(cores=4)).processes[1]
+    assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/mine{os.pathsep}/given"
+    assert server.env["VLLM_HOST_IP"] == "10.0.0.1"
+
+
+def test_memory_of_a_foreign_server(model):
+    def memory(machine, **changes):
+        return make_plan(config_of(changes.pop("backend"), actor={"path": model}, **changes), machine).processes[1]
+
+    on_cpu, parameters = Machine(cores=4), ModelShape.read(model).parameters
+    assert memory(on_cpu, backend="vllm").memory_bytes == 4 * (parameters + 40000 * KV_VALUES)
+    assert memory(on_cpu, backend="sglang").memory_bytes == 4 * (parameters + 40000 * KV_VALUES)
+    on_gpu = Machine(cores=4, gpus=("0", "1", "2"))
+    assert memory(on_gpu, backend="vllm", vllm={"dtype": "bfloat16"}).memory_bytes == 2 * parameters
+
+
+def test_servers_that_run_already_take_no_place(tmp_path):
+    rollout = InferenceEngineConfig(server_addrs=["127.0.0.1:1", "http://127.0.0.1:2"])
+    for backend in ("native", "sglang"):
+        plan = make_plan(config_of(backend, rollout=rollout), Machine(cores=2, gpus=("0",)))
+        assert [(process.name, process.gpus) for process in plan.processes] == [
+            ("controller", ()),
+            ("trainer-0", ("0",)),
+        ]
+        assert plan.attached == ("http://127.0.0.1:1", "http://127.0.0.1:2")
+        assert plan.num_servers == 2
+        assert ProcessContext.from_env(plan.processes[0].env).num_servers == 2
+        assert plan.processes[1].num_threads == 2
+
+
+def test_options_of_native_servers_do_not_bind_others():
+    config = config_of("vllm", native=NativeServerConfig(device="cpu"))
+    assert make_plan(config, Machine(cores=4, gpus=("0", "1", "2"))).processes[1].gpus == ("0",)
