@@ -6,6 +6,8 @@ goes on under an older policy than made its newest token.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
@@ -37,6 +39,8 @@ class Answer:
         self._versions: list[int] = []
         self._replicas: list[str] = []
         self._num_parts = 0
+        self._part_start = 0
+        """Tokens that there were when the current part began."""
         self._stop_reason: StopReason | None = None
 
     @property
@@ -58,6 +62,7 @@ class Answer:
         if not self._replicas or self._replicas[-1] != replica_name:
             self._replicas.append(replica_name)
         self._num_parts += 1
+        self._part_start = done
         return GenerationPart(
             part_id=f"{request.request_id}-{self._num_parts % 1000:03d}",
             input_ids=request.input_ids + self._token_ids if done else request.input_ids,
@@ -82,17 +87,39 @@ class Answer:
             )
         if len(self._token_ids) + count > self._budget:
             raise ServerUnavailable(f"{self._replicas[-1]} sent more tokens than it was asked for")
-        taken = _num_rising(chunk.versions, self.newest_version)
-        self._token_ids += chunk.token_ids[:taken]
-        self._logprobs += chunk.logprobs[:taken]
-        self._versions += chunk.versions[:taken]
-        if taken < count:
-            raise ServerUnavailable(
-                f"{self._replicas[-1]} went on under policy version {chunk.versions[taken]}, which is older than "
-                f"{self.newest_version}, which made the tokens before"
-            )
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        first, versions = len(self._versions), chunk.versions
+        if chunk.part_versions is not None:
+            first, versions = self._part_start, self._told_at_the_end(chunk.part_versions)
+        self._take_versions(first, versions)
         if chunk.finish_reason in ("stop", "length"):
             self._stop_reason = chunk.finish_reason
+
+    def _told_at_the_end(self, versions: list[int]) -> list[int]:
+        """What the server tells of the whole part, checked. Where it cannot be right, none of the part can be used."""
+        count = len(self._token_ids) - self._part_start
+        if len(versions) != count:
+            self._cut(self._part_start)
+            raise ServerUnavailable(f"{self._replicas[-1]} told {len(versions)} versions of a part of {count} tokens")
+        return versions
+
+    def _take_versions(self, first: int, versions: list[int]) -> None:
+        """Let these be the versions of the tokens from `first` on; tokens from where they fall are dropped."""
+        del self._versions[first:]
+        rising = _num_rising(versions, self.newest_version)
+        self._versions += versions[:rising]
+        if rising < len(versions):
+            self._cut(first + rising)
+            raise ServerUnavailable(
+                f"{self._replicas[-1]} went on under policy version {versions[rising]}, which is older than "
+                f"{self.newest_version}, which made the tokens before"
+            )
+
+    def _cut(self, num_tokens: int) -> None:
+        del self._token_ids[num_tokens:]
+        del self._logprobs[num_tokens:]
+        del self._versions[num_tokens:]
 
     def interrupted(self) -> None:
         """The part ended early, by an abort or a failure: settle whether the answer was complete all the same."""
@@ -121,6 +148,19 @@ class Answer:
             latency_s=latency_s,
             ttft_s=ttft_s,
         )
+
+
+def prior_output_bias(part: GenerationPart) -> dict[int, float]:
+    """What to add to logits so that the frequency penalty counts the answer's earlier parts, by token id.
+
+    For servers that take all of `part.input_ids` for prompt and penalise only the output they make: the penalty is
+    linear in the count and taken off before the temperature, so this bias and the server's own penalty add up to that
+    of the unbroken answer. A repetition penalty multiplies, so beside one it would not.
+    """
+    penalty, num_prior = part.gconfig.frequency_penalty, part.num_prior_output_tokens
+    if penalty == 0 or num_prior == 0:
+        return {}
+    return {token: -penalty * count for token, count in Counter(part.input_ids[-num_prior:]).items()}
 
 
 def _num_rising(versions: list[int], floor: int | None) -> int:

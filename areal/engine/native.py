@@ -130,7 +130,7 @@ class NativeReplica:
 
     async def load(self) -> ReplicaLoad:
         """How busy it is; see the protocol."""
-        answer = await self._client.get("/get_server_info")
+        answer = await self._client.get("/server_info")
         try:
             info = orjson.loads(answer)
             return ReplicaLoad(

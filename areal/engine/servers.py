@@ -5,10 +5,18 @@ from __future__ import annotations
 from areal.api.errors import ConfigError
 from areal.engine.native import make_native_replica
 from areal.engine.replica import ReplicaFactory
+from areal.engine.sglang import make_sglang_replica
+from areal.engine.vllm import make_vllm_replica
+
+_FACTORIES: dict[str, ReplicaFactory] = {
+    "native": make_native_replica,
+    "sglang": make_sglang_replica,
+    "vllm": make_vllm_replica,
+}
 
 
 def replica_factory(backend: str) -> ReplicaFactory:
     """What makes the clients of a fleet whose servers are of this backend, as `allocation_mode` names it."""
-    if backend == "native":
-        return make_native_replica
-    raise ConfigError(f"there is no adapter for {backend} servers: use native, sglang or vllm")
+    if backend not in _FACTORIES:
+        raise ConfigError(f"there is no adapter for {backend} servers: use {', '.join(_FACTORIES)}")
+    return _FACTORIES[backend]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.engine.continuation import versions_of
+from areal.engine.continuation import prior_output_bias, versions_of
 from areal.engine.replica import FinishReason, GenerationPart, PartChunk
 
 _ALL_TOKENS = 100_000_000
@@ -60,9 +59,8 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         # Where all requests that run have top_k=1, SGLang forgets the temperature of their log-probabilities.
         plain = gconfig.temperature == 1.0
         sampling |= {"top_k": 1, "top_p": 1.0} if plain else {"top_k": -1, "top_p": _ONLY_THE_LIKELIEST}
-    if part.num_prior_output_tokens and gconfig.frequency_penalty:
-        prior = Counter(part.input_ids[-part.num_prior_output_tokens :])
-        sampling["logit_bias"] = {str(token): -gconfig.frequency_penalty * count for token, count in prior.items()}
+    if bias := prior_output_bias(part):
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     if part.seed is not None:
         sampling["sampling_seed"] = part.seed
     if stream:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from areal.engine.continuation import versions_of
+from areal.engine.continuation import prior_output_bias, versions_of
 from areal.engine.replica import FinishReason, GenerationPart, ReplicaLoad
 
 _ALL_TOKENS = 100_000_000
@@ -50,9 +49,8 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         sampling["stop"] = gconfig.stop
     if part.seed is not None:
         sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
-    if part.num_prior_output_tokens and gconfig.frequency_penalty:
-        prior = Counter(part.input_ids[-part.num_prior_output_tokens :])
-        sampling["logit_bias"] = {str(token): -gconfig.frequency_penalty * count for token, count in prior.items()}
+    if bias := prior_output_bias(part):
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     if stream:
         sampling["stream_interval"] = part.stream_interval
     return sampling

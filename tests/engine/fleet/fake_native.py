@@ -26,7 +26,7 @@ class FakeNative(FakeServer):
         yield web.post("/generate", self._generate)
         yield web.get("/health", self._health)
         yield web.get("/get_model_info", self._info)
-        yield web.get("/get_server_info", self._load)
+        yield web.get("/server_info", self._load)
         for path in (
             "pause_generation",
             "continue_generation",
