@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
                 self._chunked, self._until_close = True, False
             elif name == b"connection" and value == b"close":
                 self._keep_alive = False
-        if self._until_close:
+        if self._until_close or self._status >= 500:  # uvicorn closes after such a failure without saying so
             self._keep_alive = False
 
     def _read_chunks(self, data: bytes) -> None:

@@ -71,22 +71,24 @@ class VLLMReplica:
             answer = await self._client.post(path, generate_body(part, stream=False))
             collector.add(self._parsed(answer, parse_piece), None)
         else:
-            version, num_updates = self._version, self._num_updates
-
-            def on_event(event: bytes) -> None:
-                self._raise_error_event(path, event)
-                collector.add(self._parsed(event, parse_piece), version if self._num_updates == num_updates else None)
-
-            await self._client.stream(path, generate_body(part, stream=True), on_event)
+            await self._stream(path, part, collector)
         if collector.finish_reason is None:
             raise ServerUnavailable(f"{self.name} ended an answer without a finish reason")
 
-    def _raise_error_event(self, path: str, event: bytes) -> None:
-        """A stream that began well may end with an error."""
-        if event.startswith(b'{"error"'):
-            found = orjson.loads(event)
-            code = found["error"].get("code", 500) if isinstance(found["error"], dict) else 500
-            raise self._client.refusal(path, code if isinstance(code, int) else 500, event)
+    async def _stream(self, path: str, part: GenerationPart, collector: _PartCollector) -> None:
+        version, num_updates = self._version, self._num_updates
+        errors: list[bytes] = []
+
+        def on_event(event: bytes) -> None:
+            if event.startswith(b'{"error"'):  # a stream that began well may end so
+                errors.append(event)
+                return
+            collector.add(self._parsed(event, parse_piece), version if self._num_updates == num_updates else None)
+
+        await self._client.stream(path, generate_body(part, stream=True), on_event)
+        if errors:
+            status = self._parsed(errors[0], lambda found: int(found["error"]["code"]))
+            raise self._client.refusal(path, status, errors[0])
 
     def _parsed(self, payload: bytes, parse: Callable[[Any], _Parsed]) -> _Parsed:
         try:

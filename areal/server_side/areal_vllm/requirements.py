@@ -13,6 +13,7 @@ try:
         WeightTransferUpdateInfo,
     )
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     # Engines that own the whole of an update came with the version that has these.
     _ = WeightTransferEngine.start_weight_update, WeightTransferEngine.finish_weight_update
@@ -31,5 +32,6 @@ __all__ = [
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
     "finalize_layerwise_reload",
+    "get_layerwise_info",
     "initialize_layerwise_reload",
 ]

@@ -1,8 +1,8 @@
 """Owns how a vLLM worker takes in weights that a trainer sends: bucket by bucket, layer by layer.
 
 `receive_weights` waits for the trainer's broadcast; it is unblocked by it, by the trainer's end (gloo tells at once),
-or by the time-out the group was made with. vLLM repacks weights for its kernels, so they go through its layerwise reload,
-which keeps a layer's old tensors until all of its new ones are there.
+or by the time-out the group was made with. vLLM repacks weights for its kernels, so they go through its layerwise
+reload, which keeps a layer's old tensors until all of its new ones are there.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -21,6 +21,7 @@ from areal_vllm.requirements import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     finalize_layerwise_reload,
+    get_layerwise_info,
     initialize_layerwise_reload,
 )
 
@@ -121,11 +122,24 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def finish_weight_update(self) -> None:
         """Take the new weights into use, if all of them came."""
-        missing = sorted(self._expected - self._loaded) if self._loaded else sorted(self._expected)
+        missing = sorted(self._expected - self._loaded) or self._unfinished_layers()
         finalize_layerwise_reload(self.model, self.model_config)
         if missing:
             raise RuntimeError(f"the update lacked {len(missing)} of the model's weights, {missing[0]} for one")
         self.weights_whole = True
+
+    def _unfinished_layers(self) -> list[str]:
+        """Layers that got some of their weights: vLLM makes one of several, as of q, k and v, and knows it as loaded
+        when the first has come. Vocabularies and quantised weights are padded, so they never come whole."""
+        if self.model_config.quantization is not None:
+            return []
+        unfinished: list[str] = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            is_padded = hasattr(layer, "num_embeddings_padded")
+            if info.can_load() and not is_padded and 0 < info.load_numel < info.load_numel_total:
+                unfinished.append(name)
+        return unfinished
 
     def give_up(self) -> None:
         """End an update in the middle: layers that did not come get their old tensors back, so that the server lives
