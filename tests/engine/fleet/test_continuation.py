@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.engine.continuation import Answer, token_budget, versions_of
-from areal.engine.replica import PartChunk
+from areal.engine.continuation import Answer, prior_output_bias, token_budget, versions_of
+from areal.engine.replica import GenerationPart, PartChunk
 from areal.engine.routing import Router
+from areal.inference.sampler import _adjusted, sample
+from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
 
 
 def a_request(num_prompt: int = 3, **gconfig: object) -> GenerationRequest:
@@ -94,6 +99,120 @@ def test_spans_become_versions() -> None:
     for wrong in ([(4, 0, 2)], [(4, 0, 1), (5, 2, 3)], [(4, 1, 3)], [(4, 0, 4)], []):
         with pytest.raises(ValueError, match="version spans"):
             versions_of(wrong, 3)
+
+
+def told(chunk: PartChunk, part_versions: list[int]) -> PartChunk:
+    return dataclasses.replace(chunk, part_versions=part_versions)
+
+
+def test_versions_told_at_the_end_replace_those_that_were_tracked() -> None:
+    answer = Answer(a_request(max_new_tokens=8), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(chunk(1, 2, version=3))
+    answer.add(told(chunk(3, finish="abort"), [3, 3, 4]))
+    assert answer.newest_version == 4
+    answer.next_part("server-1")
+    answer.add(chunk(4, 5, version=4))
+    answer.add(chunk(6, 7, version=4))
+    answer.add(told(chunk(8, version=4, finish="length"), [4, 5, 5, 6, 6]))
+    response = answer.response(latency_s=0.0, ttft_s=0.0)
+    assert response.output_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert response.output_versions == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert response.stop_reason == "length"
+
+
+def test_what_was_tracked_too_new_is_put_right() -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(chunk(1, 2, version=9))
+    answer.add(told(chunk(finish="stop"), [7, 8]))
+    assert answer.response(latency_s=0.0, ttft_s=0.0).output_versions == [7, 8]
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 0, 0, 0], []])
+def test_nothing_of_a_part_is_kept_whose_versions_do_not_fit(wrong: list[int]) -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(told(chunk(1, finish="abort"), [0]))
+    answer.next_part("server-1")
+    answer.add(chunk(2, 3))
+    with pytest.raises(ServerUnavailable, match=rf"server-1 told {len(wrong)} versions of a part of 3 tokens"):
+        answer.add(told(chunk(4, finish="stop"), wrong))
+    assert not answer.finished
+    assert answer.next_part("server-2").input_ids == [0, 1, 2, 1]
+
+
+def test_versions_told_at_the_end_may_not_fall_below_those_of_earlier_parts() -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(told(chunk(1, 2, finish="abort"), [4, 5]))
+    answer.next_part("server-1")
+    answer.add(chunk(3, 4, version=5))
+    with pytest.raises(ServerUnavailable, match="server-1 went on under policy version 4, which is older than 5"):
+        answer.add(told(chunk(5, version=5, finish="length"), [5, 4, 5]))
+    assert not answer.finished
+    assert answer.next_part("server-2").input_ids == [0, 1, 2, 1, 2, 3]
+    assert answer.newest_version == 5
+
+
+@pytest.mark.parametrize(
+    "gconfig",
+    [
+        {"frequency_penalty": 1.3},
+        {"frequency_penalty": -0.7, "temperature": 0.6, "top_p": 0.9},
+        {"frequency_penalty": 0.4, "top_k": 5, "min_new_tokens": 7, "stop_token_ids": [2, 6]},
+        {"frequency_penalty": 0.4, "top_k": 5, "min_new_tokens": 8, "stop_token_ids": [2, 6]},
+        {"frequency_penalty": 0.9, "greedy": True},
+    ],
+    ids=str,
+)
+def test_a_server_that_takes_prior_output_for_prompt_goes_on_with_the_same_distribution(gconfig: dict) -> None:
+    """The native sampler, which counts prior output by itself, is the measure."""
+    generator = torch.Generator().manual_seed(1)
+    output = torch.randint(0, 12, (7,), generator=generator).tolist()
+    logits = torch.randn(64, 12, generator=generator) * 3
+    for cut in (0, 1, 4, 7):
+        answer = Answer(a_request(**gconfig), stream_interval=8)
+        answer.next_part("server-0")
+        answer.add(chunk(*output[:cut], finish="abort"))
+        part = answer.next_part("server-1")
+        bias = torch.zeros(12)
+        for token, value in prior_output_bias(part).items():
+            bias[token] = value
+        foreign = [a_sequence(part.input_ids + output[cut:], len(part.input_ids), row, part) for row in range(64)]
+        unbroken = [a_sequence([0, 1, 2, *output], 3, row, part, whole=True) for row in range(64)]
+        adjusted = _adjusted(logits + bias, foreign), _adjusted(logits, unbroken)
+        torch.testing.assert_close(adjusted[0].softmax(-1), adjusted[1].softmax(-1), rtol=1e-5, atol=1e-7)
+        assert sample(logits + bias, foreign)[0] == sample(logits, unbroken)[0]
+
+
+def a_sequence(
+    token_ids: list[int], num_prompt: int, seed: int, part: GenerationPart, *, whole: bool = False
+) -> Sequence:
+    """As an engine sees it that was asked for `part`, or for the whole answer at once."""
+    gconfig = part.gconfig
+    params = SamplingParams(
+        min_new_tokens=gconfig.min_new_tokens if whole else part.min_new_tokens,
+        temperature=0.0 if gconfig.greedy else gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=ALL_TOKENS if gconfig.top_k > 100 else gconfig.top_k,
+        frequency_penalty=gconfig.frequency_penalty,
+        stop_token_ids=frozenset(gconfig.stop_token_ids),
+    )
+    sequence = Sequence(request_id="r", token_ids=list(token_ids), num_prompt=num_prompt, params=params, seed=seed)
+    sequence.logprobs += [0.0] * (len(token_ids) - num_prompt)
+    return sequence
+
+
+def test_without_penalty_or_prior_output_there_is_no_bias() -> None:
+    answer = Answer(a_request(frequency_penalty=1.0), stream_interval=8)
+    assert prior_output_bias(answer.next_part("server-0")) == {}
+    answer.add(chunk(5, 5, 6, finish="abort"))
+    assert prior_output_bias(answer.next_part("server-0")) == {5: -2.0, 6: -1.0}
+    answer = Answer(a_request(), stream_interval=8)
+    answer.next_part("server-0")
+    answer.add(chunk(5, finish="abort"))
+    assert prior_output_bias(answer.next_part("server-0")) == {}
 
 
 class Candidate:
