@@ -61,24 +61,20 @@ class SGLangReplica:
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, on which the server aborts it."""
-        if part.seed is not None and not (await self._known_facts()).is_deterministic:
-            raise RequestError(
-                f"{self.name} does not follow seeds: start it with sglang.enable_deterministic_inference=true "
-                "(GPU only), or send requests without a seed"
-            )
+        facts = await self._known_facts()
         self._num_running += 1
         self._drained.clear()
         try:
             if part.num_prior_output_tokens and part.gconfig.stop:
-                await self._generate_across_a_boundary(part, on_chunk)
+                await self._generate_across_a_boundary(part, facts, on_chunk)
             else:
-                await self._generate(part, on_chunk)
+                await self._generate(part, facts, on_chunk)
         finally:
             self._num_running -= 1
             if self._num_running == 0:
                 self._drained.set()
 
-    async def _generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
+    async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
         reader = PartReader(self._version)
         refusals: list[RequestError] = []
 
@@ -97,19 +93,19 @@ class SGLangReplica:
             on_chunk(chunk)
 
         if part.max_new_tokens <= part.stream_interval:
-            on_event(await self._client.post("/generate", generate_body(part, stream=False)))
+            on_event(await self._client.post("/generate", generate_body(part, facts, stream=False)))
         else:
-            await self._client.stream("/generate", generate_body(part, stream=True), on_event)
+            await self._client.stream("/generate", generate_body(part, facts, stream=True), on_event)
         if refusals:
             raise refusals[0]
         if not reader.finished:
             raise ServerUnavailable(f"{self.name} ended an answer without a finish reason")
 
-    async def _generate_across_a_boundary(self, part: GenerationPart, on_chunk: OnChunk) -> None:
+    async def _generate_across_a_boundary(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
         """The server looks for stop strings in new text only: one that began in an earlier part is found here. Waits
         for the first tokens; the server's answer, or its end, unblocks it."""
         gate = BoundaryGate(part, on_chunk)
-        running = asyncio.create_task(self._generate(part, gate.take), name=f"generate {part.part_id}")
+        running = asyncio.create_task(self._generate(part, facts, gate.take), name=f"generate {part.part_id}")
         filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
         try:
             await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
@@ -178,15 +174,6 @@ class SGLangReplica:
             return parse_vocabulary(answer)
         except ValueError as error:
             raise ServerUnavailable(f"{self.name} does not tell the size of its vocabulary: {error}") from error
-
-    async def ask_engine(self) -> None:
-        """Return once the process that computes has answered; see `HostedReplica`."""
-        await self._ask_facts()
-
-    async def set_version(self, version: int) -> None:
-        """Make the server call the weights that it has by this version."""
-        await self._client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._version = version
 
     async def load(self) -> ReplicaLoad:
         """How busy it is; see the protocol."""

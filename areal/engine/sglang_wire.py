@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.config.sglang_limits import sampling_problems
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.engine.continuation import prior_output_bias, versions_of
+from areal.engine.continuation import versions_of
 from areal.engine.replica import FinishReason, GenerationPart, PartChunk
 
 _ALL_TOKENS = 100_000_000
@@ -22,10 +24,30 @@ _HAS_SESSIONS = (0, 5, 21)
 
 _VOCABULARY = re.compile(rb"\[0, (\d+)\]")
 _IMPOSSIBLE_TOKEN = 2**31 - 1
+_OFF = {
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
-def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
-    """What /generate is asked."""
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What does not change while a server lives."""
+
+    has_update_sessions: bool
+    context_length: int
+    """Most tokens of prompt and answer together that are never cut, whatever their shares."""
+    is_deterministic: bool
+    has_memory_saver: bool
+
+
+def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
+    """What /generate is asked. RequestError for what the server would not do as asked."""
+    if problem := next(iter(sampling_problems(part.gconfig, {})), None):
+        raise RequestError(f"gconfig.{problem[0]}: {problem[1]}")
     body: dict[str, Any] = {
         "rid": part.part_id,
         "input_ids": part.input_ids,
@@ -34,35 +56,36 @@ def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         "logprob_start_len": -1,
         "stream": stream,
     }
+    if facts.is_deterministic:  # without a seed all requests would get the same
+        seed = zlib.crc32(part.part_id.encode()) if part.seed is None else part.seed
+        body["sampling_params"]["sampling_seed"] = seed
+    elif part.seed is not None:
+        raise RequestError(
+            "the server does not follow seeds: start it with sglang.enable_deterministic_inference=true, which needs a "
+            "GPU, or send requests without a seed"
+        )
     if part.adapter:
         body["lora_path"] = part.adapter
     return body
 
 
 def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
-    """The settings as SGLang names them; what `areal.api.config.sglang_limits` refuses never gets here."""
+    """The settings as SGLang names them; a server may have defaults of its own, so none is left out."""
     gconfig = part.gconfig
     sampling: dict[str, Any] = {
         "max_new_tokens": part.max_new_tokens,
         "stop": gconfig.stop or [],
         "stop_token_ids": gconfig.stop_token_ids,
         "ignore_eos": gconfig.ignore_eos,
-        # SGLang would keep end tokens from being chosen even where they do not end the answer.
-        "min_new_tokens": 0 if gconfig.ignore_eos else part.min_new_tokens,
         "temperature": gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": -1 if gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
-        "frequency_penalty": gconfig.frequency_penalty,
-        "repetition_penalty": gconfig.repetition_penalty,
+        **_OFF,
     }
     if gconfig.greedy or gconfig.top_k == 1:
         # Where all requests that run have top_k=1, SGLang forgets the temperature of their log-probabilities.
         plain = gconfig.temperature == 1.0
         sampling |= {"top_k": 1, "top_p": 1.0} if plain else {"top_k": -1, "top_p": _ONLY_THE_LIKELIEST}
-    if bias := prior_output_bias(part):
-        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
-    if part.seed is not None:
-        sampling["sampling_seed"] = part.seed
     if stream:
         sampling["stream_interval"] = part.stream_interval
     return sampling
@@ -132,17 +155,6 @@ def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
 def parse_version(model_info: dict[str, Any]) -> int:
     """The policy version, from /model_info. KeyError or ValueError when it is not as agreed."""
     return version_number(model_info["weight_version"], has_dummy_weights=model_info.get("load_format") == "dummy")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What does not change while a server lives."""
-
-    has_update_sessions: bool
-    context_length: int
-    """Most tokens of prompt and answer together that are never cut, whatever their shares."""
-    is_deterministic: bool
-    has_memory_saver: bool
 
 
 def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
