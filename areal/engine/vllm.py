@@ -6,6 +6,7 @@ policy versions of an answer only with its end, so tokens that came while weight
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from areal.engine.replica import (
     ReplicaLoad,
 )
 from areal.engine.server_client import ServerClient
+from areal.engine.sglang_stop import BoundaryGate
 from areal.engine.vllm_wire import (
     Piece,
     WorkerState,
@@ -47,6 +49,7 @@ _EXTENSION_HELP = (
 )
 
 
+OnChunk = Callable[[PartChunk], None]
 _Parsed = TypeVar("_Parsed")
 
 
@@ -63,8 +66,14 @@ class VLLMReplica:
         """Begun so far."""
         self._group_name = ""
 
-    async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
+    async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, on which the server aborts it."""
+        if part.num_prior_output_tokens and part.gconfig.stop:
+            await self._generate_across_a_boundary(part, on_chunk)
+        else:
+            await self._generate(part, on_chunk)
+
+    async def _generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         path = "/inference/v1/generate"
         collector = _PartCollector(self.name, on_chunk)
         if part.max_new_tokens <= part.stream_interval:
@@ -89,6 +98,36 @@ class VLLMReplica:
         if errors:
             status = self._parsed(errors[0], lambda found: int(found["error"]["code"]))
             raise self._client.refusal(path, status, errors[0])
+
+    async def _generate_across_a_boundary(self, part: GenerationPart, on_chunk: OnChunk) -> None:
+        """The server looks for stop strings in new text only: one that began in an earlier part is found here. Waits
+        for the first tokens; the server's answer, or its end, unblocks it."""
+        gate = BoundaryGate(part, on_chunk)
+        running = asyncio.create_task(self._generate(part, gate.take), name=f"generate {part.part_id}")
+        filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
+        try:
+            await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()  # raises when it failed
+            if not gate.settle(await self._texts(gate.token_lists(), part.gconfig.stop or [])):
+                await running
+        finally:
+            running.cancel()
+            filled.cancel()
+            await asyncio.gather(running, filled, return_exceptions=True)
+
+    async def _texts(self, token_lists: list[list[int]], stops: list[str]) -> list[str]:
+        """Of lists that each begin with the one before; when the last holds no stop string, the others need no text."""
+        if not token_lists:
+            return []
+        whole = await self._text(token_lists[-1])
+        if not any(stop in whole for stop in stops):
+            return [""] * (len(token_lists) - 1) + [whole]
+        return list(await asyncio.gather(*(self._text(token_ids) for token_ids in token_lists)))
+
+    async def _text(self, token_ids: list[int]) -> str:
+        answer = await self._client.post("/detokenize", {"tokens": token_ids})
+        return self._parsed(answer, lambda found: str(found["prompt"]))
 
     def _parsed(self, payload: bytes, parse: Callable[[Any], _Parsed]) -> _Parsed:
         try:
@@ -116,7 +155,7 @@ class VLLMReplica:
     async def _load_folder(self, update: WeightUpdate) -> None:
         await self._call_workers("areal_load_folder", update.path)
         await self._drop_cache()
-        await self.set_version(update.version)
+        await self._client.post("/update_weight_version", {"new_version": str(update.version)})
 
     async def _receive(self, update: WeightUpdate, rank: int) -> None:
         if self._group_name != update.group_name:
@@ -160,22 +199,15 @@ class VLLMReplica:
     async def info(self) -> ReplicaInfo:
         state = await self._worker_state()
         told = await self._client.get("/weight_info")
-        self._version = self._parsed(told, lambda found: version_number(found["weight_version"]))
+        self._version = self._parsed(
+            told, lambda found: version_number(found["weight_version"], has_dummy_weights=state.has_dummy_weights)
+        )
         return ReplicaInfo(
             version=self._version,
             vocab_size=state.vocab_size,
             context_length=state.context_length,
             weights_whole=state.weights_whole,
         )
-
-    async def ask_engine(self) -> None:
-        """See `areal.engine.replica.HostedReplica`; the HTTP server passes this question on."""
-        await self._client.get("/weight_info")
-
-    async def set_version(self, version: int) -> None:
-        """See `areal.engine.replica.HostedReplica`."""
-        await self._client.post("/update_weight_version", {"new_version": str(version)})
-        self._version = version
 
     async def _worker_state(self) -> WorkerState:
         return self._parsed(await self._call_workers("areal_state"), parse_worker_state)
@@ -234,7 +266,7 @@ class _PartCollector:
     """Passes on the tokens of one part once their versions are certain."""
 
     replica_name: str
-    on_chunk: Callable[[PartChunk], None]
+    on_chunk: OnChunk
     finish_reason: FinishReason | None = None
     num_passed_on: int = 0
     token_ids: list[int] = field(default_factory=list[int])

@@ -47,6 +47,7 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     }
     if gconfig.stop:
         sampling["stop"] = gconfig.stop
+        sampling["skip_special_tokens"] = False  # a stop string may be one
     if part.seed is not None:
         sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
     if bias := prior_output_bias(part):
@@ -94,9 +95,11 @@ def part_versions(spans: list[tuple[int, int, int]] | None, num_tokens: int) -> 
     return versions_of(spans or [], num_tokens)
 
 
-def version_number(told: str) -> int:
-    """A server that was not told a version holds its first weights."""
-    return 0 if told == _NAMELESS_VERSION else int(told)
+def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
+    """A server that was not told a version holds its first weights: version 0, or none when they are random."""
+    if told == _NAMELESS_VERSION:
+        return -1 if has_dummy_weights else 0
+    return int(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class WorkerState:
     context_length: int
     weights_whole: bool
     has_sleep_mode: bool
+    has_dummy_weights: bool
+    """It was started without a checkpoint. It says so for ever, also when it has been given weights."""
 
 
 def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
@@ -120,6 +125,7 @@ def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
         context_length=int(first["context_length"]),
         weights_whole=all(state["weights_whole"] for state in states),
         has_sleep_mode=bool(first["has_sleep_mode"]),
+        has_dummy_weights=bool(first["has_dummy_weights"]),
     )
 
 

@@ -25,6 +25,7 @@ class WorkerExtension:
             "context_length": model.max_model_len,
             "weights_whole": self._areal_engine().weights_whole,
             "has_sleep_mode": model.enable_sleep_mode,
+            "has_dummy_weights": worker.vllm_config.load_config.load_format == "dummy",
         }
 
     def areal_start_update(self) -> None:
@@ -47,6 +48,7 @@ class WorkerExtension:
         engine.weights_whole = False
         try:
             worker.reload_weights(weights_path=path)
+            engine.repack_tied_weights()
         except BaseException:
             with set_current_vllm_config(worker.vllm_config):
                 engine.give_up()

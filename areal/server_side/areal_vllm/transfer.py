@@ -124,6 +124,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         """Take the new weights into use, if all of them came."""
         missing = sorted(self._expected - self._loaded) or self._unfinished_layers()
         finalize_layerwise_reload(self.model, self.model_config)
+        self.repack_tied_weights()
         if missing:
             raise RuntimeError(f"the update lacked {len(missing)} of the model's weights, {missing[0]} for one")
         self.weights_whole = True
@@ -141,11 +142,20 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
                 unfinished.append(name)
         return unfinished
 
+    def repack_tied_weights(self) -> None:
+        """On CPU a vocabulary layer computes with a copy in the layout of its kernel; vLLM's reload renews that of the
+        layer which was loaded, not that of an output layer tied to it, which would go on with the old weights."""
+        if self.device.type == "cpu":
+            for layer in self.model.modules():
+                if hasattr(layer, "num_embeddings_padded") and hasattr(layer, "cpu_linear"):
+                    layer.quant_method.process_weights_after_loading(layer)
+
     def give_up(self) -> None:
         """End an update in the middle: layers that did not come get their old tensors back, so that the server lives
         and the next update finds a clean state."""
         try:
             finalize_layerwise_reload(self.model, self.model_config)
+            self.repack_tied_weights()
         except Exception:  # what half a layer makes of its post-processing; the next update repairs it
             log.exception("putting the weights back after a failed update failed")
 
