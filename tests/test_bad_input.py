@@ -52,7 +52,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     rest = [word for word in words if word not in scripts]
     argv = [sys.executable, "-m", "areal.launcher.local", *scripts, "--config", str(folder / "c.yaml"), *rest]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.parametrize(

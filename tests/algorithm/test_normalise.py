@@ -135,7 +135,7 @@ def run_ranks(function, num_ranks):
     from concurrent.futures import ThreadPoolExecutor
 
     slots = [None] * num_ranks
-    barrier = threading.Barrier(num_ranks, timeout=10)
+    barrier = threading.Barrier(num_ranks, timeout=200)
 
     def reduce_of(rank):
         def reduce(values):
@@ -149,4 +149,4 @@ def run_ranks(function, num_ranks):
 
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [pool.submit(function, rank, reduce_of(rank)) for rank in range(num_ranks)]
-        return [future.result(timeout=10) for future in futures]
+        return [future.result(timeout=250) for future in futures]

@@ -89,6 +89,6 @@ def test_a_reward_defined_in_the_script_itself_is_found_by_the_workers(tmp_path,
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, *how, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60
+        [sys.executable, *how, str(script)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=250
     )
     assert done.stdout.decode() == "ok 4.0 ", done.stderr.decode()

@@ -199,7 +199,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=60)
+    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=200)
     facts = two_rank_scenarios(mesh, folder)
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()

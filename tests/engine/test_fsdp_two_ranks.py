@@ -34,7 +34,7 @@ def folder(cases, tmp_path_factory) -> Path:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=120)
+        process.join(timeout=250)
     for process in ranks:
         if process.is_alive():
             process.kill()

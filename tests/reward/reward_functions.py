@@ -80,7 +80,7 @@ def waits_for_file(prompt, completion, prompt_ids, completion_ids, folder, **row
 
 
 def starts_a_child(prompt, completion, prompt_ids, completion_ids, folder, **row):
-    child = subprocess.Popen(["sleep", "100"])
+    child = subprocess.Popen(["sleep", "1000"])
     (Path(folder) / "child").write_text(str(child.pid))
     child.wait()
 

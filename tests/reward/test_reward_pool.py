@@ -22,11 +22,30 @@ def ref(name: str) -> FunctionRef:
     return FunctionRef(name=name, file=FUNCTIONS)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A worker that has died may get no CPU to finish that."""
+    monkeypatch.setattr("areal.reward.pool._EXIT_WAIT_S", 100.0)
+
+
 @pytest.fixture
 async def pool():
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=1.0))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     yield pool
     await pool.aclose()
+
+
+@pytest.fixture
+async def quick_pool():
+    """For calls that hang: they are given up after a time in which others get their turn on a busy machine."""
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=3.0))
+    yield pool
+    await pool.aclose()
+
+
+async def until_gone(pid):
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
 
 
 async def score(pool, name, completion="yes", **row):
@@ -61,22 +80,23 @@ async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
     assert (await score(pool, "length")).status == "ok"
 
 
-async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(pool):
+async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(quick_pool):
+    pool = quick_pool
     before = await score(pool, "process_id")
     for _ in range(3):  # learns that calls are quick, so that siblings travel together
         await pool.score_many(ref("hangs"), "", [], [("quick", [])] * 4, {})
     results = await pool.score_many(ref("hangs"), "", [], [(text, []) for text in ("a", "hang", "b", "c")], {})
     assert [r.status for r in results] == ["ok", "timeout", "ok", "ok"]
-    assert "limit of 1 s" in results[1].message
+    assert "limit of 3 s" in results[1].message
     assert (await score(pool, "process_id")).value != before.value
-    assert not psutil.pid_exists(int(before.value))
+    await until_gone(int(before.value))
 
 
-async def test_siblings_of_a_failure_are_not_scored_when_the_first_failure_decides(pool):
+async def test_siblings_of_a_failure_are_not_scored_when_the_first_failure_decides(quick_pool):
     answers = [(text, []) for text in ("hang", "hang", "hang", "hang")]
-    results = await asyncio.wait_for(pool.score_many(ref("hangs"), "", [], answers, {}, fail_fast=True), 60)
+    results = await quick_pool.score_many(ref("hangs"), "", [], answers, {}, fail_fast=True)
     assert [r.status for r in results] == ["timeout"]
-    assert (await score(pool, "length")).status == "ok"
+    assert (await score(quick_pool, "length")).status == "ok"
 
 
 async def test_a_call_that_kills_its_worker_is_tried_twice_and_its_siblings_are_scored(pool, tmp_path):
@@ -95,7 +115,7 @@ async def test_prints_do_not_reach_the_channel(pool, capfd):
 
 
 async def test_calls_run_at_once_on_all_workers(tmp_path):
-    pool = RewardPool(RewardConfig(workers=2, timeout_s=20))
+    pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
     row = {"folder": str(tmp_path)}
     calls = [asyncio.create_task(pool.score(ref("waits_for_file"), "", str(k), [], [], row)) for k in range(5)]
     while len(list(tmp_path.glob("started-*"))) < 2:
@@ -108,7 +128,7 @@ async def test_calls_run_at_once_on_all_workers(tmp_path):
 
 
 async def test_calls_run_in_the_order_they_were_asked(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
     (tmp_path / "go").touch()
     results = await asyncio.gather(*(pool.score(ref("waits_for_file"), "", "", [], [], row) for _ in range(8)))
@@ -118,7 +138,7 @@ async def test_calls_run_in_the_order_they_were_asked(tmp_path):
 
 
 async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
-    pool = RewardPool(RewardConfig(workers=2, timeout_s=20))
+    pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
     row = {"folder": str(tmp_path)}
     task = asyncio.create_task(pool.score_many(ref("waits_for_file"), "", [], [("0", []), ("1", [])], row))
     while len(list(tmp_path.glob("started-*"))) < 2:
@@ -129,7 +149,7 @@ async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
 
 
 async def test_an_abandoned_call_is_not_run(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
     first = asyncio.create_task(pool.score(ref("waits_for_file"), "", "first", [], [], row))
     second = asyncio.create_task(pool.score(ref("waits_for_file"), "", "second", [], [], row))
@@ -151,7 +171,7 @@ async def test_large_rows_pass_and_unsendable_ones_are_named(pool):
 
 
 async def test_closing_ends_the_workers_and_fails_what_waits(tmp_path):
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=20))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     pid = int((await score(pool, "process_id")).value)
     waiting = asyncio.create_task(score(pool, "waits_for_file", folder=str(tmp_path)))
     while not list(tmp_path.glob("started-*")):
@@ -186,13 +206,13 @@ from areal.api.functions import FunctionRef
 from areal.reward.pool import RewardPool
 
 async def main():
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=100))
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=1000))
     pid = (await pool.score(FunctionRef(name="process_id", file=sys.argv[1]), "", "", [], [], {})).value
     asyncio.ensure_future(pool.score(FunctionRef(name="hangs", file=sys.argv[1]), "", "hang", [], [], {}))
     await asyncio.sleep(0)
     sys.stdout.write(f"{int(pid)}\\n")
     sys.stdout.flush()
-    await asyncio.sleep(100)
+    await asyncio.sleep(1000)
 
 asyncio.run(main())
 """
@@ -208,15 +228,17 @@ def test_a_busy_worker_dies_with_its_parent():
     parent.wait()
     parent.stdout.close()
     try:
-        worker.wait(timeout=10)
+        worker.wait(timeout=200)
     except psutil.TimeoutExpired:
         pytest.fail("the worker outlived its parent")
 
 
 async def test_a_module_that_hangs_at_import_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\ndef f(*a, **k): return 1.0\n")
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
+    await score(pool, "length")  # a worker has started
     monkeypatch.setattr("areal.reward.pool._LOAD_LIMIT_S", 1.5)
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(*a, **k): return 1.0\n")
-    pool = RewardPool(RewardConfig(workers=1, timeout_s=0.1))
+    monkeypatch.setattr(pool, "_timeout_s", 0.1)
     result = await pool.score(FunctionRef(name="f", file=str(tmp_path / "slow.py")), "", "", [], [], {})
     assert (result.status, result.message) == ("timeout", "took over 1.5 s to import")
     await pool.aclose()
@@ -231,13 +253,12 @@ async def test_workers_that_cannot_start_are_not_replaced_for_ever(monkeypatch):
     await pool.aclose()
 
 
-async def test_a_killed_call_takes_its_children_along(pool, tmp_path):
+async def test_a_killed_call_takes_its_children_along(quick_pool, tmp_path):
     row = {"folder": str(tmp_path)}
-    result = await score(pool, "starts_a_child", **row)
+    result = await score(quick_pool, "starts_a_child", **row)
     assert result.status == "timeout"
     child = int((tmp_path / "child").read_text())
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.01)
+    await until_gone(child)
 
 
 def test_a_worker_whose_pool_was_killed_ends_without_a_word():

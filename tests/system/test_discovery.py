@@ -47,7 +47,7 @@ def test_names_cannot_leave_the_folder(registry, name):
 def test_wait_sees_a_name_that_comes_later(registry):
     timer = threading.Timer(0.1, registry.add, ("controller", "here"))
     timer.start()
-    assert registry.wait("controller", 5) == "here"
+    assert registry.wait("controller", 200) == "here"
     timer.join()
 
 

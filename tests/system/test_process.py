@@ -31,7 +31,7 @@ def alive(pid):
         return False
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=200.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -105,7 +105,7 @@ run_main(main)
 def test_request_for_stacks_does_not_kill_a_process_that_is_ending(tmp_path, role):
     context = dataclasses.replace(CONTEXT, role=role, run_dir=str(tmp_path))
     command = [sys.executable, "-c", AT_THE_LAST_MOMENT]
-    assert subprocess.run(command, env=os.environ | context.to_env(), timeout=60).returncode == 0
+    assert subprocess.run(command, env=os.environ | context.to_env(), timeout=250).returncode == 0
 
 
 def test_run_main_keeps_the_lines_of_a_message_at_a_terminal():
@@ -129,7 +129,7 @@ def test_kill_tree_ends_a_stubborn_process_and_its_children(tmp_path):
     kill_tree(child.pid, 0.1)
     assert not alive(child.pid)
     assert not alive(grandchild)
-    assert child.wait(5) == -signal.SIGKILL
+    assert child.wait(200) == -signal.SIGKILL
 
 
 def test_kill_trees_is_polite_first_and_ends_the_stopped(tmp_path):
@@ -140,9 +140,9 @@ def test_kill_trees_is_polite_first_and_ends_the_stopped(tmp_path):
     second = spawn([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path / "second")
     until(lambda: "up" in (tmp_path / "first").read_text())
     os.kill(second.pid, signal.SIGSTOP)
-    kill_trees([first.pid, second.pid, 2**22 + 1], 1.0)
-    assert first.wait(5) == 5
-    assert second.wait(5) == -signal.SIGKILL
+    kill_trees([first.pid, second.pid, 2**22 + 1], 1000.0, hurry=lambda: first.poll() is not None)
+    assert first.wait(200) == 5
+    assert second.wait(200) == -signal.SIGKILL
 
 
 LAUNCHER = """
@@ -160,7 +160,7 @@ def test_children_die_with_a_killed_launcher(tmp_path):
     child = read_pid(tmp_path / "pid")
     assert alive(child)
     launcher.kill()
-    launcher.wait(5)
+    launcher.wait(200)
     until(lambda: not alive(child))
 
 
@@ -173,7 +173,7 @@ def test_watch_parent_ends_an_orphan(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", middle, orphan, str(tmp_path / "pid")])
     pid = read_pid(tmp_path / "pid")
     parent.kill()
-    parent.wait(5)
+    parent.wait(200)
     until(lambda: not alive(pid))
 
 
@@ -181,7 +181,7 @@ def test_spawn_appends_to_the_log_and_names_a_missing_program(tmp_path):
     log = tmp_path / "logs" / "a.log"
     for text in ("one", "two"):
         code = f"import sys; print({text!r}); print('err', file=sys.stderr)"
-        assert spawn([sys.executable, "-c", code], os.environ, log).wait(10) == 0
+        assert spawn([sys.executable, "-c", code], os.environ, log).wait(200) == 0
     assert sorted(log.read_text().split()) == ["err", "err", "one", "two"]
     with pytest.raises(LaunchError, match="cannot start /no/such"):
         spawn(["/no/such"], os.environ, log)

@@ -40,7 +40,7 @@ def start(tmp_path):
         process.communicate()
 
 
-def wait_for_text(path, *texts, limit_s=30.0):
+def wait_for_text(path, *texts, limit_s=200.0):
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         found = path.read_text()
@@ -64,7 +64,7 @@ def test_a_process_inside_a_call_to_c_writes_the_stacks_of_all_threads(start):
     process, path = start(IN_C, with_tasks=False)
     for count in (1, 2):
         request_stacks(path, process.pid, "nothing has moved")
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 200.0
         while path.read_text().count("in adds_up_for_ever") < count and time.monotonic() < deadline:
             time.sleep(0.01)
     text = path.read_text()
@@ -224,7 +224,7 @@ def test_a_rank_that_waits_in_a_collective_goes_on_after_the_signal(tmp_path):
 def test_a_file_that_cannot_be_opened_is_no_reason_to_die(tmp_path):
     code = BEGIN.format(with_tasks=True) + "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\nready()"
     path = tmp_path / "no" / "such" / "it.txt"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "ready\n")
     assert "most recent call first" in done.stderr
     assert not path.exists()
@@ -238,7 +238,7 @@ def test_asking_a_process_that_has_just_ended_is_no_error(tmp_path):
 
 
 async def _own(event):
-    await asyncio.wait_for(event.wait(), 60)
+    await asyncio.wait_for(event.wait(), 200)
 
 
 async def test_a_task_is_placed_in_our_own_frame_and_in_the_library_it_waits_in():

@@ -18,7 +18,7 @@ class RankGroup:
 
     def __init__(self, size):
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=10)
+        self._barrier = threading.Barrier(size, timeout=200)
         self._slots = [None] * size
 
     def all_reduce(self, rank, values, op):
@@ -34,7 +34,7 @@ class RankGroup:
         """Call function(rank) on every rank; the results in order."""
         with ThreadPoolExecutor(self.size) as pool:
             futures = [pool.submit(function, rank) for rank in range(self.size)]
-            return [future.result(timeout=20) for future in futures]
+            return [future.result(timeout=250) for future in futures]
 
 
 class TableEngine:

@@ -131,7 +131,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=60)
+    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=200)
     found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in ("sft", "ppo")}
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     mesh.close()

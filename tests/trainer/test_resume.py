@@ -54,7 +54,7 @@ def test_two_ranks(cases, tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=120)
+        process.join(timeout=250)
     for process in ranks:
         if process.is_alive():
             process.kill()
