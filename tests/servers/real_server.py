@@ -1,13 +1,15 @@
-"""Starts a real vLLM or SGLang by hand, on the CPU, and ends it: what the tests of this folder and a person need.
+"""Starts a real vLLM or SGLang on the CPU, with the command of a launcher, and ends it; for tests and by hand.
 
-    python tests/servers/real_server.py vllm CHECKPOINT [--flag value ...]     serves until Ctrl-C
+    python tests/servers/real_server.py vllm CHECKPOINT ['{"max_num_seqs": 8}']     serves until Ctrl-C
 
 `wait_ready` waits for the server to answer /health: the server unblocks it, or its end, or the limit.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,17 +18,23 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from areal.api.config import GRPOConfig, PPOActorConfig
+from areal.engine.server_host import filled_in, port_names
+from areal.launcher.foreign_server import server_command
 from areal.system.network import bind_socket
 
 Backend = Literal["vllm", "sglang"]
 ROOT = Path(__file__).parents[2]
-SERVER_SIDE = ROOT / "areal" / "server_side"
 READY_LIMIT_S = 300.0
 """A start takes 20 to 100 s on two busy cores."""
 _TELL_S = 15.0
 CONTEXT_LENGTH = 1024
+FLAGS: dict[Backend, dict[str, Any]] = {
+    "vllm": {"max_model_len": CONTEXT_LENGTH},
+    "sglang": {"context_length": CONTEXT_LENGTH},
+}
 
 
 class ServerFailed(Exception):
@@ -37,43 +45,38 @@ def environment_python(backend: Backend) -> Path:
     """The interpreter of the server's environment. ServerFailed, saying what to do, where it is not installed."""
     folder = ROOT / f".venv-{backend}"
     if not (folder / ".installed").exists():
-        raise ServerFailed(f"{folder.name} is not set up: run `make test-{backend}`, or `make {folder.name}/.installed`")
+        raise ServerFailed(
+            f"{folder.name} is not set up: run `make test-{backend}`, or `make {folder.name}/.installed`"
+        )
     return folder / "bin" / "python"
 
 
-def vllm_command(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT_LENGTH)]
-    argv += ["--kv-cache-memory-bytes", "64M", "--enable-scale-out", "--max-num-seqs", "32"]
-    env = {
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "PYTHONPATH": str(SERVER_SIDE),
-    }
-    return argv, env
-
-
-def sglang_command(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    argv = ["-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
-    argv += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph"]
-    argv += ["--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384", "--max-running-requests", "32"]
-    argv += ["--enable-metrics", "--incremental-streaming-output"]
-    return argv, {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SERVER_SIDE / "sglang_cpu")}
+def server_start(backend: Backend, model: Path, flags: dict[str, Any], port: int) -> tuple[list[str], dict[str, str]]:
+    """The command and the variables that a launcher starts this server with; `flags` are those of its mapping."""
+    config = GRPOConfig(
+        experiment_name="servers",
+        trial_name="by-hand",
+        allocation_mode=f"{backend}:d1+fsdp:d1",
+        actor=PPOActorConfig(path=str(model), dtype="float32"),
+        server_python=str(environment_python(backend)),
+        **{backend: FLAGS[backend] | flags},
+    )
+    command = server_command(config, on_gpu=False)
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | command.env
+    env["PATH"] = f"{Path(command.argv[0]).parent}{os.pathsep}{env['PATH']}"
+    return filled_in(command.argv, dict.fromkeys(port_names(command.argv), port), 0), env
 
 
 class RealServer:
     """One server, in a process group of its own, with its output in `log`."""
 
-    def __init__(self, backend: Backend, model: Path, folder: Path, *flags: str, name: str = "server") -> None:
-        """Start it; `flags` come after, and so above, those of every test."""
-        python = environment_python(backend)
+    def __init__(
+        self, backend: Backend, model: Path, folder: Path, *, flags: dict[str, Any] | None = None, name: str = "server"
+    ) -> None:
+        """Start it; `flags` are more of the server's own, as in a run's configuration."""
         with bind_socket() as bound:  # free a moment ago, which is all that a server that binds by itself allows
             port = bound.getsockname()[1]
-        argv, env = (vllm_command if backend == "vllm" else sglang_command)(model, port)
+        argv, env = server_start(backend, model, flags or {}, port)
         self.backend: Backend = backend
         self.address = f"http://127.0.0.1:{port}"
         self.log = folder / f"{backend}-{name}-{port}.log"
@@ -81,11 +84,11 @@ class RealServer:
         self._began = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(python), *argv, *flags],
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"} | env,
+                env=env,
                 start_new_session=True,
             )
 
@@ -131,11 +134,12 @@ class RealServer:
 
 
 def main(argv: list[str]) -> int:
-    backend, model, *flags = argv
-    if backend not in ("vllm", "sglang"):
-        print("vllm or sglang?", file=sys.stderr)
-        return 2
-    server = RealServer(backend, Path(model), Path.cwd(), *flags)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend", choices=("vllm", "sglang"))
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("flags", type=json.loads, nargs="?", help='of the server, as JSON: {"enable_lora": true}')
+    args = parser.parse_args(argv)
+    server = RealServer(args.backend, args.checkpoint, Path.cwd(), flags=args.flags)
     try:
         server.wait_ready()
         server.process.wait()

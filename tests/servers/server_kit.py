@@ -1,0 +1,152 @@
+"""What the tests here share: fleets over real servers, a trainer of given weights, and requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import Scorer, token_id
+from real_server import Backend, RealServer
+from torch import Tensor, nn
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.engine.fleet import Fleet
+from areal.engine.replica import GenerationPart, PartChunk, Replica
+from areal.engine.servers import replica_factory
+from areal.engine.weight_sync.collective import CollectiveChannel
+from areal.engine.weight_sync.disk import DiskChannel
+from areal.system.discovery import FileNameRegistry
+from areal.system.run_paths import RunPaths
+
+TOLERANCE = 1e-4
+PROMPT = [token_id(character) for character in "sort: 73915="]
+
+
+class FixedTrainer:
+    """A train engine of one rank whose weights are a model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+            for name, value in self.model.named_parameters()
+        ]
+
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        return values
+
+
+class FleetControl:
+    """A trainer's line to the fleet without the controller between."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._loop = asyncio.get_running_loop()
+
+    def publish(self, update: WeightUpdate) -> None:
+        future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
+        future.result(timeout=120)
+
+    def live_replicas(self, version: int) -> list[str]:
+        return self._fleet.live_replicas(version)
+
+
+class Kit:
+    """Makes fleets over running servers, and channels into them."""
+
+    def __init__(self, backend: Backend, folder: Path, models: dict[str, Path]) -> None:
+        self.backend: Backend = backend
+        self.models = models
+        self._folder = folder
+        self._registry = FileNameRegistry(folder / f"names-{uuid.uuid4().hex[:6]}")
+        self._closing: list[Fleet | Replica] = []
+        self._channels: list[CollectiveChannel] = []
+
+    def register(self, index: int, server: RealServer) -> None:
+        """Make a server known under a place in the fleet."""
+        record = json.dumps({"address": server.address, "pid": server.process.pid})
+        self._registry.add(f"servers/{index}", record, replace=True)
+
+    async def fleet(self, *servers: RealServer, **config: Any) -> Fleet:
+        for index, server in enumerate(servers):
+            self.register(index, server)
+        settings = {"stream_interval": 8, "setup_timeout": 60.0, "health_check_interval_s": 0.5} | config
+        fleet = Fleet(self._registry, len(servers), InferenceEngineConfig(**settings), replica_factory(self.backend))
+        self._closing.append(fleet)
+        await fleet.start()
+        return fleet
+
+    def replica(self, server: RealServer) -> Replica:
+        """A client of one server, without a fleet."""
+        made = replica_factory(self.backend)("server-0", server.address)
+        self._closing.append(made)
+        return made
+
+    def disk(self, fleet: Fleet, trainer: FixedTrainer) -> DiskChannel:
+        control, paths = FleetControl(fleet), RunPaths(self._folder)
+        return DiskChannel(trainer, control, paths, is_rank0=True, model_folder=self.models["old"])  # type: ignore[arg-type]
+
+    def collective(self, fleet: Fleet, trainer: FixedTrainer, *, bucket_bytes: int = 2**16) -> CollectiveChannel:
+        """Buckets so small that there are several."""
+        made = CollectiveChannel(  # type: ignore[arg-type]
+            trainer, FleetControl(fleet), bucket_bytes=bucket_bytes, backend="gloo", is_rank0=True, timeout_s=60.0
+        )
+        self._channels.append(made)
+        return made
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await asyncio.to_thread(channel.close)
+        for one in self._closing:
+            await one.close()
+
+
+def a_request(
+    num_tokens: int, *, prompt: list[int] = PROMPT, seed: int | None = None, **changes: Any
+) -> GenerationRequest:
+    """`changes` are those of gconfig; without any, `num_tokens` tokens come whatever they are."""
+    settings: dict[str, Any] = {"max_new_tokens": num_tokens, "ignore_eos": True} | changes
+    return GenerationRequest(
+        request_id=uuid.uuid4().hex, input_ids=prompt, gconfig=GenerationHyperparameters(**settings), seed=seed
+    )
+
+
+async def one_part(replica: Replica, part: GenerationPart) -> list[PartChunk]:
+    """All chunks of one part."""
+    chunks: list[PartChunk] = []
+    await replica.generate(part, chunks.append)
+    return chunks
+
+
+def gap(response: GenerationResponse, scorer: Scorer) -> float:
+    """The largest difference between the server's log-probabilities and the trainer's."""
+    return largest_gap(response.output_logprobs, scorer.logprobs(response.input_ids, response.output_ids))
+
+
+def largest_gap(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return (torch.tensor(first) - torch.tensor(second)).abs().max().item()
+
+
+async def eventually(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Wait for a fact that no event announces."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def tokens_made(fleet: Fleet, num_tokens: int) -> None:
+    await eventually(lambda: fleet.status()["generated_tokens"] >= num_tokens)
