@@ -21,6 +21,7 @@ from areal.rollout.ledger_files import read_contents
 from areal.rollout.prompts import PromptStream
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(900)
 QUICKSTART = ROOT / "examples" / "quickstart"
 ETA, BATCH = 2, 4
 CONFIG = f"""
@@ -157,7 +158,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 120.0) -> Run:
+def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 800.0) -> Run:
     """Launch, wait for the end, check what holds for every run that completes."""
     mark = uuid.uuid4().hex
     scripts = [str(folder / "script.py")] if script else []

@@ -223,7 +223,7 @@ class Served:
                     yield event.removeprefix(b"data: ")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             while not condition():
                 await asyncio.sleep(0.002)
 

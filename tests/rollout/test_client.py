@@ -5,11 +5,13 @@ import http.server
 import itertools
 import socket
 import threading
+from types import SimpleNamespace
 
 import orjson
 import pytest
 
 from areal.api.errors import ServerUnavailable
+from areal.rollout import client as client_module
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.network import bind_socket, http_address
 
@@ -54,13 +56,23 @@ def stopped():
         yield http_address(listening)
 
 
-def test_a_call_outlives_a_controller_that_is_stopped_killed_and_started_again():
+def test_a_call_outlives_a_controller_that_is_stopped_killed_and_started_again(monkeypatch):
     """It hangs for longer than the time to reconnect, then refuses, then the name leads to its successor."""
-    with stopped() as hung, bind_socket() as dead, answering((200, b'{"step": 3}')) as (address, asked):
-        addresses = iter([hung, hung, hung, http_address(dead), address])
-        client = RolloutClient(lambda: next(addresses), answer_s=0.15, reconnect_s=0.3, silent_s=60.0)
+    now_s = 0.0
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None))
+    with stopped() as hung, bind_socket() as dead, answering(*[(200, b'{"step": 3}')] * 50) as (address, asked):
+        addresses = itertools.chain([hung, hung, hung, http_address(dead)], itertools.repeat(address))
+
+        def look_up():
+            nonlocal now_s
+            found = next(addresses)
+            now_s += 200.0 if found == hung else 0.0
+            return found
+
+        client = RolloutClient(look_up, answer_s=0.15, reconnect_s=300.0, silent_s=1000.0)
         assert client.status() == {"step": 3}
-        assert asked == ["/status"]
+        assert now_s > 300.0
+        assert set(asked) == {"/status"}
 
 
 def test_a_call_that_nobody_ever_answers_ends():

@@ -111,7 +111,7 @@ async def test_shares_of_all_ranks_make_the_batch(kit, tmp_path):
     controller = kit.make_controller(ledger, workflow=workflow, config=kit.make_config(batch_size=10))
     async with running(controller):
         await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
-        blobs = [await controller.next_batch(0, rank, 4, timeout_s=10.0) for rank in range(4)]
+        blobs = [await controller.next_batch(0, rank, 4, timeout_s=200.0) for rank in range(4)]
     shares = [decode_share(blob) for blob in blobs]
     groups = [set(share.group_index.tolist()) for share in shares]
     assert set.union(*groups) == set(range(10))
@@ -241,13 +241,13 @@ async def test_serving_registers_and_sigterm_closes_cleanly(kit, tmp_path):
         Ledger.open(tmp_path / "ledger"), workflow=kit.ScriptedWorkflow(lambda index: kit.Script(token_s=3600.0))
     )
     serving = asyncio.create_task(serve(controller, bind_socket(), registry))
-    await asyncio.to_thread(registry.wait, "ready/controller", 10.0)
+    await asyncio.to_thread(registry.wait, "ready/controller", 200.0)
     assert orjson.loads(registry.get("controller") or "")["pid"] == os.getpid()
     client = RolloutClient.from_registry(registry, kit.make_config().rollout)
     await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
     assert (await asyncio.to_thread(client.status))["running"] == 8
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(serving, 10.0)
+    await asyncio.wait_for(serving, 200.0)
     assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
 
 

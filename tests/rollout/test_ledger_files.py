@@ -68,7 +68,7 @@ async def test_recorded_batches_are_served_again_byte_for_byte(kit, recorded):
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     for step in range(3):
-        assert [await controller.next_batch(step, 0, 1, timeout_s=1.0)] == blobs[step]
+        assert [await controller.next_batch(step, 0, 1, timeout_s=200.0)] == blobs[step]
         assert controller.status()["reward_mean"] == decode_share(blobs[step][0]).stats["reward"]
     await controller.close()
 
@@ -254,11 +254,11 @@ async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, 
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         for step in range(10):
-            served.append(await controller.next_batch(step, 0, 1, timeout_s=60.0))
+            served.append(await controller.next_batch(step, 0, 1, timeout_s=200.0))
             if served[-1] is None:
                 served.pop()
                 await controller.ended(tell_s=0.0)
-            await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="v"), timeout_s=60.0)
+            await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="v"), timeout_s=200.0)
             await controller.consumed(step, step + 1)
 
     with pytest.raises(ArealError, match=r"cannot write the ledger in .*No space left on device.*make room"):

@@ -180,7 +180,7 @@ async def test_after_a_failed_fsync_nothing_is_ever_durable_again(tmp_path):
     waiting = [asyncio.ensure_future(ledger.durable()) for _ in range(3)]
     for waiter in waiting:
         with pytest.raises(LedgerError, match="Input/output error; the run stops"):
-            await asyncio.wait_for(waiter, 10)
+            await asyncio.wait_for(waiter, 200)
     for _ in range(2):
         with pytest.raises(LedgerError, match="Input/output error"):
             await ledger.durable()
@@ -198,7 +198,7 @@ async def test_an_event_that_cannot_be_written_fails_those_who_wait_for_it(tmp_p
     ledger.start(lambda failure: None)
     ledger.published(version=2**70, kind="disk", path="v")
     with pytest.raises(LedgerError, match="cannot write the ledger"):
-        await asyncio.wait_for(ledger.durable(), 10)
+        await asyncio.wait_for(ledger.durable(), 200)
     with pytest.raises(LedgerError):
         await ledger.close()
 
