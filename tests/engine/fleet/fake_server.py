@@ -294,7 +294,7 @@ def spans(versions: list[int]) -> list[dict[str, Any]]:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for a fact that no event announces."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(200):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -323,8 +323,8 @@ class FleetKit:
     async def fleet(self, num_servers: int, **config: Any) -> Fleet:
         settings: dict[str, Any] = {
             "health_check_interval_s": 0.03,
-            "setup_timeout": 10.0,
-            "weight_update_timeout_s": 2.0,
+            "setup_timeout": 200.0,
+            "weight_update_timeout_s": 100.0,
         } | config
         fleet = Fleet(self.registry, num_servers, InferenceEngineConfig(**settings), self.server_class.client)
         self.fleets.append(fleet)

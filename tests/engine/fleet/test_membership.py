@@ -239,14 +239,14 @@ async def test_a_version_that_nobody_took_in_time_makes_no_token_later(kit: Flee
 async def test_a_hung_replica_in_a_group_does_not_hold_the_others(kit: FleetKit) -> None:
     """The healthy one cannot complete without it: it is told to stop waiting, and the next attempt has no hole."""
     first, second = await kit.server(0), await kit.server(1)
-    fleet = await kit.fleet(2, weight_update_timeout_s=60.0)
+    fleet = await kit.fleet(2, weight_update_timeout_s=1e6)
     replicas = fleet.live_replicas(1)
     first.fail_update = second.fail_update = "hang"
     attempt = asyncio.create_task(fleet.update_weights(collective(1, replicas, "g1")))
     await until(lambda: "receive" in first.acts())
     second.hang()
     with pytest.raises(Exception, match="no replica took in version 1"):
-        await asyncio.wait_for(attempt, 5)
+        await asyncio.wait_for(attempt, 200)
     assert "leave" in first.acts()  # else its engine would wait for the peer
     first.fail_update = ""
     await until(lambda: lacking(fleet, 1) == ["server-0"])
