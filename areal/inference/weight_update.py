@@ -5,20 +5,17 @@ Nothing here knows requests or scheduling: the caller makes sure that no step ru
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from areal.api.data import WeightSpec
-from areal.api.errors import RequestError, WeightSyncError
+from areal.api.errors import InputError, RequestError, WeightSyncError
 from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
+from areal.system.checkpoint_files import stored_weights, weight_files
 from areal.system.durable import COMPLETE, is_complete
-
-_INDEX = "model.safetensors.index.json"
 
 
 class WeightTargets:
@@ -60,35 +57,18 @@ def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
     if (folder / COMPLETE).exists() and not is_complete(folder):
         raise RequestError(f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files")
     targets = WeightTargets(model)
-    with ExitStack() as stack:
-        places: dict[str, safe_open] = {}
-        for path in _weight_files(folder):
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise RequestError(f"checkpoint file {path} cannot be read: {error}") from error
+    try:
+        found, files = stored_weights(folder), weight_files(folder)
+    except InputError as error:
+        raise RequestError(str(error)) from error
+    for name, weight in found.items():
+        targets.check(name, weight.shape)
+    if missing := targets.missing(set(found)):
+        raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                places[name] = file
-                targets.check(name, file.get_slice(name).get_shape())
-        missing = targets.missing(set(places))
-        if missing:
-            raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}")
-        for name, file in places.items():
-            targets.copy(name, file.get_tensor(name))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise RequestError(f"checkpoint index {index} cannot be read: {error}") from error
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise RequestError(f"checkpoint folder {folder} holds no .safetensors file")
-    return found
+                targets.copy(name, file.get_tensor(name))
 
 
 class WeightReceiver:

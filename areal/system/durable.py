@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "COMPLETE"
-"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}. Markers
-from before there were checksums have no "crc32" and count all the same."""
+"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}. "crc32"
+may list fewer files or be absent: what it does not list is not checked."""
 _CHUNK_BYTES = 2**20
 _WRITING, _REPLACED, _REMOVED = ".writing", ".old", ".removed"
 """Endings of the hidden names of a folder that is being filled, was replaced, is being deleted."""
@@ -59,11 +59,11 @@ def checksum_of(path: Path) -> int:
     return found
 
 
-def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None) -> None:
+def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True) -> None:
     """Put everything in `folder` on disk and write its marker.
 
     `checksums`: of files that whoever wrote them has summed up and put on disk already. The same goes for what lies in
-    a subfolder with a marker of its own; every other file is read once.
+    a subfolder with a marker of its own; every other file is read once, unless `sum_up` is False: then it has none.
     """
     known = {folder / name: value for name, value in _marked_below(folder)} | dict(checksums or {})
     sizes: dict[str, int] = {}
@@ -78,7 +78,8 @@ def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None) -> No
                 sums[name] = known[path]
             else:
                 _fsync_file(path)
-                sums[name] = checksum_of(path)
+                if sum_up:
+                    sums[name] = checksum_of(path)
             sizes[name] = path.stat().st_size
     write_atomic(folder / COMPLETE, json.dumps({"files": sizes, "crc32": sums}).encode())
     for found in folders:
@@ -106,9 +107,11 @@ def install_folder(sealed: Path, final: Path) -> None:
     _delete(aside)
 
 
-def publish_folder(temporary: Path, final: Path, checksums: Mapping[Path, int] | None = None) -> None:
+def publish_folder(
+    temporary: Path, final: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True
+) -> None:
     """Turn the filled folder `temporary` into the complete folder `final`, on the same file system."""
-    seal_folder(temporary, checksums)
+    seal_folder(temporary, checksums, sum_up=sum_up)
     install_folder(temporary, final)
 
 
@@ -183,8 +186,3 @@ def damage_of(folder: Path, *, part: int = 0, parts: int = 1) -> str:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {COMPLETE} marker cannot be read: {error}"
     return ""
-
-
-def is_intact(folder: Path) -> bool:
-    """True when every file of a complete folder is, byte for byte, what was written."""
-    return not damage_of(folder)

@@ -8,6 +8,7 @@ every wait here.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.engine import WeightSource
-from areal.api.errors import WeightSyncError
+from areal.api.errors import ArealError, WeightSyncError
 from areal.engine.weight_sync.control import PublishControl, agree
 from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.observe.log import get_logger
@@ -154,9 +155,11 @@ class _Sender:
             self._has_failed = True
             if publication is None:
                 raise
-            publication.wait(self._timeout_s)  # its own error is the better one
-            if not isinstance(failure, WeightSyncError):
+            if not isinstance(failure, WeightSyncError):  # the trainer's fault, so another attempt is of no use
+                with contextlib.suppress(ArealError):
+                    publication.wait(self._timeout_s)
                 raise
+            publication.wait(self._timeout_s)  # its own error is the better one
             log.warning("version %d is served, but not by all replicas: %s", version, failure)
 
     def close(self) -> None:

@@ -17,13 +17,12 @@ from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
 from areal.engine.weight_files import MAX_FILE_BYTES, write_weights
 from areal.engine.weight_sync.control import PublishControl, agree
-from areal.system.durable import publish_folder
+from areal.system.durable import publish_folder, settle_leftovers, writing_folder
 from areal.system.run_paths import RunPaths
 
 SHARD_BYTES = MAX_FILE_BYTES
 """Largest file of a published version: what rank 0 holds in memory at a time."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
-_WRITING = ".writing"
 _COPIED = ("config.json", "generation_config.json")
 
 
@@ -70,15 +69,16 @@ class DiskChannel:
         """Nothing is held between publications."""
 
     def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
-        writing = self._folder / f"{_WRITING}-v{version:06d}"
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settle_leftovers(self._folder)
+        final = self._folder / f"v{version:06d}"
+        writing = writing_folder(final)
+        writing.mkdir()
         write_weights(writing, weights, SHARD_BYTES)
         for name in _COPIED:
             if self._model_folder is not None and (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, writing / name)
-        final = self._folder / f"v{version:06d}"
-        publish_folder(writing, final)
+        publish_folder(writing, final, sum_up=False)  # nobody reads so much again before it loads it
         return final
 
     def _prune(self, current: int) -> None:
@@ -88,8 +88,6 @@ class DiskChannel:
             match = _VERSION_FOLDER.fullmatch(path.name)
             if match:
                 versions[int(match.group(1))] = path
-            elif path.name.startswith(_WRITING):
-                shutil.rmtree(path, ignore_errors=True)
         kept = sorted(version for version in versions if version <= current)[-self._keep :]
         for version, path in versions.items():
             if version not in kept:

@@ -1,11 +1,10 @@
-"""Both channels bring every replica exactly the trainer's weights, and end when something fails."""
+"""The collective channel brings every replica exactly the trainer's weights, and ends when something fails."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,8 @@ from torch import Tensor, nn
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.engine.weight_sync import collective as collective_module
-from areal.engine.weight_sync import disk as disk_module
 from areal.engine.weight_sync.collective import CollectiveChannel, plan_buckets
-from areal.engine.weight_sync.disk import DiskChannel
-from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
-from areal.system.durable import is_complete
-from areal.system.run_paths import RunPaths
+from areal.inference.weight_update import WeightReceiver
 
 
 def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -128,76 +123,6 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
         assert torch.equal(second.state_dict()[name], value.to(second.state_dict()[name].dtype)), name
 
 
-def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
-    paths = RunPaths(folder)
-    return DiskChannel(engine, control, paths, is_rank0=True, **options)  # type: ignore[arg-type]
-
-
-class DiskReplica:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.paths: list[str] = []
-
-    def live_replicas(self, version: int) -> list[str]:
-        return ["r0"]
-
-    def publish(self, update: WeightUpdate) -> None:
-        assert is_complete(Path(update.path))
-        self.paths.append(update.path)
-        load_weights_from_folder(self.model, Path(update.path))
-
-
-@pytest.mark.parametrize("shard_bytes", [2**30, 300])
-def test_disk_weights_arrive_and_old_versions_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
-) -> None:
-    monkeypatch.setattr(disk_module, "SHARD_BYTES", shard_bytes)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    replica = DiskReplica(make_model(1))
-    engine = FakeTrainEngine(make_model(2))
-    channel = disk_channel(engine, replica, tmp_path, model_folder=tmp_path / "model")
-    stale = tmp_path / "weights" / "v000099"  # from before a recovery
-    stale.mkdir(parents=True)
-    (tmp_path / "weights" / ".writing-v000098").mkdir()
-    for version in (1, 2, 3):
-        engine.model = make_model(10 + version)
-        channel.publish(version)
-        assert_same(engine.model, replica.model)
-    folder = tmp_path / "weights"
-    assert sorted(path.name for path in folder.iterdir()) == ["v000002", "v000003"]
-    files = {path.name for path in (folder / "v000003").iterdir()}
-    assert {"config.json", "COMPLETE"} < files
-    assert ("model.safetensors.index.json" in files) == (shard_bytes == 300)
-
-
-def test_a_disk_publication_that_fails_gathers_to_the_end(tmp_path: Path) -> None:
-    class Refusing(DiskReplica):
-        def publish(self, update: WeightUpdate) -> None:
-            raise WeightSyncError("no replica took it")
-
-    engine = FakeTrainEngine(make_model(1))
-    with pytest.raises(WeightSyncError, match="no replica took it"):
-        disk_channel(engine, Refusing(make_model(2)), tmp_path).publish(1)
-    assert engine.num_gathered == 3
-    (tmp_path / "weights2").write_text("in the way")
-    blocked = disk_channel(engine, Refusing(make_model(2)), tmp_path / "weights2")
-    with pytest.raises(WeightSyncError, match="could not be written"):
-        blocked.publish(1)
-    assert engine.num_gathered == 6
-
-
-def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> None:
-    class Tied(FakeTrainEngine):
-        def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-            yield from self.model.named_parameters(remove_duplicate=False)
-
-    replica = DiskReplica(make_model(1))
-    engine = Tied(make_model(2))
-    disk_channel(engine, replica, tmp_path).publish(1)
-    assert_same(engine.model, replica.model)
-
-
 def test_buckets_hold_no_more_than_their_bytes() -> None:
     sizes = [10, 10, 100, 5, 30]
     specs = [WeightSpec(name=f"w{i}", shape=[size], dtype="float32") for i, size in enumerate(sizes)]
@@ -302,6 +227,22 @@ def test_weights_that_were_not_announced_are_not_sent(monkeypatch: pytest.Monkey
     channel.close()
 
 
+def test_a_trainer_that_fails_between_buckets_is_not_asked_again() -> None:
+    class Failing(FakeTrainEngine):
+        def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+            for name, value in super().named_weights():
+                if name == "1.bias":
+                    raise LookupError("the trainer fails")
+                yield name, value
+
+    control = Replicas(make_model(1))
+    channel = channel_of(Failing(make_model(2)), control)
+    with pytest.raises(LookupError):
+        channel.publish(1)
+    assert len(control.updates) == 1
+    channel.close()
+
+
 def test_a_new_replica_makes_a_new_group() -> None:
     models = [make_model(1), make_model(2)]
     control = Replicas(*models)
@@ -380,7 +321,7 @@ def test_without_replicas_a_publication_ends_by_itself() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_ranks_gather_alike_and_fail_together(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_gather_alike_and_fail_together(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
     ranks = Ranks(2)
     control = Replicas(make_model(1))
