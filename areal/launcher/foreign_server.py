@@ -13,6 +13,7 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.config.servers import FOREIGN_SERVERS, SGLANG, ForeignServer, given_flags
+from areal.api.config.vllm_limits import logprobs_mode
 from areal.launcher.memory import ModelShape, context_length
 
 SERVER_SIDE = Path(__file__).parents[1] / "server_side"
@@ -32,7 +33,8 @@ class ServerCommand:
     argv: tuple[str, ...]
     env: dict[str, str]
     flags: dict[str, Any]
-    """What the command asks for, by plain name: defaults, what the user gave, what areal sets."""
+    """What the command asks for besides the model, by plain name: defaults, what the user gave, what areal sets."""
+    model_words: tuple[str, ...]
 
 
 def server_model(config: PPOConfig) -> str:
@@ -62,37 +64,47 @@ def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
         defaults["tokenizer_path" if server is SGLANG else "tokenizer"] = config.tokenizer_path
     if config.actor.init_from_scratch and server_model(config) == config.actor.path:
         defaults["load_format"] = "dummy"  # the trainer's random weights arrive before it serves
-    head, ours = (_sglang if server is SGLANG else _vllm)(config, servers.instance_size, on_gpu)
+    program, model, ours = (_sglang if server is SGLANG else _vllm)(config, servers.instance_size, on_gpu)
     if not on_gpu:
         defaults |= _cpu_flags(server, config, given)
     ours |= {"host": "127.0.0.1", "port": "{port}", server.seed: f"{{index+{given.get(server.seed, config.seed)}}}"}
     flags = defaults | {name: value for name, value in given.items() if name not in (server.model, "model")} | ours
     words = [word for name, value in flags.items() for word in flag_words(server, name, value)]
     return ServerCommand(
-        argv=(server_python(config), *head, *words),
+        argv=(server_python(config), *program, model, *words),
         env=_environment(server, flags, servers.instance_size, on_gpu),
         flags=flags,
+        model_words=(model,),
     )
 
 
-def _sglang(config: PPOConfig, size: int, on_gpu: bool) -> tuple[list[str], dict[str, Any]]:
-    """The program with its model, and the flags that areal sets."""
-    return ["-m", "sglang.launch_server", f"--model-path={server_model(config)}"], {
-        "tp_size": size,
-        "enable_metrics": True,
-        "incremental_streaming_output": True,
-        **({} if on_gpu else {"device": "cpu"}),
-    }
+def _sglang(config: PPOConfig, size: int, on_gpu: bool) -> tuple[list[str], str, dict[str, Any]]:
+    """The program, its model, and the flags that areal sets."""
+    return (
+        ["-m", "sglang.launch_server"],
+        f"--model-path={server_model(config)}",
+        {
+            "tp_size": size,
+            "enable_metrics": True,
+            "incremental_streaming_output": True,
+            **({} if on_gpu else {"device": "cpu"}),
+        },
+    )
 
 
-def _vllm(config: PPOConfig, size: int, on_gpu: bool) -> tuple[list[str], dict[str, Any]]:
+def _vllm(config: PPOConfig, size: int, on_gpu: bool) -> tuple[list[str], str, dict[str, Any]]:
     """The same; whether it runs on a GPU is decided by how vLLM was built."""
-    return ["-m", "vllm.entrypoints.cli.main", "serve", server_model(config)], {
-        "tensor_parallel_size": size,
-        "enable_scale_out": True,
-        "worker_extension_cls": "areal_vllm.extension.WorkerExtension",
-        "weight_transfer_config": {"backend": "areal"},
-    }
+    return (
+        ["-m", "vllm.entrypoints.cli.main", "serve"],
+        server_model(config),
+        {
+            "tensor_parallel_size": size,
+            "enable_scale_out": True,
+            "worker_extension_cls": "areal_vllm.extension.WorkerExtension",
+            "weight_transfer_config": {"backend": "areal"},
+            "logprobs_mode": logprobs_mode(config.gconfig),
+        },
+    )
 
 
 def _cpu_flags(server: ForeignServer, config: PPOConfig, given: Mapping[str, Any]) -> dict[str, Any]:

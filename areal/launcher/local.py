@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from areal.api.config import BaseExperimentConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
+from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.interruptions import Interruptions, counted_interruptions
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
 from areal.launcher.leftovers import wait_for_leftovers
@@ -33,6 +35,7 @@ from areal.launcher.preflight import (
     run_lock,
 )
 from areal.launcher.requests import RequestBox
+from areal.launcher.server_check import foreign_server_problems, notices
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
@@ -46,8 +49,9 @@ USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml 
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
 configuration names all parts. --dry-run prints the plan and starts nothing. --attach changes a run that is running
-(--attach --help tells more). Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured,
-130 it was interrupted.
+(--attach --help tells more). AREAL_LLM_SERVER_ADDRS=host:port,... lets the run use servers that run already instead of
+starting its own, as rollout.server_addrs does; servers on other machines need AREAL_SERVER_TOKEN, their secret, too.
+Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
 _LEFTOVER_LIMIT_S = 10.0
@@ -76,6 +80,7 @@ def read_command_line(argv: Sequence[str]) -> Launch:
         raise ConfigError(
             f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
         )
+    config = with_attached_servers(config, os.environ)
     extras = script_keys(words) if script is not None else {}
     return Launch(config=config, extras=extras, script=script, dry_run="--dry-run" in argv)
 
@@ -103,8 +108,13 @@ def launch(request: Launch, machine: Machine) -> int:
     """Run to the end; returns the exit status."""
     config, paths = request.config, RunPaths.of(request.config)
     rows = count_rows(config)
+    line = StatusLine()
     plan = make_plan(config, machine, script=request.script, num_rows=rows)
     problems = missing_inputs(config, request.script)
+    if isinstance(config, PPOConfig):
+        for notice in notices(config):
+            line.say(notice)
+        problems += foreign_server_problems(config, plan, line.say)
     if request.dry_run:
         sys.stdout.write(plan_text(plan))
     if problems:
@@ -113,7 +123,6 @@ def launch(request: Launch, machine: Machine) -> int:
         return 0
     make_run_folder(paths)
     with run_lock(paths):
-        line = StatusLine()
         wait_for_leftovers(paths, limit_s=_LEFTOVER_LIMIT_S, tell=line.say)
         settle_leftovers(paths.recover)  # the dead may have been about to replace a checkpoint
         check_run_folder(config, paths)
@@ -162,6 +171,10 @@ def _run(
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     registry = registry_of(config)
     registry.clear()
+    if plan.attached and isinstance(config, PPOConfig):
+        limit_s = config.rollout.setup_timeout
+        wait_until_all_answer(plan.attached, limit_s, line.say, hurry=lambda: interruptions.count > 0)
+        register(registry, plan.attached)
     RequestBox(paths).clear()
     shutil.rmtree(paths.alive, ignore_errors=True)
     source = StatusSource(

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
 from areal.api.functions import parse_function_path, parse_python
+from areal.launcher.foreign_server import server_model
 from areal.launcher.memory import ModelShape
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
@@ -41,8 +42,9 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _said(lambda: parse_python(Path(script), given="script"))
     for key, model in _models(config).items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
-    if isinstance(config, PPOConfig) and config.native.model_path:
-        problems += _model_problems("native.model_path", config.native.model_path, needs_weights=True)
+    if isinstance(config, PPOConfig) and not config.rollout.server_addrs and server_model(config) != config.actor.path:
+        key = "vllm.model" if config.server_backend == "vllm" else f"{config.server_backend}.model_path"
+        problems += _model_problems(key, server_model(config), needs_weights=True)
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is no folder")
     for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):

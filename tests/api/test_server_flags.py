@@ -51,7 +51,7 @@ def test_flags_are_kept_as_they_are_written(load) -> None:
         (["sglang={page_size: 1, page-size: 1}"], "sglang.page-size: is given twice"),
         (["sglang.log_level=.nan"], "sglang.log_level: nan is no number"),
         (["sglang.context_length=64"], "gconfig.max_new_tokens: 64 leaves no room .* sglang.context_length=64"),
-        ([VLLM, "vllm.logprobs_mode=raw_logits"], "vllm.logprobs_mode: .* areal chooses it by gconfig"),
+        ([VLLM, "vllm.logprobs_mode=raw_logprobs"], "vllm.logprobs_mode: .* areal chooses it by gconfig"),
         ([VLLM, "vllm.api_server_count=2"], "vllm.api_server_count: 2 .* set it to 1"),
         ([VLLM, "vllm.disable_log_stats=true"], "vllm.disable_log_stats: True .* set it to false"),
         ([VLLM, "vllm.max-model-len=8"], "gconfig.max_new_tokens: 64 leaves no room .* vllm.max_model_len=8"),
@@ -64,6 +64,24 @@ def test_flags_are_kept_as_they_are_written(load) -> None:
 def test_what_cannot_be_asked_of_a_server(load, overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{expected}"):
         load(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["gconfig.frequency_penalty=1"], "gconfig.frequency_penalty"),
+        (["eval_gconfig.repetition_penalty=2", "eval_gconfig.max_new_tokens=8"], "eval_gconfig.repetition_penalty"),
+        ([VLLM, "gconfig.temperature=0.5", "actor.temperature=0.5", "gconfig.top_p=0.5"], "gconfig.temperature"),
+        ([VLLM, "vllm.skip-tokenizer-init=true", "gconfig.stop=['x']"], "gconfig.stop"),
+    ],
+)
+def test_sampling_that_a_server_cannot_do_is_refused(load, overrides: list[str], path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{path}: "):
+        load(*overrides)
+
+
+def test_evaluations_need_no_log_probabilities(load) -> None:
+    load(VLLM, "eval_gconfig={temperature: 0.5, top_p: 0.5, max_new_tokens: 8}")
 
 
 def test_the_section_of_other_servers_is_not_judged(load) -> None:
@@ -124,6 +142,14 @@ def test_addresses_of_servers(text: str, url: str) -> None:
 def test_what_is_no_address(load, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout.server_addrs: {text!r} is no address of a server \({why}"):
         load(f"rollout.server_addrs=['{text}']")
+
+
+def test_addresses_are_as_many_as_allocated(load) -> None:
+    assert load("allocation_mode=sglang:d2t4+fsdp:d1", "rollout.server_addrs=['h:1', 'h:2']").rollout.server_addrs
+    with pytest.raises(
+        ConfigError, match=r"names 2 servers, but allocation_mode=sglang:d1t4\+d1 has 1: write sglang:d2t4"
+    ):
+        load("allocation_mode=sglang:d1t4+d1", "rollout.server_addrs=['h:1', 'h:2']")
 
 
 def test_an_address_stands_for_one_server(load) -> None:

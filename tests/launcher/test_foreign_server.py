@@ -89,6 +89,7 @@ def test_command_of_vllm():
         "--enable-scale-out",
         "--worker-extension-cls=areal_vllm.extension.WorkerExtension",
         '--weight-transfer-config={"backend":"areal"}',
+        "--logprobs-mode=raw_logprobs",
         "--host=127.0.0.1",
         "--port={port}",
         "--seed={index+40}",
@@ -162,6 +163,11 @@ def test_a_paused_sglang_stays_healthy_and_vllm_lets_itself_be_driven():
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
     lora = command(config_of("vllm", vllm={"enable-lora": True})).env
     assert lora["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_log_probabilities_are_of_the_kind_that_the_sampling_needs():
+    warm = config_of("vllm", gconfig=GenerationHyperparameters(temperature=0.7))
+    assert "--logprobs-mode=processed_logprobs" in command(warm).argv
 
 
 def test_random_weights_are_not_looked_for():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from areal.api.config.observe import (
 )
 from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
 from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems
+from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
 from areal.api.config.train import TrainEngineConfig
+from areal.api.config.vllm_limits import sampling_problems as vllm_sampling_problems
 from areal.api.errors import ConfigError
 
 
@@ -238,20 +241,36 @@ class PPOConfig(BaseExperimentConfig):
             )
 
     def _server_problems(self) -> Problems:
-        """What the servers that allocation_mode starts cannot do."""
+        """What the servers that allocation_mode names cannot do."""
         backend, flags = self.server_backend, self.server_flags
+        limit = None if self.native.context_length is None else ("native.context_length", self.native.context_length)
         if backend in FOREIGN_SERVERS:
             yield from flag_problems(backend, flags)
             limit = context_limit(backend, flags)
-        else:
-            limit = (
-                None if self.native.context_length is None else ("native.context_length", self.native.context_length)
-            )
         for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
             if gconfig is None:
                 continue
             if limit is not None and min(gconfig.max_new_tokens, gconfig.max_tokens - 1) >= limit[1]:
                 yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, *limit)
+            if backend in _SAMPLING_PROBLEMS:
+                found = _SAMPLING_PROBLEMS[backend](gconfig, flags, needs_logprobs=path == "gconfig")
+                yield from ((f"{path}.{name}", text) for name, text in found)
+        yield from self._attach_problems()
+
+    def _attach_problems(self) -> Problems:
+        """Servers that already run must be as many as allocation_mode says."""
+        addresses = self.rollout.server_addrs
+        servers = self.allocation.inference if self.server_backend else None
+        if addresses and servers is not None and len(addresses) != servers.num_replicas:
+            as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
+            yield (
+                "rollout.server_addrs",
+                f"names {len(addresses)} servers, but allocation_mode={self.allocation_mode} has "
+                f"{servers.num_replicas}: write {as_many} there, or name as many addresses",
+            )
+
+
+_SAMPLING_PROBLEMS = {"sglang": sglang_sampling_problems, "vllm": vllm_sampling_problems}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ class ForeignServer:
 
     name: str
     """As people write it."""
+    minimum: str
+    """The oldest version that takes the command areal starts it with."""
+    tested: str
     context: str
     """The flag that limits prompt plus answer."""
     model: str
@@ -49,6 +52,8 @@ _NO_FILE = "write the flags of that file here"
 
 SGLANG = ForeignServer(
     name="SGLang",
+    minimum="0.5.10",  # --incremental-streaming-output
+    tested="0.5.23",
     context="context_length",
     model="model_path",
     seed="random_seed",
@@ -95,6 +100,8 @@ SGLANG = ForeignServer(
 
 VLLM = ForeignServer(
     name="vLLM",
+    minimum="0.30.0",  # --enable-scale-out
+    tested="0.32.0",
     context="max_model_len",
     model="model",
     seed="seed",
