@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,11 +128,12 @@ def filled_in(command: Sequence[str], ports: Mapping[str, int], index: int) -> l
 class Health:
     """What is known of how the server is, and the words about it."""
 
-    def __init__(self, backend: str, engine_limit_s: float) -> None:
+    def __init__(self, backend: str, engine_limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`engine_limit_s`: for so long an engine may be busy with something honest."""
         self._backend = backend
         self._engine_limit_s = engine_limit_s
-        self._started_s = time.monotonic()
+        self._clock = clock
+        self._started_s = clock()
         self._phase: Literal["starts", "serves", "ends", "has ended"] = "starts"
         self._info: ReplicaInfo | None = None
         self._load: ReplicaLoad | None = None
@@ -148,7 +149,7 @@ class Health:
     def told_info(self, info: ReplicaInfo) -> None:
         """So does the one that computes, where the backend asks that."""
         self._info = info
-        self._engine_answered_s = time.monotonic()
+        self._engine_answered_s = self._clock()
 
     def failed(self, question: str, error: str) -> None:
         """It does not answer a question as it should."""
@@ -173,7 +174,7 @@ class Health:
 
     def tell(self) -> str | None:
         """What the server does; None when it has not answered since the last time and should have."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._phase != "serves":
             words = {"starts": f"starts {self._backend}: {now_s - self._started_s:.0f} s", "ends": "ends"}
             return words.get(self._phase)

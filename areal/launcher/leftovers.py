@@ -56,16 +56,19 @@ def wait_for_leftovers(paths: RunPaths, *, limit_s: float, tell: Callable[[str],
 def _leftover(process: psutil.Process, paths: RunPaths) -> Leftover | None:
     try:
         text = process.environ().get(AREAL_PROCESS)
-        if text is None or process.status() == psutil.STATUS_ZOMBIE or not _runs_areal(process.cmdline()):
+        if text is None or process.status() == psutil.STATUS_ZOMBIE:
             return None
         context = ProcessContext.from_env({AREAL_PROCESS: text})
+        # What user code starts inherits the environment too, and is not ours. A server runs no user code: whatever
+        # carries its name is part of it, a foreign engine too.
+        is_ours = context is not None and (context.role == "server" or _runs_areal(process.cmdline()))
     except (psutil.Error, OSError, LaunchError):  # gone meanwhile, another user's, or not of our making
         return None
-    if context is None or context.run_dir != str(paths.root):
+    if context is None or not is_ours or context.run_dir != str(paths.root):
         return None
     return Leftover(process.pid, context.name)
 
 
 def _runs_areal(argv: list[str]) -> bool:
-    """Whether it is one of our own processes: what user code starts inherits the environment too."""
+    """Whether it runs one of our own modules."""
     return any(flag == "-m" and module.startswith("areal.") for flag, module in itertools.pairwise(argv))

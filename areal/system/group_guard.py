@@ -11,35 +11,28 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
 
-def start_guard() -> subprocess.Popen[bytes]:
-    """Start the guard of this process's group. It strikes when its standard input is closed: by us, or by our end.
+def start_guard() -> int:
+    """Start the guard of this process's group, which strikes when this process has ended. Returns its pid.
 
     Only the leader of a group may ask for it: any other would take along processes that it knows nothing of.
     """
     if os.getpgrp() != os.getpid():
         raise RuntimeError("only the leader of a process group may have it guarded")
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__],
-        env={},  # it is not one of the run's processes, and must not look like one
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert guard.stdout is not None
-    guard.stdout.read(1)  # from here on it heeds no other signal
-    guard.stdout.close()
-    return guard
+    # Nobody else gets the writing end, since it is closed at every exec, and we never close it: that is left to the
+    # kernel, once our exit code is settled and the guard's blow cannot change it.
+    reading, _ = os.pipe()
+    argv = [sys.executable, "-I", "-S", __file__]
+    pid = os.posix_spawn(sys.executable, argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)])
+    os.close(reading)
+    return pid
 
 
 def _guard() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    os.write(1, b"+")
-    os.close(1)
     while os.read(0, 1):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,10 +1,14 @@
-"""Shared by the train-engine tests: `engine_cases.py` beside this file, which two-rank processes run as well."""
+"""Shared by the tests of this folder: `engine_cases.py` beside this file, which two-rank processes run as well, and
+`foreign_host.py`."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import ROOT, Run

@@ -1,0 +1,198 @@
+"""Foreign servers below the real launcher's supervisor: what dies or hangs comes back, and nothing is left behind."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_run import Run
+from foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
+
+from areal.api.errors import LaunchError
+from areal.launcher import children, restart_rules
+from areal.launcher.leftovers import leftovers, wait_for_leftovers
+from areal.system.discovery import FileNameRegistry
+
+TESTS = Path(__file__).parents[1]
+UNTIL_READY = "ready(); wait_for('ready/server-0.json')"
+CONTROLLER = "ready(); live(until='over')"
+OVER = "\nwrite(names / 'over', '')"
+
+
+class ForeignRun(Run):
+    """A scripted run whose server is a real host of a fake foreign server. A code may be a command, too."""
+
+    def __init__(self, folder, **settings):
+        super().__init__(folder, **({"stop_grace_s": 10.0} | settings))
+
+    def planned(self, name, code, count):
+        if isinstance(code, str):
+            return super().planned(name, code, count)
+        return dataclasses.replace(super().planned(name, "", count), argv=tuple(code))
+
+    @property
+    def registry(self):
+        return FileNameRegistry(self.names)
+
+    def pid_of_ready(self):
+        self.until((self.names / "ready" / "server-0.json").exists, 60)
+
+    def with_server(self, *words, trainer="ready(); live()", **settings):
+        return self(controller=CONTROLLER, server_0=host_argv(self.paths, *words, **settings), trainer_0=trainer + OVER)
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    paths = run_paths(tmp_path)
+    paths.root.mkdir(parents=True)
+    yield lambda **settings: ForeignRun(paths.root, **settings)
+    assert processes_of(paths) == [], "processes were left behind"
+
+
+@pytest.fixture
+def run(make_run):
+    return make_run()
+
+
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch):
+    monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.02)
+
+
+def strikes_once(action):
+    """A trainer that waits for the server, does `action` to it, and is done when another one serves."""
+    return (
+        "import urllib.request\n"
+        "ready(); server = names / 'servers' / '0.json'\n"
+        "wait_for('servers/0.json'); first = server.read_text()\n"
+        "def pid(name): return int((run / (name + '.pid')).read_text())\n"
+        f"{action}\n"
+        "def current(): return server.read_text() if server.exists() else first\n"
+        "while current() == first: time.sleep(0.01)\n"
+        "second = current()\n"
+        "urllib.request.urlopen(json.loads(second)['address'] + '/health').close()\n"
+        "note(first); note(second)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    [
+        ("server", "server-0 exited with 1: the vllm server was killed by SIGKILL (log:"),
+        ("engine", "server-0 exited with 1: the vllm server ended with exit code 1 (log:"),
+        ("host", "server-0 was killed by SIGKILL"),
+    ],
+)
+def test_whatever_of_it_is_killed_the_server_comes_back_under_its_name(run, victim, told):
+    pid = "json.loads(first)['pid']" if victim == "host" else f"pid('{victim}')"
+    outcome = run.with_server(trainer=strikes_once(f"os.kill({pid}, 9)"))
+    assert outcome.status == "completed", outcome.cause
+    assert list(outcome.restarts) == ["server-0"]
+    assert told in run.screen.getvalue()
+    first, second = map(json.loads, run.notes())
+    assert first["pid"] != second["pid"]
+    assert outcome.exit_codes["server-0"] == 0, "the second one ended in order"
+
+
+def until_it_is_missed(mark):
+    """The server misbehaves from now on, until the launcher has taken it out."""
+    return f"(run / '{mark}').touch()\nwhile server.exists(): time.sleep(0.01)\n(run / '{mark}').unlink()"
+
+
+@pytest.mark.parametrize(
+    ("action", "settings"),
+    [
+        ("os.kill(pid('server'), signal.SIGSTOP)", {}),
+        (until_it_is_missed("engine-is-dead"), {}),
+        (until_it_is_missed("engine-hangs"), {"update_s": 1.0}),
+    ],
+    ids=["stopped", "dead engine", "silent engine"],
+)
+def test_a_server_that_hangs_is_killed_and_comes_back(make_run, action, settings):
+    run = make_run(hang_s=3.0)
+    outcome = run.with_server("ignores-engine", trainer=strikes_once(action), **settings)
+    assert outcome.status == "completed", outcome.cause
+    told = "\n".join(outcome.restarts["server-0"])
+    assert "hung: it gave no sign of life for" in told
+    assert "(launcher.hang_s), its last was " in told
+
+
+def test_a_server_that_never_gets_ready_ends_the_run(run, monkeypatch):
+    def clock():
+        """Jumps far ahead once everything has started."""
+        is_up = (run.folder / "server.pid").exists() and len(run.registry.list("ready")) == 2
+        return time.monotonic() + (1000.0 if is_up else 0.0)
+
+    run.clock = clock
+    monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=clock))
+    outcome = run.with_server("never-ready")
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith("server-0 was not ready after 200 s (launcher.ready_timeout_s)")
+
+
+def test_a_server_that_says_why_it_cannot_start_ends_the_run(run):
+    outcome = run.with_server("says-why")
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith(
+        "server-0 exited with 1: the vllm server ended with exit code 1: ValueError: no such model (log: "
+    )
+    assert outcome.restarts == {}
+
+
+@pytest.mark.parametrize("word", ["killed-at-start", "port-taken"])
+def test_what_may_be_chance_is_tried_again(run, word):
+    outcome = run.with_server(word, trainer=UNTIL_READY)
+    assert outcome.status == "completed", outcome.cause
+    assert len(outcome.restarts["server-0"]) == 1
+
+
+def test_ctrl_c_ends_a_server_that_ignores_sigterm(make_run):
+    run = make_run(stop_grace_s=0.5)
+    threading.Thread(target=lambda: (run.pid_of_ready(), run.interruptions.add()), daemon=True).start()
+    assert run.with_server("ignores-sigterm", grace_s=0.5).status == "interrupted"
+
+
+LAUNCHER = f"""
+import sys
+sys.path += {[str(TESTS / "engine"), str(TESTS / "launcher"), str(TESTS / "faults")]!r}
+from pathlib import Path
+from test_foreign_servers import ForeignRun
+ForeignRun(Path(sys.argv[1])).with_server("ignores-engine", "ignores-sigterm")
+"""
+
+
+def test_kill_9_of_the_launcher_leaves_nothing_and_a_second_launch_starts(make_run):
+    run = make_run()
+    first = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.folder)])
+    try:
+        pid_of(run.paths, "engine")
+        wait_until((run.names / "servers" / "0.json").exists)
+        wait_until((run.names / "ready" / "trainer-0.json").exists)
+        assert len(processes_of(run.paths)) == 6, "controller, trainer, host, guard, server, engine"
+    finally:
+        first.kill()
+        first.wait()
+    wait_for_leftovers(run.paths, limit_s=60.0, tell=print)
+    wait_until(lambda: not processes_of(run.paths))
+    (run.names / "servers" / "0.json").unlink()
+    (run.names / "ready" / "server-0.json").unlink()
+    outcome = run.with_server(trainer=UNTIL_READY)
+    assert (outcome.status, outcome.restarts) == ("completed", {})
+
+
+def test_what_is_left_of_a_foreign_server_counts_as_a_leftover(make_run):
+    """It may hold the GPU, though no module of ours runs in it."""
+    run = make_run()
+    planned = run.planned("server-0", "", {"trainer": 1, "server": 1})
+    argv = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
+    with subprocess.Popen(argv, env=os.environ | planned.env, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout.readline() == b"up\n"
+        assert [(one.pid, one.name) for one in leftovers(run.paths)] == [(engine.pid, "server-0")]
+        with pytest.raises(LaunchError, match=rf"server-0 \(pid {engine.pid}\); end them"):
+            wait_for_leftovers(run.paths, limit_s=0.1, tell=print)
+        engine.kill()
