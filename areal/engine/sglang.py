@@ -19,7 +19,6 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.engine.native import TOKEN_VARIABLE
 from areal.engine.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.engine.server_client import ServerClient
-from areal.engine.sglang_stop import BoundaryGate
 from areal.engine.sglang_wire import (
     PartReader,
     ServerFacts,
@@ -31,6 +30,7 @@ from areal.engine.sglang_wire import (
     parse_vocabulary,
     vocabulary_probe,
 )
+from areal.engine.stop_gate import BoundaryGate
 
 OnChunk = Callable[[PartChunk], None]
 _Found = TypeVar("_Found")
@@ -202,6 +202,11 @@ class SGLangReplica:
         self._version = update.version
 
     async def _load_folder(self, update: WeightUpdate) -> None:
+        """RequestError when nothing was changed. SGLang dies of some folders, and says 400 of others when weights were
+        touched already: that counts as a failure, after which a good folder mends everything."""
+        facts = await self._known_facts()
+        if problem := await asyncio.to_thread(_folder_problem, update.path, facts.first_folder):
+            raise RequestError(problem)
         path = "/update_weights_from_disk"
         body = {
             "model_path": str(Path(update.path).resolve()),
@@ -211,13 +216,8 @@ class SGLangReplica:
             "weight_version": str(update.version),
         }
         status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
-        if status == 200:
-            return
-        refusal = self._client.refusal(path, status, answer)
-        if isinstance(refusal, RequestError) and b"Failed to get weights iterator" not in answer:
-            # 400 as well when weights were touched; a second try with the same folder mends that.
-            raise ServerUnavailable(str(refusal))
-        raise refusal
+        if status != 200:
+            raise ServerUnavailable(str(self._client.refusal(path, status, answer)))
 
     async def _receive(self, update: WeightUpdate, rank: int) -> None:
         facts = await self._known_facts()
@@ -303,6 +303,13 @@ class SGLangReplica:
             return parse(orjson.loads(payload))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+
+
+def _folder_problem(folder: str, like: str) -> str:
+    # Here, because it loads torch, which the process that hosts a server does without.
+    from areal.engine.weight_files import folder_problem
+
+    return folder_problem(Path(folder), Path(like) if Path(like).is_dir() else None)
 
 
 def make_sglang_replica(name: str, address: str) -> SGLangReplica:

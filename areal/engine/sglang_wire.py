@@ -42,6 +42,8 @@ class ServerFacts:
     """Most tokens of prompt and answer together that are never cut, whatever their shares."""
     is_deterministic: bool
     has_memory_saver: bool
+    first_folder: str
+    """Folder or hub name of the weights it started with."""
 
 
 def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
@@ -166,6 +168,7 @@ def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
         context_length=int(server_info["max_req_input_len"]),
         is_deterministic=bool(server_info.get("enable_deterministic_inference")),
         has_memory_saver=bool(server_info.get("enable_memory_saver")),
+        first_folder=str(server_info["model_path"]),
     )
 
 

@@ -28,7 +28,7 @@ from areal.engine.replica import (
     ReplicaLoad,
 )
 from areal.engine.server_client import ServerClient
-from areal.engine.sglang_stop import BoundaryGate
+from areal.engine.stop_gate import BoundaryGate
 from areal.engine.vllm_wire import (
     Piece,
     WorkerState,

@@ -1,4 +1,4 @@
-"""Owns stop strings that began in an earlier part of an answer: SGLang matches them in the new text of a part only.
+"""Owns stop strings that began in an earlier part of an answer: foreign servers look for them in its new text only.
 
 Pure: the caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
 string ends in them; from there on the server sees all that matters.
