@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_run import Run
@@ -39,7 +40,7 @@ class ForeignRun(Run):
     def registry(self):
         return FileNameRegistry(self.names)
 
-    def pid_of_ready(self):
+    def wait_ready(self):
         self.until((self.names / "ready" / "server-0.json").exists, 60)
 
     def with_server(self, *words, trainer="ready(); live()", **settings):
@@ -107,11 +108,10 @@ def until_it_is_missed(mark):
 @pytest.mark.parametrize(
     ("action", "settings"),
     [
-        ("os.kill(pid('server'), signal.SIGSTOP)", {}),
-        (until_it_is_missed("engine-is-dead"), {}),
-        (until_it_is_missed("engine-hangs"), {"update_s": 1.0}),
+        pytest.param("os.kill(pid('server'), signal.SIGSTOP)", {}, id="stopped"),
+        pytest.param(until_it_is_missed("engine-is-dead"), {}, id="dead engine", marks=pytest.mark.slow),
+        pytest.param(until_it_is_missed("engine-hangs"), {"update_s": 1.0}, id="silent engine", marks=pytest.mark.slow),
     ],
-    ids=["stopped", "dead engine", "silent engine"],
 )
 def test_a_server_that_hangs_is_killed_and_comes_back(make_run, action, settings):
     run = make_run(hang_s=3.0)
@@ -153,7 +153,7 @@ def test_what_may_be_chance_is_tried_again(run, word):
 
 def test_ctrl_c_ends_a_server_that_ignores_sigterm(make_run):
     run = make_run(stop_grace_s=0.5)
-    threading.Thread(target=lambda: (run.pid_of_ready(), run.interruptions.add()), daemon=True).start()
+    threading.Thread(target=lambda: (run.wait_ready(), run.interruptions.add()), daemon=True).start()
     assert run.with_server("ignores-sigterm", grace_s=0.5).status == "interrupted"
 
 
