@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from areal.rollout.ledger_audit import AuditReport, audit
-from areal.rollout.ledger_files import read_contents
+from areal.rollout.ledger_files import LedgerReader
 from areal.rollout.prompts import PromptStream
 
 ROOT = Path(__file__).parents[1]
@@ -185,7 +185,7 @@ def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 
     assert report.torn is None
     assert sum(report.counts.values()) == report.num_admitted
     steps = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    return Run(root, done.returncode, done.stderr, steps, read_contents(root / "ledger").events, report)
+    return Run(root, done.returncode, done.stderr, steps, list(LedgerReader(root / "ledger").events()), report)
 
 
 def processes_of(mark: str) -> list[psutil.Process]:

@@ -160,21 +160,6 @@ def _has_group(data: bytes, offset: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerContents:
-    """Everything the events files say, in order."""
-
-    events: list[Event]
-    torn: TornTail | None
-
-
-def read_contents(folder: Path) -> LedgerContents:
-    """Read all events; changes nothing. LedgerError when durable lines are damaged. A missing folder is empty."""
-    reader = LedgerReader(folder)
-    events = list(reader.events())
-    return LedgerContents(events=events, torn=reader.torn)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredLedger:
     """Where the next writer of a folder goes on."""
 

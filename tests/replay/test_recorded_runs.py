@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.rollout.ledger_files import read_contents
+from areal.rollout.ledger_files import LedgerReader
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +151,7 @@ def test_a_run_that_was_killed_and_recovered_is_replayed_as_if_it_had_not_been(f
     first.communicate()
     status, told = ended(launched(folder, name, "total_train_steps=24"))
     assert status == 0, told
-    events = read_contents(run / "ledger").events
+    events = list(LedgerReader(run / "ledger").events())
     again = [event["step"] for event in events if event["event"] == "trained_again"]
     assert again, "nothing was trained again: the kills came at checkpoints"
     status, told = replay(run)

@@ -15,7 +15,7 @@ from areal.replay import __main__ as command
 from areal.replay.overrides import check_overrides
 from areal.replay.rank import replay_on
 from areal.replay.recorded import read_metrics
-from areal.rollout.ledger_files import events_path, payload_path, read_contents
+from areal.rollout.ledger_files import LedgerReader, events_path, payload_path
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -79,7 +79,7 @@ def test_a_replay_equals_its_run_to_the_bit_and_leaves_it_as_it_was(name, reques
 
 def change_reward(run: RunPaths, step: int) -> int:
     """Change one byte of a reward in the batch of `step`, with a checksum that fits; returns the episode."""
-    events = read_contents(run.ledger).events
+    events = list(LedgerReader(run.ledger).events())
     episode = next(event["ids"][0] for event in events if event["event"] == "batched" and event["step"] == step)
     where = next(event["payload"] for event in events if event["event"] == "accepted" and event["id"] == episode)
     path, (_, offset, size) = payload_path(run.ledger, where[0]), where
@@ -106,7 +106,7 @@ def test_a_damaged_payload_is_named(run):
     episode = change_reward(run, step=1)
     where = next(
         event["payload"]
-        for event in read_contents(run.ledger).events
+        for event in list(LedgerReader(run.ledger).events())
         if event["event"] == "accepted" and event["id"] == episode
     )
     path = payload_path(run.ledger, where[0])

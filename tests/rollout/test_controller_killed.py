@@ -15,7 +15,7 @@ from areal.rollout.controller import WeightsLost
 from areal.rollout.gate import GateLimits
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import read_contents, read_payload, recover_folder
+from areal.rollout.ledger_files import LedgerReader, read_payload, recover_folder
 from areal.rollout.ledger_state import LedgerState
 from areal.rollout.payload import join_columns
 from areal.rollout.prompts import PromptStream
@@ -243,7 +243,7 @@ def check(world, status):
     folder = world.folder
     report = audit(folder)
     assert report.is_clean, report.violations
-    events = read_contents(folder).events
+    events = list(LedgerReader(folder).events())
     consumed = [event["step"] for event in events if event["event"] == "consumed"]
     assert consumed == list(range(STEPS)), "each batch is consumed once"
     again = [event["step"] for event in events if event["event"] == "trained_again"]

@@ -11,7 +11,7 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import payload_path, read_contents
+from areal.rollout.ledger_files import LedgerReader, payload_path
 from areal.rollout.ledger_log import GroupCommitLog, GroupWriter
 from areal.rollout.ledger_state import LedgerState
 from areal.rollout.wire import decode_share
@@ -107,7 +107,7 @@ async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
     assert sorted(used) == list(range(40))
     assert kept <= set(used)
     assert not [index for index in workflow.seen if workflow.seen.count(index) > 1]
-    attempts = [event["attempt"] for event in read_contents(folder).events if event["event"] == "admitted"]
+    attempts = [event["attempt"] for event in list(LedgerReader(folder).events()) if event["event"] == "admitted"]
     assert attempts.count(1) == len(before.running)
 
 
@@ -265,7 +265,7 @@ async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, 
         await run()
     with pytest.raises(LedgerError):
         await controller.close()
-    kept = LedgerState.replay(read_contents(folder).events)
+    kept = LedgerState.replay(list(LedgerReader(folder).events()))
     kept.check_integrity()
     assert len(kept.batches) >= len(served)
     for step, blob in enumerate(served):

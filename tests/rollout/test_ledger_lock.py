@@ -8,7 +8,7 @@ import pytest
 
 from areal.api.errors import LedgerError
 from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_files import read_contents
+from areal.rollout.ledger_files import LedgerReader
 
 HOLD = """
 import sys
@@ -27,7 +27,7 @@ def test_a_second_controller_is_refused_until_the_first_is_gone(tmp_path):
         assert holder.stdout.readline() == b"open\n"
         with pytest.raises(LedgerError, match=rf"written by the controller with pid {holder.pid} on host .*end that"):
             Ledger.open(folder)
-        assert read_contents(folder).events == [], "readers need no lock"
+        assert list(LedgerReader(folder).events()) == [], "readers need no lock"
         holder.kill()
     Ledger.open(folder)
 

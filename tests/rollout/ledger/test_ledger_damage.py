@@ -14,7 +14,6 @@ from areal.rollout.ledger_files import (
     LedgerReader,
     events_path,
     payload_path,
-    read_contents,
     read_payload,
     recover_folder,
 )
@@ -77,7 +76,7 @@ def one_step(forge):
 def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
     one_step(forge)
     forge.write()
-    files, said = contents_of(forge.folder), read_contents(forge.folder).events
+    files, said = contents_of(forge.folder), list(LedgerReader(forge.folder).events())
     whole = files[events_path(forge.folder, 1)]
     ends, audited = group_ends(whole), set()
     assert len(ends) == 5
@@ -87,10 +86,11 @@ def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
         found = go_on(forge.folder, forge.events[0])
         assert found.end.number == len(intact)
         assert events_path(forge.folder, 1).stat().st_size == (intact or [0])[-1], "the torn tail is cut for good"
-        again = read_contents(forge.folder)
-        assert again.torn is None
-        assert is_prefix(again.events[:-2], said)
-        assert found.state == LedgerState.replay(again.events[:-2])
+        reader = LedgerReader(forge.folder)
+        again = list(reader.events())
+        assert reader.torn is None
+        assert is_prefix(again[:-2], said)
+        assert found.state == LedgerState.replay(again[:-2])
         if len(intact) not in audited:
             audited.add(len(intact))
             assert audit(forge.folder).is_clean
@@ -138,7 +138,7 @@ def test_a_payload_cut_short_whose_event_was_not_written_is_ignored(forge):
 def test_a_flip_at_any_byte_of_the_events_is_refused_or_cuts_the_last_group(forge):
     one_step(forge)
     forge.write()
-    path, said = events_path(forge.folder, 1), read_contents(forge.folder).events
+    path, said = events_path(forge.folder, 1), list(LedgerReader(forge.folder).events())
     whole = path.read_bytes()
     last_group = group_ends(whole)[-2]
     for offset in range(len(whole)):
@@ -183,7 +183,7 @@ def test_whatever_happens_to_the_bytes_only_what_was_written_is_read(forge, data
         forge.two_steps()
         forge.group_size = 4
     forge.write()
-    path, said = events_path(forge.folder, 1), read_contents(forge.folder).events
+    path, said = events_path(forge.folder, 1), list(LedgerReader(forge.folder).events())
     harmed = path.read_bytes()
     for _ in range(data.draw(st.integers(1, 3))):
         begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(harmed))] * 2)))

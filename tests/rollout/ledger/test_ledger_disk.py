@@ -13,7 +13,7 @@ from areal.rollout import ledger_log
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_audit import audit
 from areal.rollout.ledger_cli import main
-from areal.rollout.ledger_files import OsAppendFile, events_path, payload_path, read_contents, recover_folder
+from areal.rollout.ledger_files import LedgerReader, OsAppendFile, events_path, payload_path, recover_folder
 from areal.rollout.ledger_log import GroupCommitLog, GroupWriter
 from areal.rollout.ledger_state import LedgerState
 
@@ -111,7 +111,7 @@ def write_until_it_fails(forge, disk):
 
 
 def said(folder):
-    return [event for event in read_contents(folder).events if event["event"] != "group"]
+    return [event for event in list(LedgerReader(folder).events()) if event["event"] != "group"]
 
 
 @pytest.mark.parametrize("power", ["stays", "is cut at once", "is cut once the next controller has written"])
