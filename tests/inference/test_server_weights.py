@@ -22,7 +22,7 @@ async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, 
     def step_and_wait() -> None:
         step()
         if engine.counters.steps == 5:
-            go_on.wait(20)
+            go_on.wait(200)
 
     engine.step = step_and_wait
     stream = served.events(sampling_params={"max_new_tokens": 120, "temperature": 1.0})
@@ -78,10 +78,10 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
     weights = {name: value.detach() for name, value in new.named_parameters()}
     names = list(weights)
     buckets = [names[:5], names[5:]]
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
 
     def send() -> None:
-        group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20)
+        group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=200)
         for bucket in buckets:
             specs = [spec(name) for name in bucket]
             buffer = torch.empty(bucket_bytes(specs), dtype=torch.uint8)
@@ -121,7 +121,7 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
         )
         if index == 0:
             await served.get("/health", 503)
-    sender.join(20)
+    sender.join(200)
     answer = await served.generate()
     assert answer["meta_info"]["weight_version"] == "5"
     reference = reference_logprobs(new, PROMPT + answer["output_ids"])
@@ -133,22 +133,22 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
 
 
 async def test_leaving_the_group_ends_a_receive_that_nobody_serves(served, build_model):
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
     groups: list[UpdateGroup] = []
 
     def join() -> None:
-        groups.append(UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20))
+        groups.append(UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=200))
 
     joining = threading.Thread(target=join, daemon=True)
     joining.start()
     group = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
     await served.post("/init_weights_update_group", {**group, "group_name": "g", "backend": "gloo"})
-    joining.join(20)
+    joining.join(200)
     name, value = next(iter(build_model("qwen3-gqa").named_parameters()))
     update = {"names": [name], "dtypes": ["float32"], "shapes": [list(value.shape)], "group_name": "g"}
     update |= {"flush_cache": True, "weight_version": "2", "load_format": "flattened_bucket"}
     waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
     await served.until(lambda: served.engine.is_torn)
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
-    assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 10))["error"]["message"]
+    assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 200))["error"]["message"]
     await served.get("/health", 503)  # nobody knows what was copied
