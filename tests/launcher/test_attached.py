@@ -1,0 +1,268 @@
+"""Servers that already run: named by config or environment, waited for, registered, never started or ended."""
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from fake_run import SERVE
+
+from areal.api.config import (
+    ClusterSpecConfig,
+    GRPOConfig,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+)
+from areal.api.errors import ConfigError, LaunchError
+from areal.engine.native import TOKEN_VARIABLE as CLIENTS_TOKEN_VARIABLE
+from areal.launcher import attach
+from areal.launcher.attached import (
+    ADDRESSES_VARIABLE,
+    TOKEN_VARIABLE,
+    register,
+    wait_until_all_answer,
+    with_attached_servers,
+)
+from areal.launcher.preflight import run_lock
+from areal.launcher.status import StatusLine
+from areal.system.discovery import FileNameRegistry
+
+
+def config_of(servers="native:d2", *, addresses=()):
+    return GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode=f"{servers}+fsdp:d1",
+        cluster=ClusterSpecConfig(fileroot="/runs"),
+        train_dataset=TrainDatasetConfig(path="x", batch_size=8),
+        actor=PPOActorConfig(path="org/model", optimizer=OptimizerConfig()),
+        rollout=InferenceEngineConfig(server_addrs=list(addresses)),
+    )
+
+
+def attached(config, **environ):
+    return with_attached_servers(config, environ).rollout.server_addrs
+
+
+@pytest.mark.parametrize("servers", ["native:d2", "sglang:d2t4", "vllm:d2"])
+def test_the_environment_names_servers(servers):
+    given = {ADDRESSES_VARIABLE: " 127.0.0.1:1, localhost:2,"}
+    assert attached(config_of(servers), **given) == ["127.0.0.1:1", "localhost:2"]
+    assert attached(config_of(servers)) == []
+    assert attached(config_of(servers), **{ADDRESSES_VARIABLE: ""}) == []
+
+
+def test_both_may_name_the_same_servers():
+    config = config_of(addresses=["http://127.0.0.1:1", "127.0.0.1:2"])
+    assert attached(config, **{ADDRESSES_VARIABLE: "127.0.0.1:1,127.0.0.1:2"})
+    with pytest.raises(
+        ConfigError, match=r"rollout.server_addrs names http.*but AREAL_LLM_SERVER_ADDRS names 127.0.0.1:3"
+    ):
+        attached(config, **{ADDRESSES_VARIABLE: "127.0.0.1:3,127.0.0.1:2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "127.0.0.1:1",
+            r"names 1 servers, .*native:d2\+fsdp:d1 has 2: write native:d1 .*from AREAL_LLM_SERVER_ADDRS\)",
+        ),
+        ("127.0.0.1,127.0.0.1:2", r"AREAL_LLM_SERVER_ADDRS: '127.0.0.1' is no address of a server"),
+        ("127.0.0.1:1,127.0.0.1:1", r"AREAL_LLM_SERVER_ADDRS: '127.0.0.1:1' is given twice"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(text, says):
+    with pytest.raises(ConfigError, match=says):
+        attached(config_of(), **{ADDRESSES_VARIABLE: text})
+
+
+def test_servers_elsewhere_need_their_secret():
+    far = config_of("native:d1", addresses=["http://10.0.0.7:1"])
+    with pytest.raises(ConfigError, match=r"http://10.0.0.7:1 is on another machine.*set AREAL_SERVER_TOKEN"):
+        attached(far)
+    assert attached(far, **{TOKEN_VARIABLE: "secret"})
+    assert TOKEN_VARIABLE == CLIENTS_TOKEN_VARIABLE
+
+
+def test_training_without_servers_does_not_look():
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="fsdp:d1",
+        train_dataset=TrainDatasetConfig(path="x", type="sft"),
+        model=TrainEngineConfig(path="org/model", optimizer=OptimizerConfig()),
+    )
+    assert with_attached_servers(config, {ADDRESSES_VARIABLE: "127.0.0.1:1"}) is config
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve():
+    """Starts HTTP servers that answer with a status."""
+    servers = []
+
+    def start(status):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        server.status = status
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_any_answer_is_a_sign_of_life(serve):
+    wait_until_all_answer([serve(200), serve(503), serve(401)], 60, pytest.fail)
+
+
+def test_the_one_that_does_not_answer_is_named(serve):
+    good = serve(200)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        silent = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(LaunchError) as error:
+            wait_until_all_answer([good, silent], 0.1, lambda _: None)
+    text = str(error.value)
+    assert f"no answer in 0.1 s (rollout.setup_timeout) from {silent} (Connection refused): start these" in text
+    assert good not in text
+
+
+def test_one_that_comes_later_is_waited_for(serve, monkeypatch):
+    monkeypatch.setattr("areal.launcher.attached._TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("areal.launcher.attached._POLL_S", 0.01)
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    said = []
+
+    def begin(text):
+        said.append(text)
+        bound.listen()
+        threading.Thread(target=answer, daemon=True).start()
+
+    def answer():
+        connection, _ = bound.accept()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+        connection.close()
+
+    with bound:
+        wait_until_all_answer([f"http://127.0.0.1:{port}"], 60, begin)
+    assert said == [
+        f"areal: waits up to 60 s for the servers that should run already: http://127.0.0.1:{port} (Connection refused)"
+    ]
+
+
+def test_an_interruption_ends_the_wait():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        wait_until_all_answer([f"http://127.0.0.1:{bound.getsockname()[1]}"], 600, pytest.fail, hurry=lambda: True)
+
+
+def test_they_are_registered_like_servers_of_the_run(tmp_path):
+    registry = FileNameRegistry(tmp_path)
+    register(registry, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    assert {name: json.loads(value)["address"] for name, value in registry.list("servers").items()} == {
+        "servers/0": "http://127.0.0.1:1",
+        "servers/1": "http://127.0.0.1:2",
+    }
+
+
+def test_a_run_counts_them_and_adds_or_removes_none(run):
+    run.attached = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    controller = "note(str(context['num_servers'])); " + SERVE
+    trainer = "ready()\nwhile not (names / 'done').exists(): time.sleep(.01)"
+    answers = []
+
+    def ask():
+        for name in ("controller", "trainer-0"):
+            run.pid_of(name)
+        try:
+            for words in (["--add-replica"], ["--remove-replica", "server-0"]):
+                paths, request = attach.read_command_line(["--attach", str(run.folder), *words])
+                with pytest.raises(LaunchError) as error:
+                    attach.ask(paths, request, StatusLine(run.screen))
+                answers.append(str(error.value))
+        finally:
+            (run.names / "done").touch()
+
+    thread = threading.Thread(target=ask)
+    with run_lock(run.paths):
+        thread.start()
+        outcome = run(controller=controller, trainer_0=trainer)
+    thread.join()
+    assert outcome.status == "completed"
+    assert run.notes() == ["2"]
+    assert len(answers) == 2
+    assert all("were not started by it (rollout.server_addrs)" in answer for answer in answers)
+
+
+CONFIG = """
+experiment_name: e
+trial_name: t
+allocation_mode: sglang:d1+fsdp:d1
+cluster: {{fileroot: {root}/runs}}
+train_dataset: {{path: org/data, batch_size: 2}}
+gconfig: {{max_new_tokens: 8}}
+actor: {{path: org/model, optimizer: {{lr: 1e-3}}}}
+sglang: {{attention_backend: fa3}}
+"""
+SCRIPT = """
+import os, pathlib, time
+from areal.system.process import ProcessContext
+context = ProcessContext.from_env()
+run = pathlib.Path(context.run_dir)
+(run / "names" / "ready").mkdir(parents=True, exist_ok=True)
+(run / "names" / "ready" / f"{context.name}.json").write_text(str(os.getpid()))
+if context.role == "controller":
+    (run / "seen").write_text((run / "names" / "servers" / "0.json").read_text())
+while not (run / "seen").exists(): time.sleep(0.01)
+"""
+
+
+def launch(folder, address, *words):
+    (folder / "x.yaml").write_text(CONFIG.format(root=folder))
+    (folder / "script.py").write_text(SCRIPT)
+    argv = [sys.executable, "-m", "areal.launcher.local", str(folder / "script.py"), "--config", str(folder / "x.yaml")]
+    env = os.environ | {ADDRESSES_VARIABLE: address}
+    return subprocess.run([*argv, *words], capture_output=True, text=True, timeout=240, env=env)
+
+
+def test_a_launch_uses_them_and_starts_none(serve, tmp_path):
+    url = serve(200)
+    done = launch(tmp_path, url.removeprefix("http://"))
+    assert done.returncode == 0, done.stderr
+    assert "areal: sglang: starts nothing, the servers run already; it only describes them" in done.stderr
+    run = tmp_path / "runs" / "e" / "t"
+    assert json.loads((run / "seen").read_text())["address"] == url
+    assert set(json.loads((run / "summary.json").read_text())["exit_codes"]) == {"controller", "trainer-0"}
+    assert "server_addrs:\n  - 127.0.0.1:" in (run / "config.yaml").read_text(), "other processes see them too"
+
+
+def test_a_launch_waits_for_them_and_says_which_is_missing(tmp_path):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        done = launch(tmp_path, address, "rollout.setup_timeout=0.1")
+    assert done.returncode == 2
+    assert f"areal: error: no answer in 0.1 s (rollout.setup_timeout) from http://{address}" in done.stderr
