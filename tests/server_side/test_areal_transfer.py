@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -81,7 +80,7 @@ print(int(buffer.long().sum()))
 
 def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=60)
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=250)
     url = f"tcp://127.0.0.1:{store.port}"
     foreign = subprocess.Popen([sys.executable, "-c", FOREIGN_RANK, url, "1", "3"], stdout=subprocess.PIPE)
     buffers = [torch.arange(1000).to(torch.uint8), torch.empty(1000, dtype=torch.uint8)]
@@ -91,23 +90,23 @@ def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.
     ]
     for thread in threads:
         thread.start()
-    printed, _ = foreign.communicate(timeout=100)
+    printed, _ = foreign.communicate(timeout=250)
     for thread in threads:
-        thread.join(60)
+        thread.join(250)
     assert torch.equal(buffers[0], buffers[1])
     assert int(printed) == int(buffers[0].long().sum())
 
 
 def exchange(port: int, rank: int, buffer: Tensor) -> None:
     joined = group.connect(
-        "127.0.0.1", port, rank=rank, world_size=3, group_name="weights-1", backend="gloo", timeout_s=60
+        "127.0.0.1", port, rank=rank, world_size=3, group_name="weights-1", backend="gloo", timeout_s=250
     )
-    group.broadcast(joined, buffer, 60)
+    group.broadcast(joined, buffer, 250)
     group.leave(joined)
 
 
 def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=30)
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
     names = {"group_name": "g", "backend": "gloo", "timeout_s": 0.5}
     with pytest.raises(TransferError, match=r"group g: rank 1 of 2 did not meet the others within 0\.5 s"):
         group.connect("127.0.0.1", store.port, rank=1, world_size=2, **names)
@@ -116,12 +115,12 @@ def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
 
 
 def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=30)
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
     made: dict[int, group.TransferGroup] = {}
 
     def join(rank: int) -> None:
         made[rank] = group.connect(
-            "127.0.0.1", store.port, rank=rank, world_size=2, group_name="g", backend="gloo", timeout_s=30
+            "127.0.0.1", store.port, rank=rank, world_size=2, group_name="g", backend="gloo", timeout_s=200
         )
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
@@ -131,13 +130,11 @@ def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
         thread.join()
     sender, receiver = made[0], made[1]
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
-    began = time.monotonic()
     with pytest.raises(TransferError, match="update group g: "):
         group.broadcast(receiver, buffer, 0.2)
     group.leave(sender)
     with pytest.raises(TransferError, match="update group g"):
-        group.broadcast(receiver, buffer, 60)
-    assert time.monotonic() - began < 30
+        group.broadcast(receiver, buffer, 1e4)  # nobody may wait for so long
     group.leave(receiver)
     group.leave(receiver)
     with pytest.raises(TransferError, match="update group g was left"):
@@ -168,7 +165,7 @@ def test_a_store_that_nobody_opened_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TransferError, match=f"no store of an update group at 127.0.0.1:{port}"):
-        group.open_store("127.0.0.1", port, is_master=False, timeout_s=30)
+        group.open_store("127.0.0.1", port, is_master=False, timeout_s=200)
 
 
 def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +180,8 @@ def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: p
         connection.close()
 
     threading.Thread(target=die_at_the_greeting, daemon=True).start()
-    began = time.monotonic()
     with pytest.raises(TransferError, match="no store of an update group"):
-        group.open_store("127.0.0.1", server.getsockname()[1], is_master=False, timeout_s=20)
-    assert time.monotonic() - began < 10
+        group.open_store("127.0.0.1", server.getsockname()[1], is_master=False, timeout_s=1e4)
 
 
 def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:
@@ -199,4 +194,4 @@ def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:
 
 def test_it_can_be_imported_where_areal_is_not(tmp_path: Path) -> None:
     code = "import sys; from areal_transfer import group, layout; assert 'areal' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(FOLDER)}, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(FOLDER)}, check=True, timeout=250)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -52,7 +51,7 @@ class Ranks:
     """Lets threads reduce a flag."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=10)
+        self._barrier = threading.Barrier(world_size, timeout=200)
         self._values: list[Tensor] = []
 
     def minimum(self, value: Tensor) -> Tensor:
@@ -260,16 +259,15 @@ def test_a_new_replica_makes_a_new_group() -> None:
 
 def test_a_replica_that_dies_under_a_broadcast_costs_at_most_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.1)
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # nobody may wait for so long
     models = [make_model(1), make_model(2)]
     control = Replicas(*models)
     engine = FakeTrainEngine(make_model(3))
-    channel = channel_of(engine, control)
+    channel = channel_of(engine, control, timeout_s=1e4)
     channel.publish(1)
     control.die_at = 1
     engine.model = make_model(4)
-    started = time.monotonic()
     channel.publish(2)
-    assert time.monotonic() - started < 50
     assert_same(engine.model, models[0])
     # r0 may have had all buckets already: then the version is served, and the attempt was none
     assert [update.replicas for update in control.updates[1:]] in ([["r0", "r1"]], [["r0", "r1"], ["r0"]])
@@ -293,19 +291,17 @@ def test_nothing_is_sent_when_every_replica_serves_the_version() -> None:
 
 def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # nobody may wait for so long
     model = make_model(1)
     control = Replicas(model)
     engine = FakeTrainEngine(make_model(3))
-    channel = channel_of(engine, control)
-    started = time.monotonic()
+    channel = channel_of(engine, control, timeout_s=1e4)
     for error, num_attempts in ((WeightSyncError("no replica took it"), 3), (RequestError("no such fleet"), 1)):
         control.fail = error
         control.updates.clear()
         with pytest.raises(type(error), match=str(error)):
             channel.publish(1)
         assert len(control.updates) == num_attempts
-    # Well below JOIN_TIMEOUT_S. Not less: torch looks up each peer's name, 5 s where a DNS packet gets lost.
-    assert time.monotonic() - started < 50
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("join")]
     control.fail = None
     channel.publish(1)
