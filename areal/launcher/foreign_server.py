@@ -62,6 +62,8 @@ def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
     defaults: dict[str, Any] = {"dtype": config.actor.dtype}
     if config.tokenizer_path not in ("", config.actor.path, server_model(config)):
         defaults["tokenizer_path" if server is SGLANG else "tokenizer"] = config.tokenizer_path
+    if server is SGLANG:
+        defaults["skip_server_warmup"] = True  # its text may be no token at all for a small tokenizer, which kills it
     if config.actor.init_from_scratch and server_model(config) == config.actor.path:
         defaults["load_format"] = "dummy"  # the trainer's random weights arrive before it serves
     program, model, ours = (_sglang if server is SGLANG else _vllm)(config, servers.instance_size, on_gpu)
@@ -118,6 +120,7 @@ def _cpu_flags(server: ForeignServer, config: PPOConfig, given: Mapping[str, Any
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
+            "lora_backend": "torch_native",
             "disable_cuda_graph": True,
             "max_running_requests": _CPU_REQUESTS,
             "max_total_tokens": tokens,
