@@ -80,10 +80,10 @@ def _message(answer: bytes) -> str:
     """What an error body says, in any of the servers' forms."""
     try:
         found = orjson.loads(answer)
-        error = found.get("error", found.get("message", found.get("detail")))
+        error = next(found[name] for name in ("error", "message", "detail", "error_message") if found.get(name))
         text = error["message"] if isinstance(error, dict) else error
         if isinstance(text, str):
             return text
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         pass
     return answer[:200].decode(errors="replace") or "no message"
