@@ -65,6 +65,8 @@ async def server(shared_server: RealServer, kit: Kit) -> RealServer:
     """The shared server with the old weights at version 0, whatever the test before did."""
     assert shared_server.is_alive, f"a test before has killed the server: {shared_server.last_words()}"
     replica = kit.replica(shared_server)
-    await replica.resume()
+    await replica.info()
+    await replica.pause("abort")
     await replica.update_weights(WeightUpdate(version=0, kind="disk", path=str(kit.models["old"])), rank=1)
+    await replica.resume()
     return shared_server

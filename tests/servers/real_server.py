@@ -74,8 +74,8 @@ class RealServer:
         self, backend: Backend, model: Path, folder: Path, *, flags: dict[str, Any] | None = None, name: str = "server"
     ) -> None:
         """Start it; `flags` are more of the server's own, as in a run's configuration."""
-        with bind_socket() as bound:  # free a moment ago, which is all that a server that binds by itself allows
-            port = bound.getsockname()[1]
+        self._bound = bind_socket()  # held, not listening: nobody else is given this port, and the server can listen
+        port = self._bound.getsockname()[1]
         argv, env = server_start(backend, model, flags or {}, port)
         self.backend: Backend = backend
         self.address = f"http://127.0.0.1:{port}"
@@ -131,6 +131,7 @@ class RealServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._bound.close()
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import Scorer, token_id
 from real_server import Backend, RealServer
@@ -27,6 +28,12 @@ from areal.system.discovery import FileNameRegistry
 from areal.system.run_paths import RunPaths
 
 TOLERANCE = 1e-4
+VLLM_ONLY = pytest.mark.parametrize(
+    "backend", [pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="session"
+)
+SGLANG_ONLY = pytest.mark.parametrize(
+    "backend", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True, scope="session"
+)
 PROMPT = [token_id(character) for character in "sort: 73915="]
 
 

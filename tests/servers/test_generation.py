@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import CHARACTERS, EOS, VOCAB_SIZE, Scorer, build_model, token_id
 from real_server import CONTEXT_LENGTH, RealServer
-from server_kit import PROMPT, TOLERANCE, Kit, a_request, gap, one_part
+from server_kit import PROMPT, SGLANG_ONLY, TOLERANCE, VLLM_ONLY, Kit, a_request, gap, one_part
 
 from areal.api.errors import RequestError
 from areal.engine.continuation import Answer
 
+VOWELS = {token_id(character) for character in "aeiou"}
 PROMPTS = [[token_id(c) for c in text] for text in ("a", "12+34=", "abc, def. GHI; jkl: mno", "0" * 60)]
 
 
@@ -38,21 +39,16 @@ async def test_greedy_answers_are_those_of_transformers(
     assert response.stop_reason == "length"
 
 
-SAMPLING = {
-    "plain": {},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.5},
+SAMPLING = {"plain": {}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.5}}
+ADJUSTED = {
     "frequency": {"frequency_penalty": 1.5},
     "repetition": {"repetition_penalty": 1.4},
-    "min tokens": {"min_new_tokens": 30, "ignore_eos": False, "stop_token_ids": [token_id(c) for c in "aeiou"]},
+    "min tokens": {"min_new_tokens": 30, "ignore_eos": False, "stop_token_ids": sorted(VOWELS)},
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
-async def test_sampled_answers_have_the_log_probabilities_of_the_trainer(
-    server: RealServer, kit: Kit, old: Scorer, sampling: dict[str, float]
-) -> None:
-    """Whatever else restricts the choice; all at once, so that the server batches them."""
+async def check_sampling(kit: Kit, server: RealServer, old: Scorer, sampling: dict[str, Any]) -> None:
+    """Many at once, so that the server batches them."""
     fleet = await kit.fleet(server)
     requests = [a_request(length, prompt=prompt, **sampling) for prompt in PROMPTS for length in (30, 60)]
     responses = await asyncio.gather(*(fleet.agenerate(request) for request in requests))
@@ -60,14 +56,39 @@ async def test_sampled_answers_have_the_log_probabilities_of_the_trainer(
         assert gap(response, old) < TOLERANCE
         if "min_new_tokens" in sampling:
             assert len(response.output_ids) >= 30
-            assert not {token_id(c) for c in "aeiou"} & set(response.output_ids[:29])
+            assert not VOWELS & set(response.output_ids[:29])
         else:
             assert len(response.output_ids) == request.gconfig.max_new_tokens
         assert response.output_versions == [0] * len(response.output_ids)
     assert len({tuple(response.output_ids) for response in responses}) == len(responses)
 
 
-async def test_top_k_and_penalties_are_obeyed(server: RealServer, kit: Kit, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+async def test_sampled_answers_have_the_log_probabilities_of_the_trainer(
+    server: RealServer, kit: Kit, old: Scorer, sampling: dict[str, Any]
+) -> None:
+    await check_sampling(kit, server, old, sampling)
+
+
+@VLLM_ONLY
+@pytest.mark.parametrize("sampling", ADJUSTED.values(), ids=ADJUSTED)
+async def test_adjusted_logits_leave_the_log_probabilities_alone(
+    server: RealServer, kit: Kit, old: Scorer, sampling: dict[str, Any]
+) -> None:
+    await check_sampling(kit, server, old, sampling)
+
+
+@SGLANG_ONLY
+@pytest.mark.parametrize("sampling", ADJUSTED.values(), ids=ADJUSTED)
+async def test_what_would_change_the_log_probabilities_is_refused(
+    server: RealServer, kit: Kit, sampling: dict[str, Any]
+) -> None:
+    fleet = await kit.fleet(server)
+    with pytest.raises(RequestError, match="SGLang"):
+        await fleet.agenerate(a_request(30, **sampling))
+
+
+async def test_top_k_is_obeyed(server: RealServer, kit: Kit) -> None:
     fleet = await kit.fleet(server)
     narrow = await fleet.agenerate(a_request(100, top_k=2))
     with torch.no_grad():
@@ -75,9 +96,14 @@ async def test_top_k_and_penalties_are_obeyed(server: RealServer, kit: Kit, mode
     best = logits.topk(2).indices.tolist()
     assert all(token in pair for token, pair in zip(narrow.output_ids, best, strict=True))
     assert any(token != pair[0] for token, pair in zip(narrow.output_ids, best, strict=True))
-    varied = await fleet.agenerate(a_request(60, greedy=True, frequency_penalty=2.0))
-    plain = await fleet.agenerate(a_request(60, greedy=True))
-    assert len(set(varied.output_ids)) > len(set(plain.output_ids))
+
+
+@VLLM_ONLY
+async def test_penalties_are_obeyed(server: RealServer, kit: Kit, greedy: list[int]) -> None:
+    fleet = await kit.fleet(server)
+    for penalty in ({"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        varied = await fleet.agenerate(a_request(60, greedy=True, **penalty))
+        assert len(set(varied.output_ids)) > len(set(greedy[:60]))
 
 
 async def test_tokens_come_in_chunks_while_they_are_made(server: RealServer, kit: Kit, greedy: list[int]) -> None:
@@ -96,17 +122,18 @@ def first_new(tokens: list[int], start: int) -> int:
     return next(i for i in range(start, len(tokens)) if tokens[i] not in tokens[:i])
 
 
-async def test_stop_tokens_end_an_answer_but_not_too_early(server: RealServer, kit: Kit, greedy: list[int]) -> None:
+async def test_stop_tokens_end_an_answer(server: RealServer, kit: Kit, greedy: list[int]) -> None:
     fleet = await kit.fleet(server)
     place = first_new(greedy, 5)
     stop = {"greedy": True, "ignore_eos": False, "stop_token_ids": [greedy[place]]}
     response = await fleet.agenerate(a_request(60, **stop))
     assert response.output_ids == greedy[: place + 1]
     assert response.stop_reason == "stop"
-    longer = await fleet.agenerate(a_request(60, **stop, min_new_tokens=place + 5))
-    assert len(longer.output_ids) >= place + 5
-    assert longer.output_ids[:place] == greedy[:place]
-    assert greedy[place] not in longer.output_ids[: place + 4]
+    if kit.backend == "vllm":
+        longer = await fleet.agenerate(a_request(60, **stop, min_new_tokens=place + 5))
+        assert len(longer.output_ids) >= place + 5
+        assert longer.output_ids[:place] == greedy[:place]
+        assert greedy[place] not in longer.output_ids[: place + 4]
     ignored = await fleet.agenerate(a_request(60, **(stop | {"ignore_eos": True})))
     assert ignored.output_ids == greedy[:60]
 
@@ -135,15 +162,17 @@ async def test_the_end_token_of_the_model_ends_an_answer(server: RealServer, kit
         assert EOS not in response.output_ids[:-1]
 
 
-async def test_a_seed_makes_an_answer_again(server: RealServer, kit: Kit) -> None:
-    """On vLLM; SGLang on a CPU takes the seed and does not keep to it."""
+async def test_answers_differ_unless_they_have_the_same_seed(server: RealServer, kit: Kit) -> None:
+    """SGLang follows seeds on GPUs only, so it refuses them here."""
     fleet = await kit.fleet(server)
-    requests = [a_request(40, seed=seed) for seed in (1, 2)] + [a_request(40) for _ in range(2)]
-    first = [response.output_ids for response in await asyncio.gather(*map(fleet.agenerate, requests))]
-    assert len(set(map(tuple, first))) == 4
-    if kit.backend == "vllm":
-        again = await fleet.agenerate(a_request(40, seed=2))
-        assert again.output_ids == first[1]
+    drawn = [r.output_ids for r in await asyncio.gather(*(fleet.agenerate(a_request(40)) for _ in range(4)))]
+    assert len(set(map(tuple, drawn))) == 4
+    if kit.backend == "sglang":
+        with pytest.raises(RequestError, match="seed"):
+            await fleet.agenerate(a_request(40, seed=1))
+        return
+    one, same, other = [(await fleet.agenerate(a_request(40, seed=seed))).output_ids for seed in (1, 1, 2)]
+    assert one == same != other
 
 
 BAD_REQUESTS = {

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from checkpoints import Scorer, build_model
 from real_server import RealServer
-from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, largest_gap, tokens_made
+from server_kit import PROMPT, TOLERANCE, VLLM_ONLY, FixedTrainer, Kit, a_request, largest_gap, tokens_made
 
 from areal.api.data import GenerationResponse
 
@@ -58,6 +58,7 @@ async def test_a_request_sent_during_a_pause_waits_for_its_end(server: RealServe
     assert largest_gap(response.output_logprobs, old.logprobs(PROMPT, response.output_ids)) < TOLERANCE
 
 
+@VLLM_ONLY
 async def test_frequency_penalty_goes_on_over_an_interruption(server: RealServer, kit: Kit) -> None:
     """What the parts before had generated counts; the same weights come again, so the whole answer can be compared."""
     fleet = await kit.fleet(server)

@@ -1,0 +1,252 @@
+"""Records what a real vLLM answers, for the fake server of the default test run.
+
+    python tests/servers/record_vllm.py            starts a server on the CPU, asks it everything that areal asks,
+                                                   and writes tests/engine/fleet/recordings/vllm-VERSION.json
+
+Needs `make .venv-vllm/.installed`; takes a minute or two. Answers are kept word for word, but for folders, times and
+the figures of /metrics that nobody reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoints import build_model, build_tokenizer
+from real_server import RealServer
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.engine.replica import GenerationPart
+from areal.engine.vllm_wire import generate_body
+from areal.server_side.areal_transfer import group, layout
+
+FOLDER = Path(__file__).parents[1] / "engine" / "fleet" / "recordings"
+PROMPT = [5, 9, 11, 30]
+_LIMIT_S = 60.0
+_KEPT_METRICS = (
+    "vllm:num_requests_running{",
+    "vllm:num_requests_waiting{",
+    "vllm:kv_cache_usage_perc{",
+    "vllm:generation_tokens_total{",
+)
+
+
+def a_part(num_tokens: int, interval: int, **changes: Any) -> GenerationPart:
+    gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
+    part = GenerationPart(
+        part_id="recorded-001",
+        input_ids=PROMPT,
+        num_prior_output_tokens=0,
+        max_new_tokens=num_tokens,
+        min_new_tokens=0,
+        gconfig=gconfig,
+        adapter="",
+        group_id="",
+        seed=7,
+        stream_interval=interval,
+    )
+    return dataclasses.replace(part, **changes)
+
+
+class Recorder:
+    """Asks and keeps. An entry: the request, the status, and the body as JSON, events or text."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession, hidden: dict[str, str]) -> None:
+        self._address = address
+        self._session = session
+        self._hidden = hidden
+        """Text -> what stands for it in the recording."""
+        self.entries: dict[str, dict[str, Any]] = {}
+
+    async def ask(self, name: str, method: str, path: str, body: Any = None) -> Any:
+        """Its body, unchanged."""
+        async with self._session.request(method, self._address + path, json=body) as answer:
+            text = await answer.text()
+            kind = answer.content_type
+        found: Any = text
+        if kind == "application/json":
+            found = json.loads(text)
+        elif kind == "text/event-stream":
+            found = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        elif path == "/metrics":
+            found = "".join(line + "\n" for line in text.splitlines() if line.startswith(_KEPT_METRICS))
+        request = {"method": method, "path": path, "body": body}
+        entry = {"request": request, "status": answer.status, "content_type": kind, "body": found}
+        self.entries[name] = json.loads(self._masked(json.dumps(entry)))
+        return found
+
+    def _masked(self, text: str) -> str:
+        for hidden, shown in self._hidden.items():
+            text = text.replace(hidden, shown)
+        return text
+
+
+async def record_generation(recorder: Recorder) -> None:
+    path = "/inference/v1/generate"
+    await recorder.ask("generate", "POST", path, generate_body(a_part(3, 16), stream=False))
+    await recorder.ask("generate_stream", "POST", path, generate_body(a_part(5, 2), stream=True))
+    stopping = dataclasses.replace(a_part(60, 100).gconfig, ignore_eos=False, stop_token_ids=list(range(3, 60)))
+    await recorder.ask("generate_stop", "POST", path, generate_body(a_part(60, 100, gconfig=stopping), stream=False))
+    odd = a_part(3, 16, input_ids=[10_000])
+    await recorder.ask("generate_refused", "POST", path, generate_body(odd, stream=False))
+    await recorder.ask("generate_unknown_model", "POST", path, generate_body(a_part(3, 16, adapter="x"), stream=False))
+    running = asyncio.create_task(
+        recorder.ask("generate_stream_aborted", "POST", path, generate_body(a_part(800, 4), stream=True))
+    )
+    while True:  # until it runs
+        metrics = await recorder.ask("metrics", "GET", "/metrics")
+        if any(line.startswith(_KEPT_METRICS[0]) and not line.endswith(" 0.0") for line in metrics.splitlines()):
+            break
+        assert not running.done(), "the answer was complete before it could be aborted"
+    await recorder.ask("pause_abort", "POST", "/pause?mode=abort&clear_cache=true", {})
+    events = await running
+    # Of hundreds of events the last one tells how an aborted stream ends.
+    recorder.entries["generate_stream_aborted"]["body"] = events[-1:]
+    await recorder.ask("resume", "POST", "/resume", {})
+    await recorder.ask("pause_keep", "POST", "/pause?mode=keep&clear_cache=true", {})
+    await recorder.ask("resume", "POST", "/resume", {})
+    await recorder.ask("detokenize", "POST", "/detokenize", {"tokens": PROMPT})
+    await recorder.ask("metrics", "GET", "/metrics")
+
+
+def _rpc(method: str, *args: str) -> dict[str, Any]:
+    return {"method": method, "args": list(args)}
+
+
+async def record_disk_updates(recorder: Recorder, model: Path) -> None:
+    rpc = "/collective_rpc"
+    await recorder.ask("state", "POST", rpc, _rpc("areal_state"))
+    await recorder.ask("weight_info_default", "GET", "/weight_info")
+    await recorder.ask("load_folder", "POST", rpc, _rpc("areal_load_folder", str(model)))
+    await recorder.ask("reset_cache", "POST", "/reset_prefix_cache?reset_running_requests=true", {})
+    await recorder.ask("set_version", "POST", "/update_weight_version", {"new_version": "3"})
+    await recorder.ask("weight_info", "GET", "/weight_info")
+    await recorder.ask("load_folder_failed", "POST", rpc, _rpc("areal_load_folder", str(model.parent / "nothing")))
+    await recorder.ask("load_folder", "POST", rpc, _rpc("areal_load_folder", str(model)))
+    await recorder.ask("no_such_method", "POST", rpc, _rpc("areal_nothing"))
+
+
+async def record_collective_update(recorder: Recorder, model: Path) -> None:
+    weights = {name: value.contiguous() for name, value in load_file(model / "model.safetensors").items()}
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=_LIMIT_S)
+    names = list(weights)
+    dtypes = [str(weights[name].dtype).removeprefix("torch.") for name in names]
+    shapes = [list(weights[name].shape) for name in names]
+    bucket = {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+    info = {
+        "master_address": "127.0.0.1",
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "recorded",
+        "backend": "gloo",
+        "timeout_s": _LIMIT_S,
+    }
+    joining = asyncio.create_task(recorder.ask("join", "POST", "/init_weight_transfer_engine", {"init_info": info}))
+    meeting = {"rank": 0, "world_size": 2, "group_name": "recorded", "backend": "gloo", "timeout_s": _LIMIT_S}
+    ours = await asyncio.to_thread(lambda: group.meet(store, **meeting))
+    await joining
+    await recorder.ask("start_update", "POST", "/collective_rpc", _rpc("areal_start_update"))
+    taking = asyncio.create_task(recorder.ask("receive", "POST", "/update_weights", bucket))
+    buffer = torch.empty(layout.bucket_bytes(dtypes, shapes), dtype=torch.uint8)
+    for view, name in zip(layout.views(buffer, dtypes, shapes), names, strict=True):
+        view.copy_(weights[name])
+    await asyncio.to_thread(group.broadcast, ours, buffer, _LIMIT_S)
+    await taking
+    await recorder.ask("finish", "POST", "/finish_weight_update", {"weight_version": "4"})
+    await recorder.ask("start_update", "POST", "/collective_rpc", _rpc("areal_start_update"))
+    taking = asyncio.create_task(recorder.ask("receive_failed", "POST", "/update_weights", bucket))
+    await asyncio.to_thread(group.leave, ours)
+    await taking
+    await recorder.ask("state_torn", "POST", "/collective_rpc", _rpc("areal_state"))
+    await recorder.ask("load_folder", "POST", "/collective_rpc", _rpc("areal_load_folder", str(model)))
+    recorder.entries["join"]["request"]["body"]["init_info"]["master_port"] = 0
+    for name in ("receive", "receive_failed"):  # which weights the model has is nothing of the dialect
+        told = recorder.entries[name]["request"]["body"]["update_info"]
+        for field in told:
+            told[field] = told[field][:2]
+
+
+async def record_adapters(recorder: Recorder, adapter: Path) -> None:
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    body = {"lora_name": "policy-1", "lora_path": str(adapter)}
+    await recorder.ask("load_adapter", "POST", load, body)
+    await recorder.ask("load_adapter_again", "POST", load, body)
+    missing = {"lora_name": "policy-2", "lora_path": str(adapter / "nothing")}
+    await recorder.ask("load_adapter_missing", "POST", load, missing)
+    await recorder.ask("unload_adapter", "POST", unload, {"lora_name": "policy-1"})
+    await recorder.ask("unload_adapter_again", "POST", unload, {"lora_name": "policy-1"})
+
+
+async def record_memory(recorder: Recorder) -> None:
+    """A server on CPU does nothing here, but says what one on GPU says."""
+    await recorder.ask("sleep", "POST", "/sleep?level=1", {})
+    await recorder.ask("wake_up_partly", "POST", "/wake_up?tags=weights", {})
+    await recorder.ask("wake_up", "POST", "/wake_up?tags=kv_cache", {})
+    await recorder.ask("pause_abort", "POST", "/pause?mode=abort&clear_cache=true", {})
+    await recorder.ask("release_kv_cache", "POST", "/release_kv_cache_memory", {})
+
+
+def write_adapter(folder: Path, hidden_size: int) -> Path:
+    """A LoRA adapter in PEFT's format for the first layer's queries."""
+    folder.mkdir()
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{place}.lora_A.weight": torch.ones(8, hidden_size), f"{place}.lora_B.weight": torch.ones(64, 8)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str, Any]]:
+    timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        recorder = Recorder(address, session, {str(model): "MODEL", str(adapter): "ADAPTER", str(model.parent): "ROOT"})
+        await recorder.ask("version", "GET", "/version")
+        await record_generation(recorder)
+        await record_disk_updates(recorder, model)
+        await record_collective_update(recorder, model)
+        await record_adapters(recorder, adapter)
+        await record_memory(recorder)
+        await recorder.ask("health", "GET", "/health")
+    return recorder.entries
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file to write instead")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        model = build_model(seed=0)
+        model.save_pretrained(root / "model")
+        build_tokenizer().save_pretrained(root / "model")
+        adapter = write_adapter(root / "adapter", model.config.hidden_size)
+        flags = {"enable_lora": True, "max_lora_rank": 8}
+        server = RealServer("vllm", root / "model", root, flags=flags)
+        try:
+            entries = asyncio.run(record(server.wait_ready().address, root / "model", adapter))
+        finally:
+            server.kill_all()
+    out = args.out or FOLDER / f"vllm-{entries['version']['body']['version']}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(entries, indent=1) + "\n")
+    sys.stdout.write(f"{len(entries)} answers -> {out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

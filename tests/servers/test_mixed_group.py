@@ -1,0 +1,157 @@
+"""A real server and native ones in one update group: they get the same bytes, and a native one that is struck between
+two buckets, even while the real server waits for what it passes on, holds nobody up for good."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Scorer, build_model
+from real_server import RealServer
+from server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
+
+from areal.api.config.rollout import InferenceEngineConfig
+from areal.engine.fleet import Fleet
+from areal.engine.native import NativeReplica
+from areal.engine.replica import Replica
+from areal.engine.server_client import ServerClient
+from areal.engine.servers import replica_factory
+from areal.engine.weight_sync.collective import CollectiveChannel
+from areal.system.discovery import FileNameRegistry
+
+REAL = "server-2"
+"""Of rank 3, which gets its bytes from rank 2, server-1: gloo broadcasts down a tree."""
+STRUCK = "server-1"
+
+
+class Mixed:
+    """Two native servers and the real one, and a fleet over them."""
+
+    def __init__(self, kit: Kit, real: RealServer, folder: Path) -> None:
+        self._kit = kit
+        self._real = real
+        self._registry = FileNameRegistry(folder / "names")
+        self.natives: list[asyncio.subprocess.Process] = []
+        self.buckets_before_strike: int | None = None
+        self.signal = signal.SIGKILL
+
+    async def start(self) -> Fleet:
+        await asyncio.gather(self._start_native(0), self._start_native(1))
+        self._register(2, self._real.address, self._real.process.pid)
+        config = InferenceEngineConfig(
+            setup_timeout=60.0, health_check_interval_s=0.5, weight_update_timeout_s=200.0, stream_interval=8
+        )
+        self.fleet = Fleet(self._registry, 3, config, self._replica)
+        await self.fleet.start()
+        return self.fleet
+
+    async def _start_native(self, index: int) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "areal.inference.server", "--model-path", str(self._kit.models["old"])),
+            *("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-total-tokens", "4096"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=dict(os.environ, OMP_NUM_THREADS="1"),
+        )
+        self.natives.append(process)
+        assert process.stdout is not None
+        address = (await asyncio.wait_for(process.stdout.readline(), 200)).decode().strip()
+        self._register(index, address, process.pid)
+
+    def _register(self, index: int, address: str, pid: int) -> None:
+        record = json.dumps({"address": address, "pid": pid})
+        self._registry.add(f"servers/{index}", record, replace=True)
+
+    def _replica(self, name: str, address: str) -> Replica:
+        if name == REAL:
+            return replica_factory(self._kit.backend)(name, address)
+        made = NativeReplica(name, address)
+        if name == STRUCK:
+            made._client = Striking(self, name, address)
+        return made
+
+    def strike(self) -> None:
+        """Of the order in which the servers were registered, nothing is known: the second is that of STRUCK."""
+        pid = json.loads(self._registry.get("servers/1"))["pid"]
+        os.kill(pid, self.signal)
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        for process in self.natives:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+class Striking(ServerClient):
+    """Strikes its server before it hears of a bucket."""
+
+    def __init__(self, mixed: Mixed, name: str, address: str) -> None:
+        super().__init__(name, address)
+        self._mixed = mixed
+
+    async def post(self, path: str, body: dict[str, Any]) -> bytes:
+        mixed = self._mixed
+        if path == "/update_weights_from_distributed" and mixed.buckets_before_strike is not None:
+            mixed.buckets_before_strike -= 1
+            if mixed.buckets_before_strike < 0:
+                mixed.buckets_before_strike = None
+                mixed.strike()
+        return await super().post(path, body)
+
+
+@pytest.fixture
+async def mixed(kit: Kit, server: RealServer, tmp_path: Path) -> AsyncIterator[Mixed]:
+    made = Mixed(kit, server, tmp_path)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def check(fleet: Fleet, scorer: Scorer, version: int, names: set[str]) -> None:
+    """What is generated now is the scorer's model's, and these servers generate it."""
+    found: set[str] = set()
+    for _ in range(4):
+        for response in await asyncio.gather(*(fleet.agenerate(a_request(20)) for _ in range(4))):
+            assert response.output_versions == [version] * 20
+            assert gap(response, scorer) < TOLERANCE
+            found.update(response.replicas)
+    assert found == names
+
+
+def state_of(fleet: Fleet, name: str) -> str:
+    return next(replica["state"] for replica in fleet.status()["replicas"] if replica["name"] == name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_native_server_struck_between_buckets_holds_the_real_one_up_no_longer_than_it_lives(
+    mixed: Mixed, old: Scorer, new: Scorer, number: signal.Signals
+) -> None:
+    fleet, trainer = mixed.fleet, FixedTrainer(build_model(2))
+    channel = CollectiveChannel(
+        trainer, FleetControl(fleet), bucket_bytes=2**16, backend="gloo", is_rank0=True, timeout_s=60.0
+    )  # type: ignore[arg-type]
+    await asyncio.to_thread(channel.publish, 1)
+    await check(fleet, new, 1, {"server-0", STRUCK, REAL})
+    mixed.signal, mixed.buckets_before_strike = number, 1
+    trainer.model = build_model(1)
+    await asyncio.wait_for(asyncio.to_thread(channel.publish, 2), 100)
+    await eventually(lambda: state_of(fleet, STRUCK) == "absent")
+    mixed.signal = signal.SIGKILL  # as the launcher does in the end, when its heart does not beat
+    if number == signal.SIGSTOP:
+        mixed.strike()
+    await eventually(lambda: state_of(fleet, REAL) in ("stale", "serving"))
+    trainer.model = build_model(2)
+    await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
+    await eventually(lambda: state_of(fleet, REAL) == "serving" or fleet.status()["needs_publication"])
+    if state_of(fleet, REAL) != "serving":
+        await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
+    await check(fleet, new, 3, {"server-0", REAL})
+    await asyncio.to_thread(channel.close)
