@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from areal.api.config import GRPOConfig
 from areal.rollout.client import WeightsNeeded
+from areal.system.run_paths import RunPaths
+from areal.trainer import weights as trainer_weights
 from areal.trainer.checksum import WeightsChecksum
 from areal.trainer.weights import ChecksummedWeights, WeightPublisher
 
@@ -155,3 +158,13 @@ def test_an_empty_answer_is_an_answer():
     publishes, channel = publisher(Engine())
     assert publishes.ask(dict, version=3) == {}
     assert channel.published == []
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("native:d2+fsdp:d1", 1), ("vllm:d2t4+fsdp:d1", 4)])
+def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, tmp_path, mode, ranks):
+    asked = {}
+    monkeypatch.setattr(trainer_weights, "CollectiveChannel", lambda *_, **options: asked.update(options))
+    config = GRPOConfig(allocation_mode=mode)
+    config.actor.weight_update_mode = "xccl"
+    trainer_weights.build_weight_publisher(config, Engine(), None, RunPaths(tmp_path), is_rank0=True)
+    assert asked["ranks_per_replica"] == ranks
