@@ -52,6 +52,11 @@ class Answer:
         return len(self._token_ids)
 
     @property
+    def num_parts(self) -> int:
+        """Asked for so far."""
+        return self._num_parts
+
+    @property
     def newest_version(self) -> int | None:
         """The policy that made the newest token, None before the first."""
         return self._versions[-1] if self._versions else None

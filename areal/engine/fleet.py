@@ -19,8 +19,10 @@ from areal.api.errors import ServerUnavailable
 from areal.engine.continuation import Answer
 from areal.engine.publication import Publisher
 from areal.engine.replica import PartChunk, Replica, ReplicaFactory
-from areal.engine.replica_set import ReplicaSet, Slot
+from areal.engine.replica_set import ReplicaSet
+from areal.engine.request_check import check_request
 from areal.engine.routing import Router
+from areal.engine.slot import Slot
 from areal.system.discovery import NameRegistry
 from areal.system.open_files import raise_open_file_limit
 
@@ -35,7 +37,7 @@ class Fleet:
     ) -> None:
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory)
-        self._router = Router("round_robin" if config.schedule_policy == "round_robin" else "least_loaded")
+        self._router = Router(config.schedule_policy)
         self._publisher = Publisher(self._replicas, config)
         self._num_waiting = 0
         self._awaited_versions: Counter[int] = Counter()
@@ -91,6 +93,8 @@ class Fleet:
         avoid = ""
         while not answer.finished:
             slot, replica = await self._pick(request, answer.newest_version, avoid)
+            if answer.num_parts == 0:  # only now some replica has told what it can take, whenever that was
+                check_request(request, self._replicas.bounds())
             problem = await self._run_part(answer, slot, replica, on_chunk)
             answer.interrupted()
             if problem and not answer.finished:
@@ -135,7 +139,7 @@ class Fleet:
             if serving := self._serving():
                 break
             await self._wait_for_serving(request.request_id)  # the fleet may go back meanwhile
-        slot = self._router.pick(serving, request.group_id, avoid)
+        slot = self._router.pick(serving, request, avoid)
         assert slot.replica is not None  # a slot that serves has its connection
         return slot, slot.replica
 

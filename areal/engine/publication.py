@@ -16,7 +16,8 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, WeightSyncError
 from areal.engine.replica import Replica
-from areal.engine.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet, Slot
+from areal.engine.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
+from areal.engine.slot import Slot
 from areal.observe.log import get_logger
 
 log = get_logger(__name__)

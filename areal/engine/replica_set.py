@@ -1,9 +1,10 @@
 """Owns which replicas there are, how they are, and which of them may serve: those well and at the target version.
 
-One task follows the registry: a name that appears gets a slot, one that vanishes loses it. One watch task per slot
-waits for its interval or a wake-up (a failed request, the end of a publication); it takes a replica out when it does
-not answer, takes it in when it does, and refits one that holds other weights than the target's. No watch waits for
-another replica.
+One task follows the registry: a name that appears gets a slot, one that vanishes loses it. One asks every replica how
+busy it is, for whoever looks at the fleet: nothing else waits for that, nothing follows from it. One watch task per
+slot waits for its interval or a wake-up (a failed request, the end of a publication); it takes a replica out when it
+does not answer, takes it in when it does, and refits one that holds other weights than the target's. No watch waits
+for another replica.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import logging
 import re
 import time
 import uuid
-from typing import Any, Literal
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.engine.replica import Replica, ReplicaFactory
+from areal.engine.replica import Replica, ReplicaFactory, ReplicaLoad
+from areal.engine.request_check import RequestBounds, common_bounds
+from areal.engine.slot import ANY_VERSION, Slot, State
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 
@@ -28,63 +30,7 @@ log = get_logger(__name__)
 CHECK_TIMEOUT_INTERVALS = 10
 """A health check may take so many of its intervals before the replica counts as hung: one more interval, for the next
 check to begin, bounds how long requests and publications wait for a server that does not answer."""
-ANY_VERSION = -1
-"""Target before the first replicas are in, and what a server says that has no weights yet: it never serves."""
 _REGISTERED = re.compile(r"servers/(\d+)")
-
-State = Literal["absent", "suspect", "stale", "updating", "serving"]
-"""absent: not there or not answering. suspect: a request failed, a check is due. stale: well, but holds other weights
-than the target. updating: takes in weights. serving: may get requests."""
-
-
-class Slot:
-    """One replica's place in the fleet, kept while servers under its name come and go."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.name = f"server-{index}"
-        self.registered = ""
-        """What the registry says of it now."""
-        self.registration: str | None = None
-        """What the connection was made from; None when there is no connection."""
-        self.last_registration: str | None = None
-        self.address = ""
-        self.replica: Replica | None = None
-        self.incarnation = ""
-        """Changes whenever the connection to a server is made anew."""
-        self.state: State = "absent"
-        self.reason = "not registered"
-        self.version = ANY_VERSION
-        self.half_updated = False
-        """An update failed midway: the weights are a mixture, whatever version the server reports."""
-        self.is_outlived = False
-        """Its version is from before the trainer went back to an older one: the number may come again, the weights
-        may not."""
-        self.given_up_version: int | None = None
-        """It failed to take in this version while others served it: the next version is its next chance."""
-        self.num_running = 0
-        self.num_failures = 0
-        self.wake = asyncio.Event()
-        self.changes = 0
-        """Counts changes of state, so that the outcome of an older check is not taken for news."""
-
-    @property
-    def is_well(self) -> bool:
-        """It answers, whatever weights it holds."""
-        return self.state in ("stale", "updating", "serving")
-
-    def status(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "id": self.incarnation,
-            "address": self.address,
-            "state": self.state,
-            "healthy": self.is_well,
-            "reason": self.reason,
-            "version": self.version,
-            "running": self.num_running,
-            "failures": self.num_failures,
-        }
 
 
 class ReplicaSet:
@@ -105,12 +51,16 @@ class ReplicaSet:
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._watches: dict[Slot, asyncio.Task[None]] = {}
 
     @property
     def serving(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.state == "serving"]
+
+    def bounds(self) -> RequestBounds:
+        """What each replica that was ever well can take."""
+        return common_bounds(slot.info for slot in self.slots if slot.info is not None)
 
     def describe(self) -> str:
         """Why each slot that does not serve does not."""
@@ -120,7 +70,10 @@ class ReplicaSet:
 
     async def start(self) -> None:
         """Follow the registry; return when `num_servers` replicas are well. ServerUnavailable after setup_timeout."""
-        self._following = asyncio.create_task(self._follow(), name="follow the registry")
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="follow the registry"),
+            asyncio.create_task(self._read_loads(), name="read the load of the servers"),
+        ]
         deadline = time.monotonic() + self._config.setup_timeout
         while (num_well := sum(slot.is_well for slot in self.slots)) < self._num_servers:
             if time.monotonic() >= deadline:
@@ -135,9 +88,9 @@ class ReplicaSet:
 
     async def close(self) -> None:
         self.is_closed = True
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for slot in list(self._watches):
             await self._drop(slot, "the fleet is closed")
         self.announce()
@@ -191,6 +144,7 @@ class ReplicaSet:
     async def take_out(self, slot: Slot, reason: str) -> None:
         """Drop the connections to a replica: its running requests fail here and go on elsewhere."""
         replica, slot.replica = slot.replica, None
+        slot.load = None
         slot.registration = None  # a server that still lives under this name is met anew at the next look
         self.move(slot, "absent", reason)
         if replica is not None:
@@ -202,6 +156,7 @@ class ReplicaSet:
         if replica is None:
             raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}")
         before = slot.version
+        slot.prefixes.clear()  # whatever comes of it, nobody counts on what was cached before
         self.move(slot, "updating", f"takes in version {update.version}")
         try:
             async with asyncio.timeout(self._config.weight_update_timeout_s):
@@ -309,8 +264,11 @@ class ReplicaSet:
             if slot.replica is replica:
                 await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")
             return
+        slot.info = info
         if slot.changes != changes or slot.state == "updating":
             return
+        if info.version != slot.version:
+            slot.prefixes.clear()
         was_half_updated = slot.half_updated
         if info.weights_whole is not None:
             slot.half_updated = not info.weights_whole
@@ -328,11 +286,33 @@ class ReplicaSet:
         slot.address = str(json.loads(registration)["address"])
         slot.replica = self._factory(slot.name, slot.address)
         slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
+        slot.prefixes.clear()
         slot.registration = registration
         if registration != slot.last_registration:
+            slot.info = None
             slot.half_updated = slot.is_outlived = False  # a new process loads its weights whole
             slot.given_up_version = None
         slot.last_registration = registration
+
+    async def _read_loads(self) -> None:
+        while True:
+            await asyncio.gather(*(self._read_load(slot) for slot in self.slots))
+            await asyncio.sleep(self._config.health_check_interval_s)
+
+    async def _read_load(self, slot: Slot) -> None:
+        replica = slot.replica
+        if replica is None or (slot.state == "updating" and not replica.answers_during_update):
+            return
+        load: ReplicaLoad | None = None
+        try:
+            async with asyncio.timeout(self._config.health_check_interval_s):
+                load = await replica.load()
+        except (ArealError, TimeoutError) as error:
+            log.debug("%s does not tell its load: %s", slot.name, error)
+        except Exception:  # one answer that cannot be read must not end the reading
+            log.exception("reading the load of %s failed", slot.name)
+        if slot.replica is replica:
+            slot.load = load
 
     async def _refit(self, slot: Slot) -> None:
         """Bring a stale replica to the target, where that does not take the trainer."""

@@ -23,8 +23,8 @@ class InferenceEngineConfig:
     """An episode older than the bound: train on it, mask its old tokens, drop it; wait = consume in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep")
     """New weights and requests in flight: interrupt = return and continue, keep = recompute their cache in place."""
-    schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded")
-    """How a replica is picked for a new group of requests; siblings always stay together."""
+    schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
+    """How a server is picked: in turn, fewest requests, or longest known start of the prompt; groups stay together."""
     check_trajectory_format: bool = False
     """Check every returned trajectory (lengths, masks, finite numbers) and fail the episode that breaks a rule."""
     enable_rollout_tracing: bool = False

@@ -14,7 +14,6 @@ from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.engine.continuation import Answer, prior_output_bias, token_budget, versions_of
 from areal.engine.replica import GenerationPart, PartChunk
-from areal.engine.routing import Router
 from areal.inference.sampler import _adjusted, sample
 from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
 
@@ -213,32 +212,3 @@ def test_without_penalty_or_prior_output_there_is_no_bias() -> None:
     answer.next_part("server-0")
     answer.add(chunk(5, finish="abort"))
     assert prior_output_bias(answer.next_part("server-0")) == {}
-
-
-class Candidate:
-    def __init__(self, name: str, num_running: int = 0) -> None:
-        self.name = name
-        self.num_running = num_running
-
-
-def test_routing_by_load_and_in_turn() -> None:
-    candidates = [Candidate("a", 2), Candidate("b", 1), Candidate("c", 1)]
-    by_load = Router("least_loaded")
-    assert {by_load.pick(candidates, "").name for _ in range(6)} == {"b", "c"}
-    in_turn = Router("round_robin")
-    assert sorted(in_turn.pick(candidates, "").name for _ in range(6)) == ["a", "a", "b", "b", "c", "c"]
-
-
-def test_a_group_stays_where_it_is_until_its_replica_is_gone() -> None:
-    router = Router("least_loaded", max_groups=2)
-    a, b = Candidate("a"), Candidate("b", 5)
-    assert router.pick([a, b], "g").name == "a"
-    a.num_running = 99
-    assert router.pick([a, b], "g").name == "a"
-    assert router.pick([a, b], "g", avoid="a").name == "b"
-    assert router.pick([a, b], "g").name == "b"  # and then stays there
-    assert router.pick([a], "g").name == "a"
-    assert router.pick([a], "", avoid="a").name == "a"  # the only one there is
-    router.pick([b], "h")
-    router.pick([b], "i")
-    assert len(router._replica_of) == 2
