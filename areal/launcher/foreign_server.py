@@ -23,6 +23,7 @@ _CPU_REQUESTS = 64
 _CPU_TOKENS_PER_REQUEST = 512
 _CPU_CACHE_BYTES = 2**30
 """KV cache of a model whose sizes are not at hand."""
+_HTTP_LOG = {"SGLang": "log_level_http", "vLLM": "uvicorn_log_level"}
 _DTYPE_BYTES = {"float32": 4, "float": 4}
 
 
@@ -59,7 +60,8 @@ def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
     given = given_flags(config.server_backend, config.server_flags)
     servers = config.allocation.inference
     assert servers is not None, "a run with foreign servers has a part for them"
-    defaults: dict[str, Any] = {"dtype": config.actor.dtype}
+    # Without a line in the log for each of our own questions.
+    defaults: dict[str, Any] = {"dtype": config.actor.dtype, _HTTP_LOG[server.name]: "warning"}
     if config.tokenizer_path not in ("", config.actor.path, server_model(config)):
         defaults["tokenizer_path" if server is SGLANG else "tokenizer"] = config.tokenizer_path
     if server is SGLANG:

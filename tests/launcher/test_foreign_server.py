@@ -86,6 +86,7 @@ def test_command_of_vllm():
     assert argv[:5] == (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "org/model")
     assert set(argv[5:]) == {
         "--dtype=float32",
+        "--uvicorn-log-level=warning",
         "--tensor-parallel-size=4",
         "--enable-scale-out",
         "--worker-extension-cls=areal_vllm.extension.WorkerExtension",
