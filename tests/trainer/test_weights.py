@@ -1,5 +1,7 @@
 """The checksum of weights, and what a rank does when the servers lost its version."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -164,7 +166,7 @@ def test_an_empty_answer_is_an_answer():
 def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, tmp_path, mode, ranks):
     asked = {}
     monkeypatch.setattr(trainer_weights, "CollectiveChannel", lambda *_, **options: asked.update(options))
-    config = GRPOConfig(allocation_mode=mode)
-    config.actor.weight_update_mode = "xccl"
+    config = replace(GRPOConfig(), allocation_mode=mode)
+    config = replace(config, actor=replace(config.actor, weight_update_mode="xccl"))
     trainer_weights.build_weight_publisher(config, Engine(), None, RunPaths(tmp_path), is_rank0=True)
     assert asked["ranks_per_replica"] == ranks
