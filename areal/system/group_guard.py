@@ -25,14 +25,18 @@ def start_guard() -> int:
     # kernel, once our exit code is settled and the guard's blow cannot change it.
     reading, _ = os.pipe()
     argv = [sys.executable, "-I", "-S", __file__]
-    pid = os.posix_spawn(sys.executable, argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)])
+    pid = os.posix_spawn(
+        sys.executable,
+        argv,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
+        setsigmask=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT],  # from its first moment on
+    )
     os.close(reading)
     return pid
 
 
 def _guard() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
     while os.read(0, 1):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)

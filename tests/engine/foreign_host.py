@@ -42,7 +42,7 @@ def host_argv(paths, *words, update_s=300.0, grace_s=10.0):
     ]
 
 
-def wait_until(what, seconds=60.0):
+def wait_until(what, seconds=200.0):
     """Far longer than it takes, so that only a fault ends it."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
@@ -120,7 +120,7 @@ class Host:
 
     def wait_end(self):
         """Its exit code, once nothing of it is left."""
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=200)
         wait_until(lambda: not processes_of(self.paths))
         return code
 

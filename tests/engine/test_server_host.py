@@ -233,7 +233,7 @@ def test_a_server_gets_its_grace(start):
 
 def test_one_that_never_gets_ready_says_so_and_can_be_ended(start):
     host = start("never-ready")
-    host.wait_beat("starts vllm: 1 s")
+    host.wait_beat("starts vllm: ")
     pid_of(host.paths, "server")
     assert host.registry.list("") == {}
     host.process.terminate()
