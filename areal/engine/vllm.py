@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -64,6 +65,9 @@ class VLLMReplica:
         """As the server last said."""
         self._num_updates = 0
         """Begun so far."""
+        self._is_updating = False
+        self._info: ReplicaInfo | None = None
+        """As of the last look."""
         self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
@@ -145,19 +149,24 @@ class VLLMReplica:
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
         """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
-        self._num_updates += 1
-        if update.kind == "disk":
-            await self._load_folder(update)
-        else:
-            await self._receive(update, rank)
+        self._is_updating = True
+        try:
+            await (self._load_folder(update) if update.kind == "disk" else self._receive(update, rank))
+        finally:
+            self._is_updating = False
         self._version = update.version
 
     async def _load_folder(self, update: WeightUpdate) -> None:
+        state = await self._worker_state()
+        if problem := await asyncio.to_thread(_folder_problem, update.path, state.first_folder):
+            raise RequestError(f"{self.name} is not given weights: {problem}")
+        self._num_updates += 1
         await self._call_workers("areal_load_folder", update.path)
         await self._drop_cache()
         await self._client.post("/update_weight_version", {"new_version": str(update.version)})
 
     async def _receive(self, update: WeightUpdate, rank: int) -> None:
+        self._num_updates += 1
         if self._group_name != update.group_name:
             await self._join_group(update, rank)
         await self._call_workers("areal_start_update")
@@ -197,17 +206,22 @@ class VLLMReplica:
         self._group_name = ""
 
     async def info(self) -> ReplicaInfo:
+        """While it takes in weights the process that computes answers nothing, so the HTTP server is asked."""
+        if self._is_updating and self._info is not None:
+            await self._client.get("/health")
+            return self._info
         state = await self._worker_state()
         told = await self._client.get("/weight_info")
         self._version = self._parsed(
             told, lambda found: version_number(found["weight_version"], has_dummy_weights=state.has_dummy_weights)
         )
-        return ReplicaInfo(
+        self._info = ReplicaInfo(
             version=self._version,
             vocab_size=state.vocab_size,
             context_length=state.context_length,
             weights_whole=state.weights_whole,
         )
+        return self._info
 
     async def _worker_state(self) -> WorkerState:
         return self._parsed(await self._call_workers("areal_state"), parse_worker_state)
@@ -216,8 +230,8 @@ class VLLMReplica:
         """Run a method of areal's extension in every worker."""
         path = "/collective_rpc"
         status, answer = await self._client.exchange("POST", path, orjson.dumps({"method": method, "args": list(args)}))
-        if status == 404:
-            raise ServerUnavailable(f"{self.name} has no {path}: {_EXTENSION_HELP}")
+        if status == 404 or b"has no attribute 'areal_" in answer:
+            raise ServerUnavailable(f"{self.name} runs without areal's extension: {_EXTENSION_HELP}")
         if status != 200:
             raise self._client.refusal(path, status, answer)
         return answer
@@ -250,11 +264,12 @@ class VLLMReplica:
 
     async def resume_memory(self, tags: list[MemoryTag]) -> None:
         """It generates again once it has all of its memory."""
-        await self._client.post("/wake_up?" + urlencode([("tags", tag) for tag in tags]), {})
+        for tag in tags:  # of several at once vLLM resumes none when one of them is there already
+            await self._client.post("/wake_up?" + urlencode({"tags": tag}), {})
 
     @property
     def answers_during_update(self) -> bool:
-        return False  # what would answer is busy with the update
+        return True
 
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
@@ -295,6 +310,13 @@ class _PartCollector:
             return part_versions(last.spans, self.num_passed_on + len(self.token_ids))
         except ValueError as error:
             raise ServerUnavailable(f"{self.replica_name} did not tell the versions of an answer: {error}") from error
+
+
+def _folder_problem(folder: str, like: str) -> str:
+    """In a thread: reads files, and its import loads torch."""
+    from areal.engine.weight_files import folder_problem
+
+    return folder_problem(Path(folder), Path(like) if Path(like).is_dir() else None)
 
 
 def make_vllm_replica(name: str, address: str) -> VLLMReplica:

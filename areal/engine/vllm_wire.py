@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.errors import RequestError
 from areal.engine.continuation import prior_output_bias, versions_of
 from areal.engine.replica import FinishReason, GenerationPart, ReplicaLoad
 
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; vLLM says 0."""
+_MAX_BIASED_TOKENS = 1024
+"""More of them in a logit bias end a server on GPU."""
 _NAMELESS_VERSION = "default"
 """What a server says whose weights nobody has given a version."""
 
@@ -51,6 +54,11 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     if part.seed is not None:
         sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
     if bias := prior_output_bias(part):
+        if len(bias) > _MAX_BIASED_TOKENS:
+            raise RequestError(
+                f"an answer of {len(bias)} different tokens cannot go on under a frequency_penalty on a vLLM server, "
+                f"which takes {_MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers"
+            )
         sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     if stream:
         sampling["stream_interval"] = part.stream_interval
@@ -109,6 +117,8 @@ class WorkerState:
     vocab_size: int
     context_length: int
     weights_whole: bool
+    first_folder: str
+    """What it was started with, on its own machine."""
     has_sleep_mode: bool
     has_dummy_weights: bool
     """It was started without a checkpoint. It says so for ever, also when it has been given weights."""
@@ -123,6 +133,7 @@ def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
     return WorkerState(
         vocab_size=int(first["vocab_size"]),
         context_length=int(first["context_length"]),
+        first_folder=str(first["first_folder"]),
         weights_whole=all(state["weights_whole"] for state in states),
         has_sleep_mode=bool(first["has_sleep_mode"]),
         has_dummy_weights=bool(first["has_dummy_weights"]),

@@ -65,6 +65,8 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         super().__init__(*args)
         self.weights_whole = True
         """False from the start of an update until it is finished: the weights are a mixture."""
+        self.first_folder = str(self.model_config.model)
+        """What the server was started with; vLLM's own note of it changes with every folder it loads."""
         self._group: update_group.TransferGroup | None = None
         self._timeout_s = 0.0
         self._expected: frozenset[str] = frozenset()

@@ -33,8 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_native import FakeNative
 from fake_server import FakeServer, FleetKit
+from fake_sglang import FakeSGLang
+from fake_vllm import FakeVLLM
 
-FAKES: list[type[FakeServer]] = [FakeNative]
+FAKES: list[type[FakeServer]] = [FakeNative, FakeSGLang, FakeVLLM]
 
 
 @pytest.fixture(params=FAKES, ids=lambda fake: fake.dialect)

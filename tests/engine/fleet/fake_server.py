@@ -58,6 +58,8 @@ class FakeServer(ABC):
     dialect: ClassVar[str]
     tells_mixture: ClassVar[bool] = False
     """Whether a health check learns of an update that stopped midway (`torn`)."""
+    can_abandon: ClassVar[bool] = True
+    """Whether a server that waits for a bucket can be told to stop waiting; else the trainer's end does."""
     midway_status: ClassVar[int] = 500
     """Status of an update that fails when weights have been touched."""
 

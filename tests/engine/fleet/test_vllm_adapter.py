@@ -1,0 +1,400 @@
+"""The client of a vLLM server: what it asks, what it makes of the answers, and what it never passes on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FleetKit, until
+from fake_vllm import RECORDING, FakeVLLM
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.engine.replica import GenerationPart, PartChunk, ReplicaLoad
+from areal.engine.vllm import VLLMReplica
+from areal.engine.vllm_wire import generate_body, parse_load, parse_piece, part_seed, version_number
+
+PROMPT = [1000, 1001, 1002, 1003]
+
+
+def a_part(num_tokens: int = 6, **changes: Any) -> GenerationPart:
+    own = {key: changes.pop(key) for key in list(changes) if key in GenerationPart.__dataclass_fields__}
+    gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, **changes)
+    part = GenerationPart(
+        part_id="r-001",
+        input_ids=PROMPT,
+        num_prior_output_tokens=0,
+        max_new_tokens=num_tokens,
+        min_new_tokens=gconfig.min_new_tokens,
+        gconfig=gconfig,
+        adapter="",
+        group_id="",
+        seed=7,
+        stream_interval=2,
+    )
+    return dataclasses.replace(part, **own)
+
+
+def sampling(part: GenerationPart, *, stream: bool = True) -> dict[str, Any]:
+    return generate_body(part, stream=stream)["sampling_params"]
+
+
+class Chunks(list[PartChunk]):
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self for token in chunk.token_ids]
+
+    @property
+    def versions(self) -> list[int]:
+        return [version for chunk in self for version in chunk.versions]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeVLLM]:
+    made = FakeVLLM()
+    await made.start()
+    yield made
+    await made.die()
+
+
+@pytest.fixture
+async def replica(server: FakeVLLM) -> AsyncIterator[VLLMReplica]:
+    made = VLLMReplica("server-0", server.address)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def disk(tmp_path: Path) -> Callable[[int], WeightUpdate]:
+    return FleetKit(tmp_path, FakeVLLM).disk
+
+
+def collective(version: int, group: str = "g1") -> WeightUpdate:
+    buckets = [[WeightSpec(name=f"w{i}", shape=[2], dtype="float32")] for i in range(2)]
+    return WeightUpdate(
+        version=version,
+        kind="collective",
+        master_address="127.0.0.1",
+        master_port=1,
+        backend="gloo",
+        buckets=buckets,
+        group_name=group,
+        replicas=["a", "b"],
+        ranks_per_replica=2,
+    )
+
+
+# What is asked
+
+
+def test_a_request_is_the_one_that_was_recorded() -> None:
+    """The recording was made with this very code: a change here wants a new one."""
+    asked = RECORDING["generate_stream"]["request"]["body"]
+    part = a_part(5, part_id="recorded-001", input_ids=[5, 9, 11, 30], ignore_eos=True)
+    assert generate_body(part, stream=True) == asked
+
+
+def test_greedy_and_no_limits_are_said_in_vllms_words() -> None:
+    told = sampling(a_part(greedy=True, top_p=0.5, top_k=3))
+    assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
+    assert sampling(a_part())["top_k"] == 0
+    assert sampling(a_part(top_k=3))["top_k"] == 3
+    assert "stream_interval" not in sampling(a_part(), stream=False)
+
+
+def test_ignore_eos_ignores_every_stop_token_and_masks_none() -> None:
+    told = sampling(a_part(ignore_eos=True, stop_token_ids=[4], min_new_tokens=3))
+    assert (told["ignore_eos"], told["stop_token_ids"], told["min_tokens"]) == (True, [], 0)
+    told = sampling(a_part(stop_token_ids=[4], min_new_tokens=3))
+    assert (told["ignore_eos"], told["stop_token_ids"], told["min_tokens"]) == (False, [4], 3)
+
+
+def test_text_is_made_only_for_stop_strings() -> None:
+    assert sampling(a_part())["detokenize"] is False
+    told = sampling(a_part(stop=["<end>"]))
+    assert (told["detokenize"], told["stop"], told["skip_special_tokens"]) == (True, ["<end>"], False)
+
+
+def test_prior_output_counts_for_the_frequency_penalty() -> None:
+    part = a_part(frequency_penalty=1.5, input_ids=[7, 8, 9, 9, 8, 9], num_prior_output_tokens=4)
+    assert sampling(part)["logit_bias"] == {"9": -4.5, "8": -1.5}
+    assert "logit_bias" not in sampling(dataclasses.replace(part, num_prior_output_tokens=0))
+    long = dataclasses.replace(part, input_ids=list(range(1100)), num_prior_output_tokens=1100)
+    with pytest.raises(RequestError, match="takes 1024"):
+        sampling(long)
+
+
+def test_a_part_never_gets_the_random_numbers_of_another() -> None:
+    seeds = {part_seed(7, num_prior) for num_prior in range(1000)}
+    assert len(seeds) == 1000
+    assert part_seed(7, 0) == 7
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling(a_part(num_prior_output_tokens=2))["seed"] == part_seed(7, 2)
+    assert "seed" not in sampling(a_part(seed=None))
+
+
+# What is made of the answers
+
+
+def test_recorded_answers_are_read() -> None:
+    piece = parse_piece(RECORDING["generate"]["body"])
+    assert (len(piece.token_ids), piece.finish_reason, piece.spans) == (3, "length", [(0, 0, 3)])
+    events = [parse_piece(event) for event in RECORDING["generate_stream"]["body"]]
+    assert [len(event.token_ids) for event in events] == [1, 2, 2]
+    assert [event.finish_reason for event in events] == [None, None, "length"]
+    assert (events[0].spans, events[-1].spans) == (None, [(0, 0, 5)])
+    assert parse_piece(RECORDING["generate_stop"]["body"]).finish_reason == "stop"
+    aborted = parse_piece(RECORDING["generate_stream_aborted"]["body"][-1])
+    assert aborted.finish_reason == "abort"
+    assert aborted.spans is not None
+    assert len(aborted.token_ids) == len(aborted.logprobs)
+
+
+def test_versions_and_load_are_read() -> None:
+    assert [version_number(told) for told in ("default", "3", "-1")] == [0, 3, -1]
+    assert version_number("default", has_dummy_weights=True) == -1
+    assert parse_load(RECORDING["metrics"]["body"]).running == 0
+    two_engines = 'vllm:num_requests_running{engine="%d"} 2.0\nvllm:num_requests_waiting{engine="%d"} 1.0\n'
+    two_engines += 'vllm:kv_cache_usage_perc{engine="%d"} 0.5\nvllm:generation_tokens_total{engine="%d"} 1e3\n'
+    found = parse_load("".join(two_engines.replace("%d", str(index)) for index in range(2)))
+    assert found == ReplicaLoad(running=4, queued=2, cache_usage=0.5, generated_tokens=2000)
+    with pytest.raises(KeyError):
+        parse_load("")
+
+
+def same_keys(made: Any, model: Any, where: str = "") -> None:
+    """Objects have equal keys at every level; lists are compared by their first entries."""
+    assert isinstance(made, dict) == isinstance(model, dict), where
+    if isinstance(made, dict):
+        assert made.keys() == model.keys(), where
+        for key in made:
+            same_keys(made[key], model[key], f"{where}.{key}")
+    elif isinstance(made, list) and isinstance(model, list) and made and model:
+        same_keys(made[0], model[0], f"{where}[0]")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generate",
+        "generate_unknown_model",
+        "metrics",
+        "pause_abort",
+        "resume",
+        "pause_keep",
+        "detokenize",
+        "state",
+        "reset_cache",
+        "set_version",
+        "weight_info",
+        "no_such_method",
+        "join",
+        "start_update",
+        "receive",
+        "finish",
+        "load_adapter_missing",
+        "unload_adapter_again",
+        "sleep",
+        "wake_up",
+        "health",
+    ],
+)
+async def test_the_fake_answers_as_was_recorded(server: FakeVLLM, replica: VLLMReplica, name: str) -> None:
+    import orjson
+
+    entry = RECORDING[name]
+    request = entry["request"]
+    body = b"" if request["body"] is None else orjson.dumps(request["body"])
+    status, answer = await replica._client.exchange(request["method"], request["path"], body)
+    assert status == entry["status"]
+    if entry["content_type"] == "application/json":
+        same_keys(orjson.loads(answer), entry["body"])
+
+
+# Generation
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7])
+async def test_tokens_come_with_versions_and_one_reason(
+    server: FakeVLLM, replica: VLLMReplica, num_tokens: int
+) -> None:
+    server.version = 4
+    await replica.info()
+    chunks = Chunks()
+    await replica.generate(a_part(num_tokens), chunks.append)
+    assert chunks.ids == [1004 + i for i in range(num_tokens)]
+    assert chunks.versions == [4] * num_tokens
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert chunks[-1].part_versions == [4] * num_tokens
+    assert server.requests[0].stream == (num_tokens > 2)
+
+
+async def test_tokens_of_an_uncertain_version_wait_for_the_end(
+    server: FakeVLLM, replica: VLLMReplica, disk: Callable[[int], WeightUpdate]
+) -> None:
+    """A server sends tokens of before and after an update in one event, and only its last tells which is which."""
+    server.hold_at = 3
+    await replica.info()
+    chunks = Chunks()
+    running = asyncio.create_task(replica.generate(a_part(9), chunks.append))
+    await until(lambda: server.num_held == 1)
+    await until(lambda: len(chunks.ids) == 3)
+    await replica.update_weights(disk(1), rank=1)
+    num_sure = len(chunks)
+    server.release()
+    await running
+    assert len(chunks) == num_sure + 1
+    assert chunks.versions == [0] * 3 + [1] * 6
+    assert chunks[-1].part_versions == chunks.versions
+
+
+async def test_a_stream_that_ends_with_an_error_is_no_answer(
+    server: FakeVLLM, replica: VLLMReplica
+) -> None:
+    server.error_in_stream = True
+    with pytest.raises(ServerUnavailable, match="status 500"):
+        await replica.generate(a_part(), Chunks().append)
+
+
+async def test_a_cancelled_call_ends_the_request(server: FakeVLLM, replica: VLLMReplica) -> None:
+    server.hold_at = 1
+    for num_tokens in (2, 9):  # in one piece, and streamed
+        running = asyncio.create_task(replica.generate(a_part(num_tokens), Chunks().append))
+        await until(lambda: server.num_held == 1)
+        running.cancel()
+        await until(lambda: server.num_running == 0)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("interval", [1, 2, 50])
+async def test_a_stop_string_may_span_an_interruption(
+    server: FakeVLLM, replica: VLLMReplica, cut: int, interval: int
+) -> None:
+    """Token 1004 is "e", and so on; the fake finds no stop string, as vLLM finds none that began before."""
+    prior = [1004 + i for i in range(cut)]
+    part = a_part(20, input_ids=PROMPT + prior, num_prior_output_tokens=cut, stop=["efgh"], stream_interval=interval)
+    chunks = Chunks()
+    await replica.generate(part, chunks.append)
+    assert prior + chunks.ids == [1004, 1005, 1006, 1007]
+    assert chunks[-1].finish_reason == "stop"
+    assert chunks.versions == [0] * (4 - cut)
+    await until(lambda: server.num_running == 0)  # it does not go on for nobody
+
+
+async def test_without_a_stop_string_across_it_an_interruption_changes_nothing(
+    server: FakeVLLM, replica: VLLMReplica
+) -> None:
+    part = a_part(8, input_ids=[*PROMPT, 1004, 1005], num_prior_output_tokens=2, stop=["efx"])
+    chunks = Chunks()
+    await replica.generate(part, chunks.append)
+    assert chunks.ids == [1006 + i for i in range(8)]
+    assert chunks[-1].finish_reason == "length"
+
+
+# Weights
+
+
+async def test_a_disk_update_drops_the_cache_before_its_version_counts(
+    server: FakeVLLM, replica: VLLMReplica, disk: Callable[[int], WeightUpdate]
+) -> None:
+    await replica.update_weights(disk(1), rank=1)
+    assert server.acts() == ["load", "commit"]
+    server.fail_cache_reset = True
+    with pytest.raises(ServerUnavailable, match="KV cache"):
+        await replica.update_weights(disk(2), rank=1)
+    with pytest.raises(ServerUnavailable, match="KV cache"):
+        await replica.update_weights(collective(3), rank=1)
+    assert server.version == 1
+
+
+async def test_a_bad_folder_is_not_given_to_the_server(server: FakeVLLM, replica: VLLMReplica, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"server-0 is not given weights: .*does not exist"):
+        await replica.update_weights(WeightUpdate(version=1, kind="disk", path=str(tmp_path / "none")), rank=1)
+    assert server.acts() == []
+
+
+async def test_a_group_is_joined_once_with_the_rank_of_the_first_worker(server: FakeVLLM, replica: VLLMReplica) -> None:
+    await replica.update_weights(collective(1), rank=3)
+    await replica.update_weights(collective(2), rank=3)
+    assert server.acts() == ["join", *["receive"] * 2, "commit", *["receive"] * 2, "commit"]
+    assert server.details("join") == [{"group_name": "g1", "rank": 3, "world_size": 5}]
+    await replica.abandon_update()
+    await replica.update_weights(collective(3), rank=3)
+    assert server.acts().count("join") == 2
+
+
+async def test_a_server_that_takes_in_weights_is_asked_whether_it_lives(server: FakeVLLM, replica: VLLMReplica) -> None:
+    before = await replica.info()
+    server.fail_update = "hang"
+    updating = asyncio.create_task(replica.update_weights(collective(1), rank=1))
+    await until(lambda: "receive" in server.acts())
+    server.extension_missing = True  # the workers would not answer now
+    assert await replica.info() == before
+    updating.cancel()
+
+
+async def test_a_failed_update_shows_until_one_succeeds(server: FakeVLLM, replica: VLLMReplica) -> None:
+    server.fail_update = "midway"
+    with pytest.raises(ServerUnavailable):
+        await replica.update_weights(collective(1), rank=1)
+    assert (await replica.info()).weights_whole is False
+    server.fail_update = ""
+    await replica.update_weights(collective(2), rank=1)
+    found = await replica.info()
+    assert (found.weights_whole, found.version) == (True, 2)
+
+
+async def test_a_server_without_the_extension_is_told_how_to_start(server: FakeVLLM, replica: VLLMReplica) -> None:
+    server.extension_missing = True
+    with pytest.raises(ServerUnavailable, match=r"--worker-extension-cls areal_vllm.extension.WorkerExtension"):
+        await replica.info()
+
+
+# Adapters and memory
+
+
+async def test_an_adapter_is_loaded_used_and_unloaded_by_name(
+    server: FakeVLLM, replica: VLLMReplica, tmp_path: Path
+) -> None:
+    await replica.load_adapter("policy-1", str(tmp_path))
+    chunks = Chunks()
+    await replica.generate(a_part(adapter="policy-1"), chunks.append)
+    assert server.requests[-1].body["model"] == "policy-1"
+    with pytest.raises(RequestError, match="already been loaded"):
+        await replica.load_adapter("policy-1", str(tmp_path))
+    await replica.unload_adapter("policy-1")
+    with pytest.raises(RequestError, match="does not exist"):
+        await replica.generate(a_part(adapter="policy-1"), chunks.append)
+    await replica.generate(a_part(), chunks.append)
+    assert "model" not in server.requests[-1].body
+
+
+@pytest.mark.parametrize(
+    ("tags", "calls"),
+    [
+        (["weights", "kv_cache"], ["/sleep?level=1"]),
+        (["kv_cache"], ["/release_kv_cache_memory"]),
+        (["weights"], ["/sleep?level=1", "/wake_up?tags=kv_cache"]),
+    ],
+    ids=str,
+)
+async def test_memory_is_given_up_by_tag_and_taken_back_tag_by_tag(
+    server: FakeVLLM, replica: VLLMReplica, tags: list[Any], calls: list[str]
+) -> None:
+    await replica.release_memory(tags)
+    assert server.memory_calls == calls
+    server.memory_calls.clear()
+    await replica.resume_memory(tags)
+    assert server.memory_calls == [f"/wake_up?tags={tag}" for tag in tags]
+
+
+async def test_a_server_without_sleep_mode_keeps_its_memory(server: FakeVLLM, replica: VLLMReplica) -> None:
+    server.has_sleep_mode = False
+    with pytest.raises(RequestError, match="--enable-sleep-mode"):
+        await replica.release_memory(["kv_cache"])
+    assert server.memory_calls == []
