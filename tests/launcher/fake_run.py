@@ -180,7 +180,7 @@ class Run:
 class BeatClock:
     """Goes on for as long as it takes all others to beat, so that none of them is silent only because it got no CPU.
 
-    Once `names/done` is there it goes on as any clock does.
+    Once `names/done` is there it stands still: processes end then.
     """
 
     def __init__(self, run, *, silent, holds=lambda: False):
@@ -189,19 +189,15 @@ class BeatClock:
         self._holds = holds
         """Asked before it goes on: must it wait for something else, too?"""
         self._seen = {}
-        self._now_s = self._real_s = time.monotonic()
+        self._now_s = time.monotonic()
 
     def __call__(self):
-        real_s = time.monotonic()
-        if (self._run.names / "done").exists():
-            self._now_s += real_s - self._real_s
-        elif not self._holds():
+        if not (self._run.names / "done").exists() and not self._holds():
             names = [path.stem for path in self._run.paths.alive.glob("[!.]*.json") if path.stem != self._silent]
             beats = {name: read_beat(self._run.paths.alive_of(name)) for name in names}
             if beats and all(beat != self._seen.get(name) for name, beat in beats.items()):
                 self._seen = beats
                 self._now_s += 0.6
-        self._real_s = real_s
         return self._now_s
 
 

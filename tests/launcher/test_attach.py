@@ -100,7 +100,8 @@ def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
         "def stop(*_): note(str((names / 'servers' / '0.json').exists())); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, stop); " + SERVE
     )
-    Session(run, [["--remove-replica", "server-0"]])(server_0=leaves, server_1=SERVER)
+    (left,) = Session(run, [["--remove-replica", "server-0"]])(server_0=leaves, server_1=SERVER)
+    assert "server-0 has left" in str(left)
     assert run.notes() == ["False"]
 
 

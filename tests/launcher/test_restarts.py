@@ -187,8 +187,8 @@ LIVES_UNTIL_DONE = "ready(); live(until='done')"
 def test_stopped_process_is_found_killed_and_started_again(make_run, set_clock, name):
     run = make_run(hang_s=1.0, ready_timeout_s=1e9)
     set_clock(run, BeatClock(run, silent=name))
-    codes = {"controller": SERVE, "server_0": SERVE, "trainer_0": LIVES_UNTIL_DONE, "trainer_1": LIVES_UNTIL_DONE}
-    again = "ready(); write(names / 'done', ''); " + ("live()" if name != "trainer-1" else "")
+    codes = dict.fromkeys(("controller", "server_0", "trainer_0", "trainer_1"), LIVES_UNTIL_DONE) | {"server_0": SERVE}
+    again = "ready(); write(names / 'done', ''); " + ("live()" if name == "server-0" else "")
     codes[name.replace("-", "_")] = HANGS + again
     pids = []
     thread = threading.Thread(target=lambda: pids.append(run.stop(name)))
@@ -216,7 +216,7 @@ import faulthandler
 if first('hung'):
     (run / 'stacks').mkdir(); faulthandler.register(signal.SIGUSR1, open(run / 'stacks' / (name + '.txt'), 'w'))
     ready(); beat(); time.sleep(600)
-ready(); write(names / 'done', ''); live()
+ready(); write(names / 'done', '')
 """
     outcome = run(controller=hangs, server_0=SERVE, trainer_0=LIVES_UNTIL_DONE)
     assert outcome.status == "completed"
