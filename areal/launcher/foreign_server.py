@@ -124,6 +124,7 @@ def _cpu_flags(server: ForeignServer, config: PPOConfig, given: Mapping[str, Any
             "grammar_backend": "none",
             "lora_backend": "torch_native",
             "disable_cuda_graph": True,
+            "sleep_on_idle": True,  # its scheduler would keep a core busy with waiting
             "max_running_requests": _CPU_REQUESTS,
             "max_total_tokens": tokens,
         }

@@ -71,6 +71,7 @@ def test_command_of_sglang():
         "sglang.launch_server",
         "--model-path=org/model",
         "--dtype=float32",
+        "--log-level-http=warning",
         "--skip-server-warmup",
         "--tp-size=4",
         "--enable-metrics",
