@@ -106,18 +106,21 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
         room = f"--max-total-tokens={most * 512}"
         return [*argv, "--device=cpu", f"--num-threads={args.threads}", f"--max-running-requests={most}", room], env
     sizes = {"sglang": ("max_running_requests", "max_total_tokens"), "vllm": ("max_num_seqs", "")}[backend]
-    overrides = [f"{backend}.{sizes[0]}={most}"] + ([f"{backend}.{sizes[1]}={most * 512}"] if sizes[1] else [])
+    flags = {sizes[0]: most} | ({sizes[1]: most * 512} if sizes[1] else {})
     python = dict(pair.split("=", 1) for pair in args.python)
-    config = load_config(
-        [
-            f"allocation_mode={backend}:d1+fsdp:d1",
-            f"server_python={python.get(backend, ROOT / f'.venv-{backend}' / 'bin' / 'python')}",
-            f"actor.path={model}",
-            *("actor.dtype=float32", "experiment_name=benchmark", "trial_name=servers", "train_dataset.path=none"),
-            *("train_dataset.batch_size=1", "actor.optimizer.lr=1.0e-5", *overrides),
-        ],
-        PPOConfig,
-    )
+    written = {
+        "experiment_name": "benchmark",
+        "trial_name": "servers",
+        "allocation_mode": f"{backend}:d1+fsdp:d1",
+        "server_python": str(python.get(backend, ROOT / f".venv-{backend}" / "bin" / "python")),
+        "actor": {"path": str(model), "dtype": "float32", "optimizer": {"lr": 1e-5}},
+        "gconfig": {"max_new_tokens": 512},
+        "train_dataset": {"path": "none", "batch_size": 1},
+        backend: flags,
+    }
+    file = args.logs / f"{backend}.yaml"
+    file.write_text(json.dumps(written))  # which is YAML too
+    config = load_config(["--config", str(file)], PPOConfig)
     command = server_command(config, on_gpu=False)
     env |= command.env | {"PYTHONPATH": prepended(os.environ, "PYTHONPATH", command.env["PYTHONPATH"])}
     return [sys.executable, "-m", "areal.engine.server_host", "--backend", backend, "--", *command.argv], env
