@@ -30,19 +30,16 @@ class WorkerExtension:
         }
 
     def areal_start_update(self) -> None:
-        """Start a collective update, from a clean state even if the one before ended in the middle."""
+        """Start a collective update."""
         worker: Any = self
-        if worker._weight_update_active:
-            with set_current_vllm_config(worker.vllm_config):
-                self._areal_engine().give_up()
-            worker._weight_update_active = False
+        self._areal_end_open_update()
         worker.start_weight_update()
 
     def areal_load_folder(self, path: str) -> None:
         """Load all weights from a checkpoint folder. A failure leaves whole tensors behind, though of two policies."""
         worker: Any = self
         engine = self._areal_engine()
-        worker._weight_update_active = False
+        self._areal_end_open_update()
         load_config = worker.vllm_config.load_config
         if load_config.load_format == "dummy":  # started from scratch: there are weights to read now
             load_config.load_format = "auto"
@@ -55,6 +52,14 @@ class WorkerExtension:
                 engine.give_up()
             raise
         engine.weights_whole = True
+
+    def _areal_end_open_update(self) -> None:
+        """Of a controller that died in the middle: vLLM would count what it brought as part of the next."""
+        worker: Any = self
+        if worker._weight_update_active:
+            with set_current_vllm_config(worker.vllm_config):
+                self._areal_engine().give_up()
+            worker._weight_update_active = False
 
     def _areal_engine(self) -> transfer.ArealTransferEngine:
         worker: Any = self

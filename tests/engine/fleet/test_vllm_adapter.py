@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from fake_server import FleetKit, until
 from fake_vllm import RECORDING, FakeVLLM
@@ -205,8 +206,6 @@ def same_keys(made: Any, model: Any, where: str = "") -> None:
     ],
 )
 async def test_the_fake_answers_as_was_recorded(server: FakeVLLM, replica: VLLMReplica, name: str) -> None:
-    import orjson
-
     entry = RECORDING[name]
     request = entry["request"]
     body = b"" if request["body"] is None else orjson.dumps(request["body"])
@@ -253,9 +252,7 @@ async def test_tokens_of_an_uncertain_version_wait_for_the_end(
     assert chunks[-1].part_versions == chunks.versions
 
 
-async def test_a_stream_that_ends_with_an_error_is_no_answer(
-    server: FakeVLLM, replica: VLLMReplica
-) -> None:
+async def test_a_stream_that_ends_with_an_error_is_no_answer(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.error_in_stream = True
     with pytest.raises(ServerUnavailable, match="status 500"):
         await replica.generate(a_part(), Chunks().append)
