@@ -31,7 +31,7 @@ from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.engine.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
-from areal.engine.server_log import last_error, met_taken_port
+from areal.engine.server_log import last_error, last_words, met_taken_port
 from areal.engine.servers import replica_factory
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
@@ -57,7 +57,8 @@ _ANSWER_LIMIT_S = 30.0
 _REMARKABLE_S = 5.0
 _GRACE_SHARE = 0.75
 """Of launcher.stop_grace_s: the rest is for killing what does not end, before the launcher kills us."""
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 17
+"""Far enough back for the tracebacks of all ranks, not for the errors of hours ago."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,10 +299,10 @@ class ServerHost:
         One that never was ready and says why would fail the same way again; what may be chance is worth another try.
         """
         lines = self._log_lines()
-        error = last_error(lines)
+        words = last_words(lines)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        text = f"the {self._options.backend} server {how}" + (f": {error}" if error else "")
-        is_chance = not self._was_ready and (met_taken_port(lines) or (code < 0 and not error))
+        text = f"the {self._options.backend} server {how}" + (f": {words}" if words else "")
+        is_chance = not self._was_ready and (met_taken_port(lines) or (code < 0 and not last_error(lines)))
         return (TRANSIENT_EXIT if is_chance else 1), text
 
     def _log_lines(self) -> list[str]:

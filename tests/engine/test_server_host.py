@@ -12,7 +12,7 @@ from areal.api.errors import ConfigError
 from areal.engine.native import NativeReplica
 from areal.engine.replica import ReplicaInfo, ReplicaLoad
 from areal.engine.server_host import Health, HostOptions, ServerHost, filled_in, parse_options, port_names
-from areal.engine.server_log import last_error
+from areal.engine.server_log import last_error, last_words
 
 INFO = ReplicaInfo(version=7, vocab_size=9, context_length=99, weights_whole=True)
 LOAD = ReplicaLoad(running=2, queued=1, cache_usage=0.5, generated_tokens=5)
@@ -155,6 +155,15 @@ IndexError: index out of range in self
 
 [2026-11-21 10:00:00] Received sigquit from a child process. It usually means the child failed.
 """
+KILLED_SCHEDULER_LOG = """
+[2026-11-21 10:00:00] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup...
+[2026-11-21 10:00:05] kill_process_tree called: parent_pid=6, include_parent=True, pid=6
+"""
+DEAD_ENGINE_LOG = """
+(APIServer pid=1) ERROR 11-21 10:00:00 [vllm_error.py:54]     raise EngineDeadError()
+(APIServer pid=1) ERROR 11-21 10:00:00 [vllm_error.py:54] vllm.EngineDeadError: EngineCore died. See the root cause.
+INFO:     Finished server process [1]
+"""
 USAGE_LOG = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --tpp 2\n"
 
 
@@ -169,7 +178,22 @@ USAGE_LOG = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized
     ],
 )
 def test_the_error_of_a_dead_server_is_found_in_its_log(log, error):
-    assert last_error(log.splitlines()) == error
+    assert last_error(log.splitlines()) == last_words(log.splitlines()) == error
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            KILLED_SCHEDULER_LOG,
+            "Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup...",
+        ),
+        (DEAD_ENGINE_LOG, "vllm.EngineDeadError: EngineCore died. See the root cause."),
+    ],
+)
+def test_without_an_error_the_death_of_one_of_its_processes_is_told(log, words):
+    assert last_error(log.splitlines()) == ""
+    assert last_words(log.splitlines()) == words
 
 
 # Processes
@@ -268,8 +292,11 @@ def test_a_death_after_it_was_ready(start, victim):
     host.wait_ready()
     os.kill(pid_of(host.paths, victim), signal.SIGKILL)
     assert host.wait_end() == 1
-    how = "was killed by SIGKILL" if victim == "server" else "ended with exit code 1"
-    assert f"areal: error: the vllm server {how}\n" in host.log
+    told = {
+        "server": "was killed by SIGKILL",
+        "engine": "ended with exit code 1: RuntimeError: Engine core died. See root cause above.",
+    }
+    assert f"areal: error: the vllm server {told[victim]}\n" in host.log
 
 
 def test_kill_9_of_the_host_leaves_nothing(start):
