@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints import Scorer, write_checkpoint
 from real_server import Backend, RealServer
-from server_kit import Kit
+from server_kit import Kit, SpareServer
 
 from areal.api.data import WeightUpdate
 
@@ -51,6 +51,13 @@ def shared_server(
         yield server.wait_ready()
     finally:
         server.kill_all()
+
+
+@pytest.fixture(scope="session")
+def spare(backend: Backend, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpareServer]:
+    made = SpareServer(backend, models["old"], tmp_path_factory.mktemp("spare"))
+    yield made
+    made.kill_all()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Literal
 
-from areal.api.config import GRPOConfig, PPOActorConfig
+from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
 from areal.engine.server_host import filled_in, port_names
 from areal.launcher.foreign_server import server_command
 from areal.system.network import bind_socket
@@ -51,13 +51,16 @@ def environment_python(backend: Backend) -> Path:
     return folder / "bin" / "python"
 
 
-def server_start(backend: Backend, model: Path, flags: dict[str, Any], port: int) -> tuple[list[str], dict[str, str]]:
+def server_start(
+    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, port: int
+) -> tuple[list[str], dict[str, str]]:
     """The command and the variables that a launcher starts this server with; `flags` are those of its mapping."""
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",
         allocation_mode=f"{backend}:d1+fsdp:d1",
-        actor=PPOActorConfig(path=str(model), dtype="float32"),
+        actor=PPOActorConfig(path=str(model), dtype="float32", temperature=temperature),
+        gconfig=GenerationHyperparameters(temperature=temperature),
         server_python=str(environment_python(backend)),
         **{backend: FLAGS[backend] | flags},
     )
@@ -71,12 +74,20 @@ class RealServer:
     """One server, in a process group of its own, with its output in `log`."""
 
     def __init__(
-        self, backend: Backend, model: Path, folder: Path, *, flags: dict[str, Any] | None = None, name: str = "server"
+        self,
+        backend: Backend,
+        model: Path,
+        folder: Path,
+        *,
+        flags: dict[str, Any] | None = None,
+        temperature: float = 1.0,
+        name: str = "server",
     ) -> None:
-        """Start it; `flags` are more of the server's own, as in a run's configuration."""
+        """Start it; `flags` are more of the server's own, as in a run's configuration, and `temperature` is that run's:
+        vLLM tells the log-probabilities of one only."""
         self._bound = bind_socket()  # held, not listening: nobody else is given this port, and the server can listen
         port = self._bound.getsockname()[1]
-        argv, env = server_start(backend, model, flags or {}, port)
+        argv, env = server_start(backend, model, flags or {}, temperature, port)
         self.backend: Backend = backend
         self.address = f"http://127.0.0.1:{port}"
         self.log = folder / f"{backend}-{name}-{port}.log"

@@ -20,13 +20,13 @@ from typing import Any
 
 import aiohttp
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints import build_model, build_tokenizer
 from real_server import RealServer
-from record_vllm import FOLDER, PROMPT, Recorder, a_part, write_adapter
+from record_vllm import FOLDER, PROMPT, Recorder, a_part
 
 from areal.api.data import WeightSpec
 from areal.engine.replica import GenerationPart
@@ -183,6 +183,21 @@ async def record_adapters(recorder: Recorder, adapter: Path) -> None:
     await recorder.ask("unload_adapter_again", "POST", unload, {"lora_name": "policy-1"})
 
 
+def write_adapter(folder: Path, hidden_size: int) -> Path:
+    """A LoRA adapter in PEFT's format. SGLang takes none that has queries but no values."""
+    folder.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        for name, size in (("q_proj", 64), ("v_proj", 32)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{place}.lora_A.weight"] = torch.ones(8, hidden_size)
+            tensors[f"{place}.lora_B.weight"] = torch.ones(size, 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str, Any]]:
     timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
     connector = aiohttp.TCPConnector(force_close=True)
@@ -211,7 +226,8 @@ def main(argv: list[str]) -> int:
         model.save_pretrained(root / "model")
         build_tokenizer().save_pretrained(root / "model")
         adapter = write_adapter(root / "adapter", model.config.hidden_size)
-        flags = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"], "max_running_requests": 1}
+        flags = {"enable_lora": True, "max_lora_rank": 8, "max_running_requests": 1}
+        flags["lora_target_modules"] = ["q_proj", "v_proj"]
         server = RealServer("sglang", root / "model", root, flags=flags)
         try:
             entries = asyncio.run(record(server.wait_ready().address, root / "model", adapter))

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,6 +119,37 @@ class Kit:
             await asyncio.to_thread(channel.close)
         for one in self._closing:
             await one.close()
+
+
+class SpareServer:
+    """A second server, of a run with another temperature and with LoRA adapters; tests may kill it."""
+
+    temperature = 0.7
+    _FLAGS: ClassVar[dict[Backend, dict[str, Any]]] = {
+        "vllm": {"enable_lora": True, "max_lora_rank": 8},
+        "sglang": {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "down_proj"]},
+    }
+
+    def __init__(self, backend: Backend, model: Path, folder: Path) -> None:
+        self._backend: Backend = backend
+        self._model = model
+        self._folder = folder
+        self._server: RealServer | None = None
+
+    async def running(self) -> RealServer:
+        """One that runs, with the weights and the version that the last test left, or those of a fresh start."""
+        if self._server is None or not self._server.is_alive:
+            self.kill_all()
+            flags = self._FLAGS[self._backend]
+            self._server = RealServer(
+                self._backend, self._model, self._folder, flags=flags, temperature=self.temperature, name="spare"
+            )
+            await asyncio.to_thread(self._server.wait_ready)
+        return self._server
+
+    def kill_all(self) -> None:
+        if self._server is not None:
+            self._server.kill_all()
 
 
 def a_request(

@@ -1,0 +1,64 @@
+"""A real server is killed under load: its answers go on at another, or at its successor with the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from checkpoints import Scorer, build_model
+from real_server import RealServer
+from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, eventually, largest_gap
+
+NUM_TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def new_cool(models) -> Scorer:
+    return Scorer(models["new"], SpareServer.temperature)
+
+
+async def test_answers_go_on_after_restart_and_refit(kit: Kit, spare: SpareServer, new_cool: Scorer) -> None:
+    """The only server dies. Its successor starts with the old weights, and serves once it has the current ones."""
+    fleet = await kit.fleet(await spare.running())
+    version = fleet.version + 1
+    await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(2))).publish, version)
+    requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(3)]
+    running = [asyncio.create_task(fleet.agenerate(request)) for request in requests]
+    await eventually(lambda: fleet.status()["generated_tokens"] >= 3 * 60)
+    victim = await spare.running()
+    victim.process.kill()  # of its group, only the process that speaks HTTP
+    await eventually(lambda: fleet.status()["replicas"][0]["state"] != "serving")
+    spare.kill_all()
+    kit.register(0, await spare.running())
+    for response in await asyncio.gather(*running):
+        assert len(response.output_ids) == NUM_TOKENS
+        assert response.output_versions == [version] * NUM_TOKENS
+        assert response.num_interruptions == 1
+        expected = new_cool.logprobs(response.input_ids, response.output_ids)
+        assert largest_gap(response.output_logprobs, expected) < TOLERANCE
+
+
+async def test_answers_go_on_at_another_server(
+    kit: Kit, server: RealServer, spare: SpareServer, new: Scorer, new_cool: Scorer
+) -> None:
+    """Weights reach both over one group; then one is killed. What its tokens were, the other goes on from."""
+    victim = await spare.running()
+    fleet = await kit.fleet(server, victim, schedule_policy="round_robin")
+    version = fleet.version + 1
+    channel = kit.collective(fleet, FixedTrainer(build_model(2)))
+    await asyncio.to_thread(channel.publish, version)
+    assert [replica["state"] for replica in fleet.status()["replicas"]] == ["serving"] * 2
+    whole = await fleet.agenerate(a_request(NUM_TOKENS, greedy=True))
+    running = [asyncio.create_task(fleet.agenerate(a_request(NUM_TOKENS, greedy=True))) for _ in range(6)]
+    made = fleet.status()["generated_tokens"]
+    await eventually(lambda: fleet.status()["generated_tokens"] >= made + 6 * 60)
+    victim.kill_all()
+    responses = await asyncio.gather(*running)
+    assert sum(response.replicas == ["server-1", "server-0"] for response in responses) == 3
+    for response in responses:
+        assert response.output_ids == whole.output_ids
+        assert response.output_versions == [version] * NUM_TOKENS
+    await asyncio.to_thread(channel.publish, version + 1)  # a group without the dead one
+    after = await fleet.agenerate(a_request(20))
+    assert after.output_versions == [version + 1] * 20
+    assert largest_gap(after.output_logprobs, new.logprobs(PROMPT, after.output_ids)) < TOLERANCE
