@@ -148,7 +148,7 @@ class Health:
         self._has_news = True
 
     def told_info(self, info: ReplicaInfo) -> None:
-        """So does the one that computes, where the backend asks that."""
+        """So does the one that computes."""
         self._info = info
         self._engine_answered_s = self._clock()
 
@@ -199,8 +199,7 @@ class ServerHost:
         self._ports = {name: bind_socket() for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
         self._replica = make_replica(options.process_name, self._address)
-        limit_s = _REMARKABLE_S if self._replica.answers_during_update else options.update_limit_s
-        self._health = Health(options.backend, limit_s)
+        self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
         self._was_ready = False
 
@@ -253,7 +252,8 @@ class ServerHost:
         self._was_ready = True
         self._health.got_ready()
         self._announce()
-        # The second question may wait behind a weight update, so it has no limit: asked again it would only pile up.
+        # The second question waits behind a weight update, of which this client knows nothing. So it has no limit of
+        # its own: asked again it would only pile up.
         await asyncio.gather(self._keep_asking("load", _ANSWER_LIMIT_S), self._keep_asking("info", None))
 
     async def _is_ready(self) -> bool:
