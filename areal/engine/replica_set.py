@@ -15,6 +15,7 @@ import logging
 import re
 import time
 import uuid
+from pathlib import Path
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
@@ -24,6 +25,7 @@ from areal.engine.request_check import RequestBounds, common_bounds
 from areal.engine.slot import ANY_VERSION, Slot, State
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
+from areal.system.durable import is_complete
 
 log = get_logger(__name__)
 
@@ -316,11 +318,16 @@ class ReplicaSet:
 
     async def _refit(self, slot: Slot) -> None:
         """Bring a stale replica to the target, where that does not take the trainer."""
-        if self.target is None or self.target.kind != "disk":
+        update, before = self.target, slot.reason
+        if update is None or update.kind != "disk":
             return  # the next publication includes it: only a folder can be read twice
         try:
-            await self.update(slot, self.target, rank=0)
+            await self.update(slot, update, rank=0)
         except ArealError as error:
-            log.warning("%s could not be brought to version %d: %s", slot.name, self.target_version, error)
+            if slot.reason != before:  # else it was told when it was tried before
+                log.warning("%s could not be brought to version %d: %s", slot.name, update.version, error)
+            whole = not isinstance(error, RequestError) or await asyncio.to_thread(is_complete, Path(update.path))
+            if not whole and self.target is update:
+                self.target = None  # somebody has deleted it: the trainer is to publish the version again
         else:
             slot.wake.set()  # the target may have moved on meanwhile: look again at once
