@@ -74,6 +74,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True  # as uvicorn
 
+    def handle_error(self, request, client_address):
+        """One who asked and did not wait for the answer is no error of the server, and none of its last words."""
+
 
 if "says-why" in words:
     sys.exit(

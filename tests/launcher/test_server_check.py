@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 
@@ -140,10 +139,8 @@ def test_an_environment_that_does_not_answer(interpreter):
     python = interpreter("echo 'Traceback' >&2; echo 'ImportError: libcuda.so.1' >&2; exit 1")
     (text,) = check(config_of("vllm", python))
     assert text == f"server_python: {python} cannot be asked about vLLM: ImportError: libcuda.so.1"
-    began_s = time.monotonic()
-    (text,) = check(config_of("vllm", interpreter("exec sleep 60")), limit_s=0.2)
+    (text,) = check(config_of("vllm", interpreter("exec sleep 1000")), limit_s=0.2)
     assert "no answer in 0.2 s" in text
-    assert time.monotonic() - began_s < 50
 
 
 def test_other_servers_are_not_asked(interpreter, tmp_path):
