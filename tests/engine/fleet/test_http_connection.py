@@ -21,6 +21,8 @@ EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
 REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 3\r\n\r\nbad"
 
+FAILED = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 3\r\n\r\nbad"
+
 
 class RawServer:
     """Answers each request with what `answers` says next; None closes the connection."""
@@ -77,6 +79,15 @@ async def test_answers_and_their_connection_are_used_again(raw: tuple[RawServer,
     assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\nHost: 127.0.0.1:")
     assert b"\r\nAuthorization: Bearer secret\r\n" in server.requests[0]
     assert server.requests[0].endswith(b"\r\nContent-Length: 4\r\n\r\nbody")
+
+
+async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(raw: tuple[RawServer, HttpClient]) -> None:
+    """uvicorn closes it after its handler's error, at some moment, and does not say so."""
+    server, client = raw
+    server.answers = [FAILED, PLAIN]
+    assert await client.request("GET", "/a") == (500, b"bad")
+    assert await client.request("GET", "/b") == (200, b"hello")
+    assert server.num_connections == 2
 
 
 @given(st.data())
