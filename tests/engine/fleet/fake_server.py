@@ -60,6 +60,8 @@ class FakeServer(ABC):
     """Whether a health check learns of an update that stopped midway (`torn`)."""
     can_abandon: ClassVar[bool] = True
     """Whether a server that waits for a bucket can be told to stop waiting; else the trainer's end does."""
+    takes_min_new_tokens: ClassVar[bool] = True
+    """Whether the real server can be asked for a least number of tokens."""
     midway_status: ClassVar[int] = 500
     """Status of an update that fails when weights have been touched."""
 
