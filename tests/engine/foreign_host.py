@@ -79,7 +79,7 @@ def pid_of(paths, name):
 class Host:
     """One host without a launcher, its log where a launcher would have it."""
 
-    def __init__(self, paths, argv):
+    def __init__(self, paths, argv, process_group=0):
         self.paths = paths
         self.registry = FileNameRegistry(paths.names)
         context = ProcessContext(
@@ -97,7 +97,7 @@ class Host:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                argv, env=os.environ | context.to_env(), stdout=log, stderr=log, process_group=0
+                argv, env=os.environ | context.to_env(), stdout=log, stderr=log, process_group=process_group
             )
 
     @property

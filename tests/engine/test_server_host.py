@@ -205,8 +205,8 @@ def start(tmp_path):
     hosts = []
     paths = run_paths(tmp_path)
 
-    def make(*words, **settings):
-        host = Host(paths, host_argv(paths, *words, **settings))
+    def make(*words, process_group=0, **settings):
+        host = Host(paths, host_argv(paths, *words, **settings), process_group)
         hosts.append(host)
         return host
 
@@ -238,6 +238,26 @@ def test_an_end_that_is_wanted_leaves_nothing(start):
     assert host.wait_end() == 0
     assert "areal: error" not in host.log
     assert host.beat() is None
+
+
+def test_the_host_ends_after_all_others(start):
+    """Without help from the guard: whoever sees the host's end may take the server's GPU."""
+    host = start()
+    host.wait_ready()
+    guard = next(process for process in processes_of(host.paths) if "group_guard.py" in " ".join(process.cmdline()))
+    guard.suspend()
+    host.process.terminate()
+    assert host.process.wait(timeout=60) == 0
+    assert processes_of(host.paths) == []
+
+
+def test_a_host_started_by_hand_makes_a_group_of_its_own(start):
+    """The guard would otherwise kill whoever started it."""
+    host = start(process_group=None)
+    host.wait_ready()
+    assert os.getpgid(host.pid) == host.pid != os.getpgrp()
+    host.process.kill()
+    host.wait_end()
 
 
 def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(start):
@@ -297,6 +317,14 @@ def test_a_death_after_it_was_ready(start, victim):
         "engine": "ended with exit code 1: RuntimeError: Engine core died. See root cause above.",
     }
     assert f"areal: error: the vllm server {told[victim]}\n" in host.log
+
+
+def test_an_end_in_order_that_nobody_asked_for_is_an_error(start):
+    host = start("ends-slowly")
+    host.wait_ready()
+    os.kill(pid_of(host.paths, "server"), signal.SIGTERM)
+    assert host.wait_end() == 1
+    assert "areal: error: the vllm server ended with exit code 0\n" in host.log
 
 
 def test_kill_9_of_the_host_leaves_nothing(start):
