@@ -158,7 +158,7 @@ async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(kit, 
     num_admitted = again.state.num_admitted
     await controller.start()
     await controller.attach(rank=1, world_size=2, dp_size=2, step=0, version=0)
-    assert await controller.next_batch(0, 1, 2, timeout_s=0.01) is not None  # rank 1 is ahead of rank 0
+    assert await controller.next_batch(0, 1, 2, timeout_s=200.0) is not None  # rank 1 is ahead of rank 0
     assert controller.waiting_for() == "a trainer to attach"
     await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
     assert (fleet.version, fleet.updates, again.state.num_admitted) == (0, [], num_admitted)
