@@ -88,12 +88,16 @@ def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.
         threading.Thread(target=exchange, args=(store.port, rank, buffer))
         for rank, buffer in zip((0, 2), buffers, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    printed, _ = foreign.communicate(timeout=250)
-    for thread in threads:
-        thread.join(250)
-    assert torch.equal(buffers[0], buffers[1])
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()  # each has its limit
+        assert torch.equal(buffers[0], buffers[1])
+        printed, _ = foreign.communicate(timeout=100)
+    finally:
+        foreign.kill()
+        foreign.wait()
     assert int(printed) == int(buffers[0].long().sum())
 
 
