@@ -212,3 +212,114 @@ def test_without_penalty_or_prior_output_there_is_no_bias() -> None:
     answer.next_part("server-0")
     answer.add(chunk(5, finish="abort"))
     assert prior_output_bias(answer.next_part("server-0")) == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlan:
+    """What one replica does with the part it is asked for."""
+
+    tells: str
+    """When versions are told: with each chunk, at the end, or never (the client tracks them, one chunk late)."""
+    interval: int
+    """Tokens per chunk; 0 = the answer comes in one piece."""
+    num_tokens: int
+    new_version_at: int
+    """Tokens of the part after which the server holds the next version."""
+    end: str
+    goes_back_by: int
+    """How far the trainer goes back after the part."""
+
+
+PLANS = st.builds(
+    PartPlan,
+    tells=st.sampled_from(["chunk", "end", "never"]),
+    interval=st.integers(0, 4),
+    num_tokens=st.integers(0, 9),
+    new_version_at=st.integers(0, 9),
+    end=st.sampled_from(["abort", "death", "older", "too many", "wrong length"]),
+    goes_back_by=st.integers(0, 2),
+)
+
+
+class World:
+    """The policy that servers hold. The token at output place p is p, its log-probability -p."""
+
+    def __init__(self) -> None:
+        self.version = 3
+        self.true_versions: list[int] = []
+        """Of the tokens of the part that was played last."""
+        self.told_all = False
+        """Its last chunk came, from a server that tells the truth about versions."""
+
+    def play(self, plan: PartPlan, part: GenerationPart, answer: Answer) -> None:
+        """What a replica of the plan's kind sends for a part."""
+        start, tracked = part.num_prior_output_tokens, self.version
+        count = min(plan.num_tokens, part.max_new_tokens)
+        true = self.true_versions = []
+        self.told_all = False
+        for index in range(count):
+            self.version += index == plan.new_version_at
+            true.append(self.version)
+        if plan.end == "older" and count:
+            true[-1] = 1
+        size = plan.interval or max(count, 1)
+        cuts = [true[place : place + size] for place in range(0, count, size)]
+        if count < part.max_new_tokens:
+            cuts.append([])  # the last chunk says that it was aborted
+        for number, versions in enumerate(cuts):
+            places = range(start, start + len(versions))
+            start += len(versions)
+            shown = versions if plan.tells == "chunk" else [tracked] * len(versions)
+            tracked = max([tracked, *versions])
+            piece = PartChunk(list(places), [-float(place) for place in places], shown, None)
+            if number == len(cuts) - 1:
+                if plan.end == "death":
+                    raise ServerUnavailable("it died before its last chunk")
+                piece = dataclasses.replace(piece, finish_reason="abort" if not versions else "length")
+                if plan.tells == "end":
+                    piece = told(piece, true[1:] if plan.end == "wrong length" else true)
+                self.told_all = plan.tells != "never"
+            answer.add(piece)
+        if plan.end == "too many":
+            answer.add(chunk(*[-1] * (part.max_new_tokens - count + 1), version=self.version))
+
+
+@given(budget=st.integers(1, 40), plans=st.lists(PLANS, max_size=25))
+def test_whatever_happens_to_its_parts_the_answer_is_whole_and_its_versions_are_true(
+    budget: int, plans: list[PartPlan]
+) -> None:
+    answer, world = Answer(a_request(max_new_tokens=budget), stream_interval=8), World()
+    settled: list[int] = []
+    """Versions of earlier parts: nothing may change them."""
+    the_rest = PartPlan("chunk", 3, budget, budget, "abort", 0)
+    for plan in [*plans, the_rest]:
+        if answer.finished:
+            break
+        part = answer.next_part("server-0")
+        assert part.input_ids == [0, 1, 2, *range(len(settled))]
+        assert part.num_prior_output_tokens == len(settled)
+        assert part.max_new_tokens == budget - len(settled) > 0
+        failed = False
+        try:
+            world.play(plan, part, answer)
+        except ServerUnavailable:
+            failed = True
+        answer.interrupted()
+        now = answer.response(latency_s=0.0, ttft_s=0.0)
+        assert now.output_ids == list(range(len(now.output_ids)))
+        assert now.output_logprobs == [-float(token) for token in now.output_ids]
+        versions = now.output_versions
+        assert len(versions) == len(now.output_ids) <= budget
+        assert versions == sorted(versions)
+        assert versions[: len(settled)] == settled
+        of_part = versions[len(settled) :]
+        if plan.tells == "chunk" or (world.told_all and of_part):
+            assert of_part == world.true_versions[: len(of_part)]
+        if not failed and plan.tells != "never":
+            assert of_part == world.true_versions
+        if plan.end == "wrong length" and plan.tells == "end" and world.true_versions:
+            assert of_part == []
+        settled = list(versions)
+        world.version = max(world.version - plan.goes_back_by, answer.newest_version or 0)  # the fleet waits for it
+    assert answer.finished
+    assert answer.response(latency_s=0.0, ttft_s=0.0).output_ids == list(range(budget))
