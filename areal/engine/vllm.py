@@ -39,6 +39,7 @@ from areal.engine.vllm_wire import (
     parse_worker_state,
     part_versions,
     version_number,
+    worker_errors,
 )
 
 BUCKET_TIMEOUT_S = 120.0
@@ -162,8 +163,7 @@ class VLLMReplica:
             raise RequestError(f"{self.name} is not given weights: {problem}")
         self._num_updates += 1
         await self._call_workers("areal_load_folder", update.path)
-        await self._drop_cache()
-        await self._client.post("/update_weight_version", {"new_version": str(update.version)})
+        await self._use_weights(update.version)
 
     async def _receive(self, update: WeightUpdate, rank: int) -> None:
         self._num_updates += 1
@@ -176,9 +176,9 @@ class VLLMReplica:
                 "dtype_names": [spec.dtype for spec in bucket],
                 "shapes": [spec.shape for spec in bucket],
             }
-            await self._client.post("/update_weights", {"update_info": info})
-        await self._drop_cache()  # before the version counts: it may serve from then on
-        await self._client.post("/finish_weight_update", {"weight_version": str(update.version)})
+            await self._call_workers("areal_receive", info)
+        await self._call_workers("areal_finish_update")
+        await self._use_weights(update.version)
 
     async def _join_group(self, update: WeightUpdate, rank: int) -> None:
         self._group_name = ""
@@ -191,11 +191,15 @@ class VLLMReplica:
             "backend": update.backend,
             "timeout_s": BUCKET_TIMEOUT_S,
         }
-        await self._client.post("/init_weight_transfer_engine", {"init_info": info})
+        await self._call_workers("areal_join", info)
         self._group_name = update.group_name
 
+    async def _use_weights(self, version: int) -> None:
+        """No request may go on from keys and values of the weights before: they go first, then the version counts."""
+        await self._drop_cache()
+        await self._client.post("/update_weight_version", {"new_version": str(version)})
+
     async def _drop_cache(self) -> None:
-        """No request may go on from keys and values of the weights before."""
         answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
         if not self._parsed(answer, lambda found: found["success"]):
             raise ServerUnavailable(f"{self.name} did not give up the KV cache of the weights before")
@@ -226,14 +230,16 @@ class VLLMReplica:
     async def _worker_state(self) -> WorkerState:
         return self._parsed(await self._call_workers("areal_state"), parse_worker_state)
 
-    async def _call_workers(self, method: str, *args: str) -> bytes:
-        """Run a method of areal's extension in every worker."""
+    async def _call_workers(self, method: str, *args: Any) -> bytes:
+        """Run a method of areal's extension in every worker. ServerUnavailable when it failed in one."""
         path = "/collective_rpc"
         status, answer = await self._client.exchange("POST", path, orjson.dumps({"method": method, "args": list(args)}))
         if status == 404 or b"has no attribute 'areal_" in answer:
             raise ServerUnavailable(f"{self.name} runs without areal's extension: {_EXTENSION_HELP}")
         if status != 200:
             raise self._client.refusal(path, status, answer)
+        if errors := self._parsed(answer, worker_errors):
+            raise ServerUnavailable(f"{self.name} failed {method}: {errors[0]}")
         return answer
 
     async def load(self) -> ReplicaLoad:
@@ -245,6 +251,8 @@ class VLLMReplica:
             raise ServerUnavailable(f"{self.name} told its load in a way that cannot be read: {error!r}") from error
 
     async def load_adapter(self, name: str, path: str) -> None:
+        if not await asyncio.to_thread((Path(path) / "adapter_config.json").is_file):  # vLLM's workers would disagree
+            raise RequestError(f"{self.name} is not given the LoRA adapter {path}: it has no adapter_config.json")
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def unload_adapter(self, name: str) -> None:

@@ -140,6 +140,11 @@ def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
     )
 
 
+def worker_errors(answer: dict[str, Any]) -> list[str]:
+    """What went wrong in workers of a server; empty when all did as told. KeyError or TypeError as above."""
+    return [str(result["error"]) for result in answer["results"] if "error" in result]
+
+
 def parse_load(metrics: str) -> ReplicaLoad:
     """From /metrics; the engines of a data-parallel server are added up. KeyError when a figure is not there."""
     sums = _metric_sums(

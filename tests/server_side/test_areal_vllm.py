@@ -153,6 +153,22 @@ class Worker:
         self.weight_transfer_engine.start_weight_update()
         self._weight_update_active = True
 
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        engine = self.weight_transfer_engine
+        engine.init_transfer_engine(engine.init_info_cls(**info))
+
+    def update_weights(self, bucket: dict[str, Any]) -> None:
+        assert self._weight_update_active
+        try:
+            self.weight_transfer_engine.update_weights(bucket)
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        self.weight_transfer_engine.finish_weight_update()
+        self._weight_update_active = False
+
     def reload_weights(self, weights_path: str) -> None:
         self.weight_transfer_engine.model.events.append(f"reload {weights_path}")
         if self.fails_to_reload:
@@ -198,30 +214,24 @@ class Kit:
         buffer.copy_(numbers.view(torch.uint8))
 
     def join(self, name: str = "g1") -> None:
-        self.engine.init_transfer_engine(
-            self.transfer.GroupInfo(
-                master_address="host",
-                master_port=5,
-                rank_offset=3,
-                world_size=5,
-                group_name=name,
-                backend="gloo",
-                timeout_s=9.0,
-            )
-        )
+        info = {"master_address": "host", "master_port": 5, "rank_offset": 3, "world_size": 5}
+        must(self.worker.areal_join(info | {"group_name": name, "backend": "gloo", "timeout_s": 9.0}))
 
     def update(self, *buckets: dict[str, Any]) -> None:
-        self.worker.areal_start_update()
-        try:
-            for bucket in buckets:
-                self.engine.update_weights(bucket)
-            self.engine.finish_weight_update()
-        finally:
-            self.worker._weight_update_active = False
+        must(self.worker.areal_start_update())
+        for bucket in buckets:
+            must(self.worker.areal_receive(bucket))
+        must(self.worker.areal_finish_update())
 
     @property
     def is_whole(self) -> bool:
         return self.worker.areal_state()["weights_whole"]
+
+
+def must(outcome: dict[str, str]) -> None:
+    """What the adapter makes of a worker's answer."""
+    if outcome:
+        raise RuntimeError(outcome["error"])
 
 
 @pytest.fixture
@@ -255,12 +265,12 @@ def test_each_worker_takes_its_rank_and_leaves_the_group_before(kit: Kit) -> Non
 
 def test_buckets_are_loaded_as_they_come_and_count_at_the_end(kit: Kit) -> None:
     kit.join()
-    kit.worker.areal_start_update()
+    must(kit.worker.areal_start_update())
     assert not kit.is_whole
-    kit.engine.update_weights(BUCKET)
-    kit.engine.update_weights(LAST)
+    must(kit.worker.areal_receive(BUCKET))
+    must(kit.worker.areal_receive(LAST))
     assert not kit.is_whole
-    kit.engine.finish_weight_update()
+    must(kit.worker.areal_finish_update())
     assert kit.is_whole
     assert kit.model.events == ["initialize", "q=[1.0, 2.0]", "k=[3.0]", "head=[1.0, 2.0]", "finalize"]
 
@@ -296,7 +306,7 @@ def test_a_bucket_that_fails_puts_the_weights_back_and_leaves_the_group(kit: Kit
         kit.update(BUCKET, LAST)
     kit.join("g2")
     kit.model.fails_on = "head"
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(RuntimeError, match="no room"):
         kit.update(BUCKET, LAST)
     kit.model.fails_on = ""
     kit.join("g3")
@@ -307,8 +317,8 @@ def test_a_bucket_that_fails_puts_the_weights_back_and_leaves_the_group(kit: Kit
 def test_an_update_that_was_left_open_is_ended_before_the_next(kit: Kit) -> None:
     """The controller died between two buckets: vLLM would refuse to start, and count the first half twice."""
     kit.join()
-    kit.worker.areal_start_update()
-    kit.engine.update_weights(BUCKET)
+    must(kit.worker.areal_start_update())
+    must(kit.worker.areal_receive(BUCKET))
     kit.update(BUCKET, LAST)
     assert kit.model.events.count("finalize") == 2
     assert kit.model.events.index("finalize") < kit.model.events.index("initialize", 1)
@@ -317,19 +327,18 @@ def test_an_update_that_was_left_open_is_ended_before_the_next(kit: Kit) -> None
 
 def test_a_folder_repairs_and_a_bad_one_shows(kit: Kit) -> None:
     kit.worker.fails_to_reload = True
-    with pytest.raises(ValueError, match="bad folder"):
-        kit.worker.areal_load_folder("v1")
+    assert kit.worker.areal_load_folder("v1") == {"error": "bad folder"}  # one that raises sets vLLM's workers apart
     assert kit.model.events == ["reload v1", "finalize"]
     assert not kit.is_whole
     kit.worker.fails_to_reload = False
-    kit.worker.areal_load_folder("v2")
+    must(kit.worker.areal_load_folder("v2"))
     assert kit.is_whole
 
 
 def test_a_folder_ends_an_update_that_was_left_open(kit: Kit) -> None:
     kit.join()
-    kit.worker.areal_start_update()
-    kit.worker.areal_load_folder("v1")
+    must(kit.worker.areal_start_update())
+    must(kit.worker.areal_load_folder("v1"))
     assert kit.model.events == ["initialize", "finalize", "reload v1"]
     assert kit.is_whole
     kit.update(BUCKET, LAST)
@@ -342,7 +351,7 @@ def test_random_first_weights_are_told_and_give_way_to_files(
     kit = Kit(monkeypatch, load_format="dummy")
     state = kit.worker.areal_state()
     assert (state["has_dummy_weights"], state["first_folder"], state["vocab_size"]) == (True, "first", 16)
-    kit.worker.areal_load_folder("v1")
+    must(kit.worker.areal_load_folder("v1"))
     assert kit.worker.vllm_config.load_config.load_format == "auto"  # vLLM's loader of dummies reads no files
 
 
@@ -364,7 +373,7 @@ def test_an_output_layer_tied_to_the_embedding_is_packed_anew(kit: Kit) -> None:
     kit.update(BUCKET, LAST)
     assert packed == ["embedding", "output"]
     packed.clear()
-    kit.worker.areal_load_folder("v1")
+    must(kit.worker.areal_load_folder("v1"))
     assert packed == ["embedding", "output"]
 
 

@@ -121,7 +121,7 @@ async def record_generation(recorder: Recorder) -> None:
     await recorder.ask("metrics", "GET", "/metrics")
 
 
-def _rpc(method: str, *args: str) -> dict[str, Any]:
+def _rpc(method: str, *args: Any) -> dict[str, Any]:
     return {"method": method, "args": list(args)}
 
 
@@ -144,7 +144,8 @@ async def record_collective_update(recorder: Recorder, model: Path) -> None:
     names = list(weights)
     dtypes = [str(weights[name].dtype).removeprefix("torch.") for name in names]
     shapes = [list(weights[name].shape) for name in names]
-    bucket = {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+    bucket = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+    rpc = "/collective_rpc"
     info = {
         "master_address": "127.0.0.1",
         "master_port": store.port,
@@ -154,27 +155,27 @@ async def record_collective_update(recorder: Recorder, model: Path) -> None:
         "backend": "gloo",
         "timeout_s": _LIMIT_S,
     }
-    joining = asyncio.create_task(recorder.ask("join", "POST", "/init_weight_transfer_engine", {"init_info": info}))
+    joining = asyncio.create_task(recorder.ask("join", "POST", rpc, _rpc("areal_join", info)))
     meeting = {"rank": 0, "world_size": 2, "group_name": "recorded", "backend": "gloo", "timeout_s": _LIMIT_S}
     ours = await asyncio.to_thread(lambda: group.meet(store, **meeting))
     await joining
-    await recorder.ask("start_update", "POST", "/collective_rpc", _rpc("areal_start_update"))
-    taking = asyncio.create_task(recorder.ask("receive", "POST", "/update_weights", bucket))
+    await recorder.ask("start_update", "POST", rpc, _rpc("areal_start_update"))
+    taking = asyncio.create_task(recorder.ask("receive", "POST", rpc, _rpc("areal_receive", bucket)))
     buffer = torch.empty(layout.bucket_bytes(dtypes, shapes), dtype=torch.uint8)
     for view, name in zip(layout.views(buffer, dtypes, shapes), names, strict=True):
         view.copy_(weights[name])
     await asyncio.to_thread(group.broadcast, ours, buffer, _LIMIT_S)
     await taking
-    await recorder.ask("finish", "POST", "/finish_weight_update", {"weight_version": "4"})
-    await recorder.ask("start_update", "POST", "/collective_rpc", _rpc("areal_start_update"))
-    taking = asyncio.create_task(recorder.ask("receive_failed", "POST", "/update_weights", bucket))
+    await recorder.ask("finish", "POST", rpc, _rpc("areal_finish_update"))
+    await recorder.ask("start_update", "POST", rpc, _rpc("areal_start_update"))
+    taking = asyncio.create_task(recorder.ask("receive_failed", "POST", rpc, _rpc("areal_receive", bucket)))
     await asyncio.to_thread(group.leave, ours)
     await taking
-    await recorder.ask("state_torn", "POST", "/collective_rpc", _rpc("areal_state"))
-    await recorder.ask("load_folder", "POST", "/collective_rpc", _rpc("areal_load_folder", str(model)))
-    recorder.entries["join"]["request"]["body"]["init_info"]["master_port"] = 0
+    await recorder.ask("state_torn", "POST", rpc, _rpc("areal_state"))
+    await recorder.ask("load_folder", "POST", rpc, _rpc("areal_load_folder", str(model)))
+    recorder.entries["join"]["request"]["body"]["args"][0]["master_port"] = 0
     for name in ("receive", "receive_failed"):  # which weights the model has is nothing of the dialect
-        told = recorder.entries[name]["request"]["body"]["update_info"]
+        told = recorder.entries[name]["request"]["body"]["args"][0]
         for field in told:
             told[field] = told[field][:2]
 

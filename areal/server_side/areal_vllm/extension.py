@@ -7,10 +7,14 @@ the only moment at which a worker extension runs.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from areal_vllm import transfer
 from vllm.config import set_current_vllm_config
+
+log = logging.getLogger("vllm.areal")
 
 
 class WorkerExtension:
@@ -29,14 +33,36 @@ class WorkerExtension:
             "has_dummy_weights": worker.vllm_config.load_config.load_format == "dummy",
         }
 
-    def areal_start_update(self) -> None:
+    def areal_join(self, info: dict[str, Any]) -> dict[str, str]:
+        """Join the update group of a trainer; `info` is a `transfer.GroupInfo`."""
+        worker: Any = self
+        return _outcome(lambda: worker.init_weight_transfer_engine(info))
+
+    def areal_start_update(self) -> dict[str, str]:
         """Start a collective update."""
         worker: Any = self
-        self._areal_end_open_update()
-        worker.start_weight_update()
 
-    def areal_load_folder(self, path: str) -> None:
+        def start() -> None:
+            self._areal_end_open_update()
+            worker.start_weight_update()
+
+        return _outcome(start)
+
+    def areal_receive(self, bucket: dict[str, Any]) -> dict[str, str]:
+        """Take in one bucket of it, a `transfer.BucketInfo`."""
+        worker: Any = self
+        return _outcome(lambda: worker.update_weights(bucket))
+
+    def areal_finish_update(self) -> dict[str, str]:
+        """End it, if all weights came."""
+        worker: Any = self
+        return _outcome(worker.finish_weight_update)
+
+    def areal_load_folder(self, path: str) -> dict[str, str]:
         """Load all weights from a checkpoint folder. A failure leaves whole tensors behind, though of two policies."""
+        return _outcome(lambda: self._areal_reload(path))
+
+    def _areal_reload(self, path: str) -> None:
         worker: Any = self
         engine = self._areal_engine()
         self._areal_end_open_update()
@@ -67,6 +93,17 @@ class WorkerExtension:
         if not isinstance(engine, transfer.ArealTransferEngine):
             raise RuntimeError('this vLLM server lacks --weight-transfer-config \'{"backend":"areal"}\'')
         return engine
+
+
+def _outcome(act: Callable[[], None]) -> dict[str, str]:
+    """What a call has come to, as its answer: when a method of one of several workers raises, vLLM leaves the answers
+    of the others unread, and takes them for those of the next call."""
+    try:
+        act()
+    except Exception as error:
+        log.exception("a call of areal failed")
+        return {"error": str(error) or repr(error)}
+    return {}
 
 
 transfer.register()

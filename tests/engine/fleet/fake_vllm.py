@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from fake_server import Asked, FakeServer, spans, tokens
+from fake_server import Asked, FakeServer, Refused, spans, tokens
 
 from areal.engine.replica import Replica
 from areal.engine.vllm import VLLMReplica
@@ -60,9 +60,6 @@ class FakeVLLM(FakeServer):
             "/collective_rpc": self._call_workers,
             "/reset_prefix_cache": self._reset_cache,
             "/update_weight_version": self._set_version,
-            "/init_weight_transfer_engine": self._join,
-            "/update_weights": self._receive,
-            "/finish_weight_update": self._finish,
             "/v1/load_lora_adapter": self._load_adapter,
             "/v1/unload_lora_adapter": self._unload_adapter,
             "/sleep": self._sleep,
@@ -83,7 +80,7 @@ class FakeVLLM(FakeServer):
         return handle
 
     def error(self, status: int, message: str) -> web.Response:
-        body = recorded("receive_failed" if status >= 500 else "generate_refused")
+        body = recorded("no_such_method" if status >= 500 else "generate_refused")
         body["error"] |= {"message": message, "code": status}
         return web.json_response(body, status=status)
 
@@ -109,7 +106,7 @@ class FakeVLLM(FakeServer):
         told = [f"{line.rpartition(' ')[0]} {figure}" for line, figure in zip(lines, figures, strict=True)]
         return web.Response(text="# HELP what follows\n" + "\n".join(told) + "\n")
 
-    def _state(self) -> Any:
+    async def _state(self) -> Any:
         body = recorded("state")
         body["results"][0] |= {
             "vocab_size": 5000,
@@ -140,15 +137,31 @@ class FakeVLLM(FakeServer):
     async def _call_workers(self, body: Any, request: web.Request) -> Any:
         if self.extension_missing:
             return self._as_recorded("no_such_method")
-        match body["method"]:
-            case "areal_state":
-                return self._state()
-            case "areal_load_folder":
-                await self.load(body["args"][0])
-                return recorded("load_folder")
-            case "areal_start_update":
-                return recorded("start_update")
-        return self._as_recorded("no_such_method")
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "areal_state": self._state,
+            "areal_load_folder": self._load_folder,
+            "areal_join": self._join,
+            "areal_start_update": self._start_update,
+            "areal_receive": self._receive,
+            "areal_finish_update": self._finish,
+        }
+        if body["method"] not in methods:
+            return self._as_recorded("no_such_method")
+        try:
+            return await methods[body["method"]](*body["args"])
+        except Refused as refused:
+            if refused.status < 500:
+                raise
+            answer = recorded("receive_failed")
+            answer["results"][0]["error"] = refused.message
+            return answer
+
+    async def _load_folder(self, path: str) -> Any:
+        await self.load(path)
+        return recorded("load_folder")
+
+    async def _start_update(self) -> Any:
+        return recorded("start_update")
 
     async def _reset_cache(self, body: Any, request: web.Request) -> Any:
         assert request.query["reset_running_requests"] == "true"
@@ -158,22 +171,20 @@ class FakeVLLM(FakeServer):
         self.commit(int(body["new_version"]))
         return recorded("set_version") | {"new_version": body["new_version"]}
 
-    async def _join(self, body: Any, request: web.Request) -> Any:
-        info = body["init_info"]
-        assert info.keys() == RECORDING["join"]["request"]["body"]["init_info"].keys()
+    async def _join(self, info: Any) -> Any:
+        assert info.keys() == RECORDING["join"]["request"]["body"]["args"][0].keys()
         if self._group_name:  # areal's engine leaves the group before by itself
             self.leave(self._group_name)
         self._group_name = info["group_name"]
         self.join(group_name=info["group_name"], rank=info["rank_offset"], world_size=info["world_size"])
         return recorded("join")
 
-    async def _receive(self, body: Any, request: web.Request) -> Any:
-        assert body["update_info"].keys() == RECORDING["receive"]["request"]["body"]["update_info"].keys()
+    async def _receive(self, bucket: Any) -> Any:
+        assert bucket.keys() == RECORDING["receive"]["request"]["body"]["args"][0].keys()
         await self.receive()
         return recorded("receive")
 
-    async def _finish(self, body: Any, request: web.Request) -> Any:
-        self.commit(int(body["weight_version"]))
+    async def _finish(self) -> Any:
         return recorded("finish")
 
     async def _load_adapter(self, body: Any, request: web.Request) -> Any:
@@ -234,7 +245,7 @@ class FakeVLLM(FakeServer):
                 pending = []
                 await self._send(response, event)
                 if self.error_in_stream:
-                    await self._send(response, recorded("receive_failed"))
+                    await self._send(response, recorded("no_such_method"))
                     break
         await self._send(response, None)
         return response

@@ -337,8 +337,9 @@ async def test_a_server_that_takes_in_weights_is_asked_whether_it_lives(server: 
 
 async def test_a_failed_update_shows_until_one_succeeds(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.fail_update = "midway"
-    with pytest.raises(ServerUnavailable):
+    with pytest.raises(ServerUnavailable, match="failed areal_receive: cannot load these weights"):
         await replica.update_weights(collective(1), rank=1)
+    assert server.version == 0
     assert (await replica.info()).weights_whole is False
     server.fail_update = ""
     await replica.update_weights(collective(2), rank=1)
@@ -358,6 +359,9 @@ async def test_a_server_without_the_extension_is_told_how_to_start(server: FakeV
 async def test_an_adapter_is_loaded_used_and_unloaded_by_name(
     server: FakeVLLM, replica: VLLMReplica, tmp_path: Path
 ) -> None:
+    with pytest.raises(RequestError, match=r"no adapter_config\.json"):
+        await replica.load_adapter("policy-1", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
     await replica.load_adapter("policy-1", str(tmp_path))
     chunks = Chunks()
     await replica.generate(a_part(adapter="policy-1"), chunks.append)
