@@ -58,8 +58,8 @@ class Session:
             (self._run.names / "done").touch()
 
     def _ask(self, words):
-        paths, request = attach.read_command_line(["--attach", str(self._run.folder), *words])
         while True:
+            paths, request = attach.read_command_line(["--attach", str(self._run.folder), *words])  # with a new id
             try:
                 return attach.ask(paths, request, StatusLine(self._run.screen))
             except LaunchError as error:
@@ -142,6 +142,16 @@ def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
     assert "no GPU is free" in str(refused)
     assert "server-1 is ready" in again, "its GPU is free again"
     assert run.notes()[1:] == ["server-1 4", "server-1 4"]
+
+
+def test_a_replica_takes_as_many_gpus_as_the_others_have(run):
+    run.gpus = {"server-0": ("0", "1")}
+    run.spare_gpus = ("4", "6", "7")
+    shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
+    joined, refused = Session(run, [ADD, ADD])(server_0=shows)
+    assert "server-1 is ready" in joined
+    assert "2 GPUs are needed and 1 are free for another replica" in str(refused)
+    assert run.notes()[1:] == ["server-1 4,6"]
 
 
 def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
