@@ -66,7 +66,7 @@ def prefix_blocks(request: GenerationRequest) -> list[int]:
     chained = hash(request.adapter)  # each adapter has keys and values of its own
     blocks: list[int] = []
     for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
-        chained = hash((chained, *ids[end - BLOCK_TOKENS : end]))
+        chained = hash((chained, tuple(ids[end - BLOCK_TOKENS : end])))
         blocks.append(chained)
     return blocks
 
