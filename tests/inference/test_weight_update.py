@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -186,8 +187,12 @@ def test_the_error_of_a_broadcast_does_not_keep_what_torch_must_destroy() -> Non
     sender = Sender(new_weights(), receiver)
     with pytest.raises(WeightSyncError, match="given up") as caught:
         sender.group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), give_up=lambda: True)
-    kept = [value for entry in caught.traceback for value in entry.frame.f_locals.values()]
-    assert any(value is sender.group for value in kept), "the frame of the broadcast is seen"
+    error: BaseException | None = caught.value
+    kept: list[object] = []
+    while error is not None:
+        kept += [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+        error = error.__cause__
+    assert any(value is sender.group._group for value in kept), "the frame of the broadcast is seen"
     assert not any(isinstance(value, dist.Work) for value in kept)
     receiver.leave()
     sender.group.close()

@@ -156,6 +156,7 @@ def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.Mon
 
     class Thread(threading.Thread):
         def start(self) -> None:
+            assert gone() is not None, "it is there until the thread drops it"
             super().start()
             self.join()
             started.append(gone() is None)
