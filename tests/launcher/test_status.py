@@ -112,6 +112,7 @@ def controller():
 
 def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(status_module, "_TIMEOUT_S", 200.0)
     registry = FileNameRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=True, total_steps=9)
     assert source.status() is None
