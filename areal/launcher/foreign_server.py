@@ -66,9 +66,9 @@ def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
         defaults["tokenizer_path" if server is SGLANG else "tokenizer"] = config.tokenizer_path
     if server is SGLANG:
         defaults["skip_server_warmup"] = True  # its text may be no token at all for a small tokenizer, which kills it
-    if config.actor.init_from_scratch and server_model(config) == config.actor.path:
-        defaults["load_format"] = "dummy"  # the trainer's random weights arrive before it serves
     program, model, ours = (_sglang if server is SGLANG else _vllm)(config, servers.instance_size, on_gpu)
+    if config.actor.init_from_scratch:
+        ours["load_format"] = "dummy"  # it serves once the trainer's random weights have arrived
     if not on_gpu:
         defaults |= _cpu_flags(server, config, given)
     ours |= {"host": "127.0.0.1", "port": "{port}", server.seed: f"{{index+{given.get(server.seed, config.seed)}}}"}

@@ -47,6 +47,10 @@ def test_flags_are_kept_as_they_are_written(load) -> None:
         (["sglang.dp_size=2"], "sglang.dp_size: 2 cannot be chosen here, allocation_mode says it: .* set it to 1"),
         (["sglang.config=x.yaml"], "sglang.config: .* write the flags of that file here"),
         (["sglang.random_seed=-1"], "sglang.random_seed: -1 is no seed"),
+        (
+            ["sglang.load-format=auto", "actor.init_from_scratch=true"],
+            "sglang.load_format: 'auto' would let the servers",
+        ),
         (["sglang={--dtype: auto}"], "sglang.--dtype: is no name of a flag: write dtype"),
         (["sglang={page_size: 1, page-size: 1}"], "sglang.page-size: is given twice"),
         (["sglang.log_level=.nan"], "sglang.log_level: nan is no number"),

@@ -21,7 +21,7 @@ from areal.api.config.observe import (
     StatsLoggerConfig,
 )
 from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
-from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems
+from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems, given_flags
 from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
 from areal.api.config.train import TrainEngineConfig
 from areal.api.config.vllm_limits import sampling_problems as vllm_sampling_problems
@@ -247,6 +247,13 @@ class PPOConfig(BaseExperimentConfig):
         if backend in FOREIGN_SERVERS:
             yield from flag_problems(backend, flags)
             limit = context_limit(backend, flags)
+            load_format = given_flags(backend, flags).get("load_format", "dummy")
+            if self.actor.init_from_scratch and load_format != "dummy":
+                yield (
+                    f"{backend}.load_format",
+                    f"{load_format!r} would let the servers begin with other weights than actor.init_from_scratch "
+                    "makes: remove it",
+                )
         for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
             if gconfig is None:
                 continue
