@@ -404,4 +404,4 @@ def test_a_server_whose_engine_is_dead_is_silent(start):
     host.wait_beat("runs")
     (host.paths.root / "engine-is-dead").touch()
     beats_stop(host)
-    assert "the vllm server fails: server-4 answered /health with status 500" in host.log
+    wait_until(lambda: "the vllm server fails: server-4 answered /health with status 500" in host.log)
