@@ -33,8 +33,6 @@ from areal.observe.log import get_logger
 _LOG = get_logger(__name__)
 _MAX_BODY_BYTES = 1 << 28
 _EVENT_STREAM = "text/event-stream"
-STUCK_S = 60.0
-"""A step that takes longer than this will not end: native.chunked_prefill_size limits what it computes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -232,7 +230,7 @@ class ServerApp:
     # ---- observation
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        if self._engine.stuck_s > STUCK_S:
+        if self._engine.is_stuck:
             return error_response(500, f"the engine's thread has made no step for {self._engine.stuck_s:.0f} s")
         if self._engine.is_torn:
             return error_response(503, "a weight update is under way or has failed half-way: send a complete one")

@@ -24,6 +24,8 @@ from areal.observe.log import get_logger
 _LOG = get_logger(__name__)
 _T = TypeVar("_T")
 PauseMode = Literal["abort", "retract", "in_place"]
+STUCK_S = 60.0
+"""A step that takes longer than this will not end: native.chunked_prefill_size limits what it computes."""
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "in_place"}
 
 
@@ -97,6 +99,11 @@ class Engine:
     def stuck_s(self) -> float:
         """For how long the thread has made no step although there is one to make; 0 while it has a reason to rest."""
         return 0.0 if self._is_blocked else time.monotonic() - self._moved_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """The thread is in a step that will not end."""
+        return self.stuck_s > STUCK_S
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request."""

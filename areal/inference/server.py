@@ -157,7 +157,10 @@ async def serve(
     return failures[0] if failures else None
 
 
-def _doing(engine: Engine) -> str:
+def _doing(engine: Engine) -> str | None:
+    """None when nothing is done any more, so that the launcher takes it for the hang that it is."""
+    if engine.is_stuck:
+        return None
     paused = "is paused with" if engine.is_paused else "runs"
     scheduler = engine.scheduler
     return f"{paused} {len(scheduler.running)} requests, {len(scheduler.waiting)} queued, version {engine.version}"

@@ -13,8 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.inference import app, server
+from areal.inference import engine, server
 from areal.inference.server import serve
+from areal.system import heartbeat
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -71,7 +72,7 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
     running = asyncio.create_task(served.generate())
     await served.until(lambda: served.engine.stuck_s > 0.05)
     await served.get("/health")
-    monkeypatch.setattr(app, "STUCK_S", 0.05)
+    monkeypatch.setattr(engine, "STUCK_S", 0.05)
     await served.get("/health", 500)
     go_on.set()
     await running
@@ -83,6 +84,30 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
     await served.get("/health")
     await served.post("/continue_generation")
     await waiting
+
+
+async def test_an_engine_that_makes_no_step_gives_no_sign_of_life(options, serve_with, monkeypatch, tmp_path):
+    path, told, doing = tmp_path / "alive.json", [], server._doing
+    monkeypatch.setattr(server, "launched_heartbeat", lambda: heartbeat.Heartbeat(path))
+    monkeypatch.setattr(server, "_doing", lambda engine: told.append(doing(engine)) or told[-1])
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine, "STUCK_S", 0.2)
+
+    async def check(one) -> None:
+        step, go_on = one.engine.step, threading.Event()
+        one.engine.step = lambda: (go_on.wait(200), step())
+        running = asyncio.create_task(one.generate())
+        await one.until(lambda: told[-2:] == [None, None])
+        before, num_told = heartbeat.read_beat(path).beats, len(told)
+        await one.until(lambda: len(told) >= num_told + 5)
+        assert told[num_told:] == [None] * (len(told) - num_told)
+        assert heartbeat.read_beat(path).beats == before
+        go_on.set()
+        await running
+        await one.until(lambda: heartbeat.read_beat(path).beats > before)
+
+    async for one in serve_with(options):
+        await check(one)
 
 
 async def test_a_server_from_scratch_has_no_version_until_weights_come(options, serve_with, checkpoint, tmp_path):
