@@ -13,8 +13,9 @@ class Interruptions:
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self, *_: object) -> None:
-        self.count += 1
+    def add(self, number: int = signal.SIGINT, _: object = None) -> None:
+        """One more. A terminal that closes may send its signal several times over, and that is one request."""
+        self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
 @contextmanager

@@ -337,7 +337,7 @@ class Supervisor:
                 f"areal: interrupted: {len(pids)} processes have {self._config.stop_grace_s:g} s to end "
                 "(launcher.stop_grace_s); Ctrl-C again kills them at once"
             )
-        kill_trees(pids, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > max(1, already))
+        kill_trees(pids, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > 1)
         for child in self._children:
             child.wait()
             child.end_group()

@@ -9,6 +9,7 @@ import pytest
 from fake_run import DONE, SERVE, alive
 
 from areal.launcher import supervisor
+from areal.launcher.interruptions import Interruptions
 
 
 def test_run_ends_when_controller_and_trainers_end(make_run):
@@ -135,6 +136,28 @@ def test_interruption_leaves_no_process(make_run, grace_s):
     if grace_s > 1:  # in a short time one that gets no CPU is killed, too
         assert outcome.exit_codes["controller"] == outcome.exit_codes["trainer-0"] == -signal.SIGTERM
     assert not any(alive(pid) for pid in pids)
+
+
+def test_two_quick_interruptions_are_two(make_run):
+    """Also when both come before the launcher looks."""
+    run = make_run(stop_grace_s=1000.0)
+
+    def interrupt():
+        run.pid_of("server-0")
+        run.interruptions.count += 2
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run(controller=SERVE, server_0=STUBBORN, trainer_0=SERVE)
+    thread.join()
+    assert (outcome.status, outcome.exit_codes["server-0"]) == ("interrupted", -signal.SIGKILL)
+
+
+def test_a_terminal_that_closes_interrupts_once():
+    interruptions = Interruptions()
+    for number, count in ((signal.SIGHUP, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2), (signal.SIGHUP, 2)):
+        interruptions.add(number)
+        assert interruptions.count == count
 
 
 def test_what_a_dead_process_leaves_in_its_group_is_killed(run):
