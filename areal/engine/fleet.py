@@ -33,10 +33,18 @@ class Fleet:
     """Implements `areal.api.engine.InferenceFleet` over the servers of a registry."""
 
     def __init__(
-        self, registry: NameRegistry, num_servers: int, config: InferenceEngineConfig, factory: ReplicaFactory
+        self,
+        registry: NameRegistry,
+        num_servers: int,
+        config: InferenceEngineConfig,
+        factory: ReplicaFactory,
+        *,
+        outlived: range = range(0),
     ) -> None:
+        """`outlived`: versions that the trainer made before it went back and is to make again. A server that holds one
+        holds other weights than those to come under the same number."""
         self._config = config
-        self._replicas = ReplicaSet(registry, num_servers, config, factory)
+        self._replicas = ReplicaSet(registry, num_servers, config, factory, outlived)
         self._router = Router(config.schedule_policy)
         self._publisher = Publisher(self._replicas, config)
         self._num_waiting = 0

@@ -39,12 +39,20 @@ class ReplicaSet:
     """The slots of a fleet and the version they should serve."""
 
     def __init__(
-        self, registry: NameRegistry, num_servers: int, config: InferenceEngineConfig, factory: ReplicaFactory
+        self,
+        registry: NameRegistry,
+        num_servers: int,
+        config: InferenceEngineConfig,
+        factory: ReplicaFactory,
+        outlived: range,
     ) -> None:
         self._registry = registry
         self._config = config
         self._factory = factory
         self._num_servers = num_servers
+        self._outlived = outlived
+        """Versions from before the trainer went back. Whoever holds one when it is met did not get it from here, and so
+        not since."""
         self.slots: list[Slot] = []
         """By index."""
         self.target_version = ANY_VERSION
@@ -86,7 +94,8 @@ class ReplicaSet:
             await self.wait_for_change(deadline - time.monotonic())
         self.has_started = True
         if self.target_version == ANY_VERSION:
-            self.set_target(max((slot.version for slot in self.slots if slot.is_well), default=ANY_VERSION), None)
+            held = [slot.version for slot in self.slots if slot.is_well and not slot.is_outlived]
+            self.set_target(max(held, default=ANY_VERSION), None)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -114,6 +123,8 @@ class ReplicaSet:
     def set_target(self, version: int, update: WeightUpdate | None) -> None:
         """From now on replicas serve at `version`, and `update` is how others get there."""
         if version < self.target_version:
+            older = self._outlived or range(version + 1, 0)
+            self._outlived = range(min(older.start, version + 1), max(older.stop, self.target_version + 1))
             for slot in self.slots:
                 slot.is_outlived = slot.is_outlived or slot.version > version
         self.target_version = version
@@ -266,6 +277,8 @@ class ReplicaSet:
             if slot.replica is replica:
                 await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")
             return
+        if slot.info is None:
+            slot.is_outlived = info.version in self._outlived
         slot.info = info
         if slot.changes != changes or slot.state == "updating":
             return

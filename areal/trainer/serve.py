@@ -46,12 +46,14 @@ def serve_rollouts(
         workflow.check_row(row)
 
     def make_controller() -> Controller:
+        ledger = Ledger.open(RunPaths.of(config).ledger)
+        outlived = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,
-            fleet=Fleet(registry, context.num_servers, config.rollout, factory),
+            fleet=Fleet(registry, context.num_servers, config.rollout, factory, outlived=outlived),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
-            ledger=Ledger.open(RunPaths.of(config).ledger),
+            ledger=ledger,
             total_steps=total_steps,
             eval_rows=valid_rows,
             eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_rows else None,

@@ -221,6 +221,46 @@ async def test_weights_from_before_the_trainer_went_back_never_serve(kit: FleetK
     assert first.version == second.version == 5
 
 
+async def test_a_fleet_that_starts_while_the_trainer_makes_versions_again_trusts_nobody_who_holds_one(
+    kit: FleetKit,
+) -> None:
+    """What the controller before knew of the servers is lost with it; the ledger knows which versions come again."""
+    await kit.server(0, version=3)
+    second = await kit.server(1, version=5)
+    hung = await kit.server(2, version=5)
+    hung.hang()
+    fleet = await kit.fleet(2, outlived=range(4, 6))
+    assert fleet.version == 3
+    await serving(fleet, "server-0")
+    assert "before the trainer went back" in replica(fleet, "server-1")["reason"]
+    assert lacking(fleet, 3) == ["server-1"]
+    for version in (4, 5):
+        await fleet.update_weights(collective(version, fleet.live_replicas(version), f"g{version}"))
+    await serving(fleet, "server-0", "server-1")
+    hung.wake()
+    await until(lambda: replica(fleet, "server-2")["state"] == "stale")
+    assert "before the trainer went back" in replica(fleet, "server-2")["reason"]
+    await second.die()
+    await kit.server(1, version=0)
+    await fleet.update_weights(kit.disk(5))
+    await serving(fleet, "server-0", "server-1", "server-2")
+
+
+async def test_a_server_met_first_after_the_trainer_went_back_is_not_trusted_with_a_version_from_before(
+    kit: FleetKit,
+) -> None:
+    await kit.server(0, version=5)
+    hung = await kit.server(1, version=5)
+    hung.hang()
+    fleet = await kit.fleet(1)
+    assert fleet.version == 5
+    for version in (3, 4, 5):
+        await fleet.update_weights(collective(version, fleet.live_replicas(version), f"g{version}"))
+    hung.wake()
+    await until(lambda: replica(fleet, "server-1")["state"] == "stale")
+    assert "before the trainer went back" in replica(fleet, "server-1")["reason"]
+
+
 async def test_a_version_that_nobody_took_in_time_makes_no_token_later(kit: FleetKit) -> None:
     """The trainer was told that it failed and may go back: an answer with a token of it could wait for it for ever."""
     first = await kit.server(0)
