@@ -33,7 +33,6 @@ def problems(
 def test_what_vllm_tells_exactly_is_taken_with_its_mode(changes: dict[str, Any], mode: str) -> None:
     assert logprobs_mode(GenerationHyperparameters(**changes)) == mode
     assert problems(**changes) == []
-    assert problems({"logprobs-mode": mode}, **changes) == []
 
 
 @pytest.mark.parametrize(
@@ -62,9 +61,6 @@ def test_what_vllm_cannot_honour_is_refused_by_name(changes: dict[str, Any], fie
 @pytest.mark.parametrize(
     ("flags", "changes", "field"),
     [
-        ({"logprobs_mode": "raw_logprobs"}, {"temperature": 0.7}, "temperature"),
-        ({"logprobs-mode": "processed_logprobs"}, {"top_p": 0.9}, "temperature"),
-        ({"logprobs_mode": "raw_logits"}, {}, "temperature"),
         ({"skip-tokenizer-init": True}, {"stop": ["x"]}, "stop"),
         ({"speculative_config": {"method": "ngram"}}, {"frequency_penalty": 1.0}, "frequency_penalty"),
     ],
@@ -77,5 +73,4 @@ def test_a_flag_that_spoils_the_settings_is_refused(flags: dict[str, Any], chang
 
 def test_the_log_probabilities_of_an_evaluation_need_not_be_exact() -> None:
     assert problems(needs_logprobs=False, temperature=0.6, top_p=0.95, top_k=20) == []
-    assert problems({"logprobs_mode": "raw_logprobs"}, needs_logprobs=False, temperature=0.7) == []
     assert problems(needs_logprobs=False, temperature=3.0) != []

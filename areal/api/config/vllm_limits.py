@@ -41,13 +41,12 @@ def sampling_problems(
             f"{_HIGHEST_TEMPERATURE:g}: use a temperature in there, or greedy: true for the likeliest tokens",
         )
     if needs_logprobs:
-        yield from _logprob_problems(gconfig, told.get("logprobs_mode"))
+        yield from _logprob_problems(gconfig)
     yield from _penalty_problems(gconfig, told)
     yield from _stop_problems(gconfig, told)
 
 
-def _logprob_problems(gconfig: GenerationHyperparameters, mode: Any) -> Problems:
-    """`mode`: what the flags say, None when they leave the choice to us."""
+def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
     if gconfig.greedy and gconfig.temperature != 1:
         yield (
             "temperature",
@@ -55,20 +54,13 @@ def _logprob_problems(gconfig: GenerationHyperparameters, mode: Any) -> Problems
             "those of temperature 1: set temperature: 1, or greedy: false",
         )
         return
-    needed = logprobs_mode(gconfig)
     changed = _changes(gconfig)
-    if needed == PROCESSED and changed:
+    if logprobs_mode(gconfig) == PROCESSED and changed:
         yield (
             "temperature",
             f"{gconfig.temperature:g} does not go with {' and '.join(changed)} on vLLM servers, which then tell no "
             "log-probability that training can use: set temperature: 1, or leave the others at their defaults, or use "
             "native servers",
-        )
-    elif mode not in (None, needed) and (changed or gconfig.temperature != 1 or mode not in (RAW, PROCESSED)):
-        yield (
-            "temperature",
-            f"{gconfig.temperature:g} needs log-probabilities of another kind than vllm.logprobs_mode={mode} gives: "
-            f"leave that flag out, {needed} is then taken",
         )
 
 
