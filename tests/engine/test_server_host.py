@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 from foreign_host import Host, alive, host_argv, pid_of, processes_of, run_paths, wait_until
@@ -14,6 +16,7 @@ from areal.engine.replica import ReplicaInfo, ReplicaLoad
 from areal.engine.server_host import Health, HostOptions, ServerHost, filled_in, parse_options, port_names
 from areal.engine.server_log import last_error, last_words
 
+HOST = (sys.executable, "-m", "areal.engine.server_host")
 INFO = ReplicaInfo(version=7, vocab_size=9, context_length=99, weights_whole=True)
 LOAD = ReplicaLoad(running=2, queued=1, cache_usage=0.5, generated_tokens=5)
 
@@ -205,8 +208,9 @@ def start(tmp_path):
     hosts = []
     paths = run_paths(tmp_path)
 
-    def make(*words, process_group=0, **settings):
-        host = Host(paths, host_argv(paths, *words, **settings), process_group)
+    def make(*words, argv=None, process_group=0, **settings):
+        made = host_argv(paths, *words, **settings)
+        host = Host(paths, made if argv is None else argv(str(paths.config)), process_group)
         hosts.append(host)
         return host
 
@@ -222,6 +226,17 @@ def test_a_ready_server_is_announced_like_a_native_one(start):
     assert json.loads(host.registry.get("servers/4")) == {"address": address, "pid": host.pid}
     assert json.loads(host.registry.get("ready/server-4")) == {"pid": host.pid}
     assert host.wait_beat("runs 2 requests, 1 queued, version 3").pid == host.pid
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_servers_of_each_dialect_are_hosted(start, backend):
+    """By the command itself, with the adapters of the fleet."""
+    server = [sys.executable, str(Path(__file__).with_name("serve_dialect.py")), backend, "{port}"]
+    host = start(argv=lambda config: [*HOST, "--backend", backend, "--config", config, "--", *server])
+    host.wait_ready()
+    assert host.wait_beat("runs 0 requests, 0 queued, version 5").pid == host.pid
+    host.process.terminate()
+    assert host.wait_end() == 0
 
 
 def test_all_of_it_stays_in_the_group_of_the_host(start):
