@@ -52,6 +52,7 @@ class SGLangReplica:
         self._vocab_size = 0
         """0: not asked yet."""
         self._group_name = ""
+        self._is_updating = False
         self._released: set[MemoryTag] = set()
         self._num_running = 0
         self._drained = asyncio.Event()
@@ -142,8 +143,10 @@ class SGLangReplica:
         await self._client.post("/continue_generation", {})
 
     async def info(self) -> ReplicaInfo:
-        """Of the endpoints that answer while paused, /server_info asks the process that computes; /health would not."""
-        self._facts = await self._ask_facts()
+        """Of the endpoints that answer while paused, /server_info asks the process that computes; /health would not.
+        That process answers nobody while it takes in weights: then only the one that speaks HTTP is asked."""
+        if self._facts is None or not self._is_updating:
+            self._facts = await self._ask_facts()
         if not self._vocab_size:
             self._vocab_size = await self._ask_vocab_size()
         answer = await self._client.get("/model_info")
@@ -195,16 +198,20 @@ class SGLangReplica:
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
         """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
-        if update.kind == "disk":
-            await self._load_folder(update)
-        else:
-            await self._receive(update, rank)
+        facts = await self._known_facts()
+        self._is_updating = True
+        try:
+            if update.kind == "disk":
+                await self._load_folder(update, facts)
+            else:
+                await self._receive(update, facts, rank)
+        finally:
+            self._is_updating = False
         self._version = update.version
 
-    async def _load_folder(self, update: WeightUpdate) -> None:
+    async def _load_folder(self, update: WeightUpdate, facts: ServerFacts) -> None:
         """RequestError when nothing was changed. SGLang dies of some folders, and says 400 of others when weights were
         touched already: that counts as a failure, after which a good folder mends everything."""
-        facts = await self._known_facts()
         if problem := await asyncio.to_thread(_folder_problem, update.path, facts.first_folder):
             raise RequestError(problem)
         path = "/update_weights_from_disk"
@@ -219,8 +226,7 @@ class SGLangReplica:
         if status != 200:
             raise ServerUnavailable(str(self._client.refusal(path, status, answer)))
 
-    async def _receive(self, update: WeightUpdate, rank: int) -> None:
-        facts = await self._known_facts()
+    async def _receive(self, update: WeightUpdate, facts: ServerFacts, rank: int) -> None:
         if self._group_name != update.group_name:
             await self._join_group(update, rank)
         if facts.has_update_sessions:
@@ -266,7 +272,7 @@ class SGLangReplica:
 
     @property
     def answers_during_update(self) -> bool:
-        return False  # the process that would answer is busy with the update
+        return True
 
     # LoRA adapters and memory
 
