@@ -12,6 +12,7 @@ from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
 from areal.engine.continuation import versions_of
 from areal.engine.replica import FinishReason, GenerationPart, PartChunk
+from areal.engine.slot import ANY_VERSION
 
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; SGLang says -1."""
@@ -150,7 +151,7 @@ def _finish_reason(told: dict[str, Any] | None) -> FinishReason | None:
 def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
     """A server that was not told a version holds its first weights: version 0, or none when they are random."""
     if told == _NAMELESS_VERSION:
-        return -1 if has_dummy_weights else 0
+        return ANY_VERSION if has_dummy_weights else 0
     return int(told)
 
 
@@ -193,7 +194,10 @@ def parse_vocabulary(refusal: bytes) -> int:
 
 
 def bucket_body(bucket: list[WeightSpec], group_name: str, version: int | None) -> dict[str, Any]:
-    """What /update_weights_from_distributed is asked; `version` only with the last bucket."""
+    """What /update_weights_from_distributed is asked; `version` only with the last bucket.
+
+    Until then the server holds a mixture, and must say so to a controller that was not there: its version is none.
+    """
     return {
         "names": [spec.name for spec in bucket],
         "dtypes": [spec.dtype for spec in bucket],
@@ -202,7 +206,7 @@ def bucket_body(bucket: list[WeightSpec], group_name: str, version: int | None) 
         # One flush at the end is enough; the version counts only once every weight is there.
         "flush_cache": version is not None,
         "abort_all_requests": False,
-        "weight_version": None if version is None else str(version),
+        "weight_version": str(ANY_VERSION if version is None else version),
         "load_format": "flattened_bucket",
     }
 

@@ -148,8 +148,10 @@ def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
 
 def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
-        def abort(self) -> None: ...
+        def abort(self) -> None:
+            aborted.append(True)
 
+    aborted: list[bool] = []
     made = group.TransferGroup("g", Group())  # type: ignore[arg-type]
     gone = weakref.ref(made.groups[0])
     started: list[bool] = []
@@ -164,6 +166,7 @@ def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.Mon
     monkeypatch.setattr(group.threading, "Thread", Thread)
     group.leave(made)
     assert started == [True]
+    assert aborted == [True], "what waits in it ends"
 
 
 def test_a_store_that_nobody_opened_is_an_error_at_once() -> None:
@@ -187,6 +190,34 @@ def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: p
     threading.Thread(target=die_at_the_greeting, daemon=True).start()
     with pytest.raises(TransferError, match="no store of an update group"):
         group.open_store("127.0.0.1", server.getsockname()[1], is_master=False, timeout_s=1e4)
+
+
+def test_a_greeting_that_torch_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(group, "TCPStore", lambda *_, **__: released.wait(100))
+    with pytest.raises(TransferError, match=r"it did not answer in 0\.2 s"):
+        group.open_store("127.0.0.1", store.port, is_master=False, timeout_s=20)
+    released.set()
+
+
+def test_a_broadcast_that_torch_does_not_end_is_given_up_at_the_limit() -> None:
+    """NCCL's own limit ends the process."""
+
+    class Work:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None: ...
+
+    class Group:
+        def broadcast(self, tensors: list[Tensor], options: object) -> Work:
+            return Work()
+
+    hanging = group.TransferGroup("g", Group())  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match=r"update group g: no broadcast in 0\.1 s"):
+        group.broadcast(hanging, torch.empty(3, dtype=torch.uint8), 0.1)
 
 
 def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:

@@ -189,9 +189,10 @@ class FakeSGLang(FakeServer):
         assert body.keys() == RECORDING["receive"]["request"]["body"].keys()
         async with self._busy:
             await self.receive()
-        if body["weight_version"] is not None:
-            assert body["flush_cache"]
+        if body["flush_cache"]:
             self.commit(int(body["weight_version"]))
+        else:
+            self.version = int(body["weight_version"])
         return recorded("receive")
 
     async def _load_adapter(self, body: Any) -> Any:

@@ -1,0 +1,60 @@
+"""A controller that meets an SGLang server whose update stopped midway learns of it from the version alone."""
+
+from __future__ import annotations
+
+import pytest
+from fake_server import FleetKit, Refused, until
+from fake_sglang import FakeSGLang
+
+from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.engine.fleet import Fleet
+
+BUCKETS = [[WeightSpec(name=name, shape=[2], dtype="float32")] for name in ("a", "b", "c")]
+
+
+class StopsMidway(FakeSGLang):
+    stops_at = 2
+
+    async def receive(self) -> None:
+        await super().receive()
+        if self.acts().count("receive") == self.stops_at:
+            raise Refused(400, "Failed to receive weights: Connection closed by peer")
+
+
+def update_of(fleet: Fleet, version: int) -> WeightUpdate:
+    replicas = fleet.live_replicas(version)
+    return WeightUpdate(version=version, kind="collective", buckets=BUCKETS, group_name="g", replicas=replicas)
+
+
+@pytest.mark.parametrize("stops_at", [1, 2, 3])
+async def test_weights_of_two_versions_have_none(tmp_path, stops_at: int) -> None:  # type: ignore[no-untyped-def]
+    kit = FleetKit(tmp_path, StopsMidway)
+    server = await kit.server(0, version=3)
+    server.stops_at = stops_at
+    replica = server.client("server-0", server.address)
+    update = WeightUpdate(version=4, kind="collective", buckets=BUCKETS, group_name="g", replicas=["server-0"])
+    with pytest.raises((RequestError, ServerUnavailable)):
+        await replica.update_weights(update, rank=1)
+    await replica.close()
+    successor = server.client("server-0", server.address)
+    assert (await successor.info()).version == (3 if stops_at == 1 else -1)
+    await successor.update_weights(update, rank=1)
+    assert (await successor.info()).version == 4
+    await successor.close()
+    await kit.close()
+
+
+async def test_a_new_fleet_does_not_let_it_serve(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    kit = FleetKit(tmp_path, StopsMidway)
+    server = await kit.server(0, version=3)
+    first = await kit.fleet(1)
+    with pytest.raises(Exception, match="no replica took in version 4"):
+        await first.update_weights(update_of(first, 4))
+    await first.close()
+    second = await kit.fleet(1)
+    await until(lambda: second.status()["needs_publication"])
+    assert [one["state"] for one in second.status()["replicas"]] == ["stale"]
+    await second.update_weights(update_of(second, 4))
+    assert second.version == server.version == 4
+    await kit.close()
