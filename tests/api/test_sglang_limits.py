@@ -1,0 +1,57 @@
+"""Which sampling settings an SGLang server honours exactly, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.sglang_limits import sampling_problems
+
+
+def problems(
+    flags: dict[str, Any] | None = None, *, needs_logprobs: bool = True, **changes: Any
+) -> list[tuple[str, str]]:
+    gconfig = GenerationHyperparameters(**changes)
+    return list(sampling_problems(gconfig, flags or {}, needs_logprobs=needs_logprobs))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        {"greedy": True, "temperature": 0.5},
+        {"stop": ["x"], "stop_token_ids": [4]},
+        {"ignore_eos": True, "min_new_tokens": 5},
+    ],
+    ids=str,
+)
+def test_what_sglang_does_exactly_is_taken(changes: dict[str, Any]) -> None:
+    assert problems(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"temperature": 1e-7}, "temperature", "greedy: true"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "set it to 0"),
+        ({"repetition_penalty": 1.1, "greedy": True}, "repetition_penalty", "set it to 1"),
+        ({"min_new_tokens": 3}, "min_new_tokens", "set it to 0"),
+        ({"min_new_tokens": 3, "ignore_eos": True, "stop": ["x"]}, "min_new_tokens", "set it to 0"),
+        ({"stop": [str(n) for n in range(33)]}, "stop", "name fewer"),
+    ],
+    ids=str,
+)
+def test_what_sglang_cannot_honour_is_refused_by_name(changes: dict[str, Any], field: str, words: str) -> None:
+    [(found, sentence)] = problems(**changes)
+    assert found == field
+    assert words in sentence
+    assert problems(needs_logprobs=False, **changes)  # the choice of the token is wrong, not only its number
+
+
+def test_a_flag_that_spoils_the_settings_is_refused() -> None:
+    assert [name for name, _ in problems({"skip-tokenizer-init": True}, stop=["x"])] == ["stop"]
+    assert [name for name, _ in problems({"rl_on_policy_target": "fsdp"})] == ["temperature"]
+    assert problems({"rl_on_policy_target": "fsdp"}, needs_logprobs=False) == []
