@@ -20,7 +20,7 @@ from areal.launcher.foreign_server import SERVER_SIDE, flag_words, server_comman
 from areal.launcher.job import LaunchPlan
 from areal.system.process import AREAL_PROCESS
 
-_LIMIT_S = 180.0
+_LIMIT_S = 300.0
 
 
 class _NoAnswer(Exception):
