@@ -149,10 +149,10 @@ def _requests(view: View) -> list[str]:
     status = view.status or {}
     fleet: dict[str, Any] = status.get("replicas") or {}
     running = status.get("running") or 0
-    at_servers = {r["name"]: r["running"] for r in fleet.get("replicas") or [] if r["running"]}
+    at_servers = {r["name"]: _at_server(r) for r in fleet.get("replicas") or [] if r["running"]}
     queued = fleet.get("waiting_requests") or 0
     if at_servers:
-        where = ", ".join(f"{number} at {name}" for name, number in at_servers.items())
+        where = ", ".join(f"{number} at {name}{of_these}" for name, (number, of_these) in at_servers.items())
         more = f", and {queued} wait for a server" if queued else ""
         return [f"requests get no token: {where}{more}"]
     if queued:
@@ -160,6 +160,12 @@ def _requests(view: View) -> list[str]:
     if running and not status.get("catching_up"):
         return [f"{running} episodes run without a request to a server: they wait for rewards or in workflow code"]
     return []
+
+
+def _at_server(replica: dict[str, Any]) -> tuple[int, str]:
+    """Requests that it has, and how many of them it says that it has not begun."""
+    queued = (replica.get("load") or {}).get("queued")
+    return replica["running"], f" ({queued} in its queue)" if queued else ""
 
 
 def _listed(found: Collection[str]) -> str:

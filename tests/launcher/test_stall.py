@@ -12,8 +12,9 @@ from areal.system.run_paths import RunPaths
 STACKS = "/runs/r/stacks"
 
 
-def replica(name, *, state="serving", version=42, running=0, reason=""):
-    return {"name": name, "state": state, "version": version, "running": running, "reason": reason}
+def replica(name, *, state="serving", version=42, running=0, reason="", queued=0):
+    load = {"running": running - queued, "queued": queued, "cache_usage": 0.5, "generated_tokens": 1000}
+    return {"name": name, "state": state, "version": version, "running": running, "reason": reason, "load": load}
 
 
 def status_of(asked_for="batch 42: 7 of 32 episodes accepted, 3 running", *, shut="", replicas=None, **more):
@@ -119,7 +120,7 @@ def no_replica_serves(run):
 
 def evaluation(run):
     run.status = status_of("the evaluation: greedy after step 42, 3 of 8 rows done", running=0)
-    run.status["replicas"]["replicas"][0]["running"] = 5
+    run.status["replicas"]["replicas"][0] = replica("server-0", running=5, queued=2)
     two_trainers(run, "after_step", 41)
 
 
@@ -199,8 +200,8 @@ BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running
         ),
         (
             evaluation,
-            "requests get no token: 5 at server-0; the controller waits for the evaluation: greedy after step 42, "
-            "3 of 8 rows done; each of trainer-0 and trainer-1 is in after_step of step 41 since 61 s",
+            "requests get no token: 5 at server-0 (2 in its queue); the controller waits for the evaluation: greedy "
+            "after step 42, 3 of 8 rows done; each of trainer-0 and trainer-1 is in after_step of step 41 since 61 s",
         ),
         (controller_silent, None),
         (controller_busy, None),
