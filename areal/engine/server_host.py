@@ -154,7 +154,7 @@ class Health:
 
     def failed(self, question: str, error: str) -> None:
         """It does not answer a question as it should."""
-        if question not in self._failing:
+        if question not in self._failing and self._phase == "serves":
             _LOG.warning("the %s server fails: %s", self._backend, error)
         self._failing.add(question)
 

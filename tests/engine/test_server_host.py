@@ -260,7 +260,8 @@ def test_the_host_ends_after_all_others(start):
     host = start()
     host.wait_ready()
     guard = next(process for process in processes_of(host.paths) if "group_guard.py" in " ".join(process.cmdline()))
-    guard.suspend()
+    guard.kill()
+    wait_until(lambda: not alive(guard.pid))
     host.process.terminate()
     assert host.process.wait(timeout=60) == 0
     assert processes_of(host.paths) == []

@@ -193,8 +193,10 @@ def test_what_is_left_of_a_foreign_server_counts_as_a_leftover(make_run):
     planned = run.planned("server-0", "", {"trainer": 1, "server": 1})
     argv = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
     with subprocess.Popen(argv, env=os.environ | planned.env, stdout=subprocess.PIPE) as engine:
-        assert engine.stdout.readline() == b"up\n"
-        assert [(one.pid, one.name) for one in leftovers(run.paths)] == [(engine.pid, "server-0")]
-        with pytest.raises(LaunchError, match=rf"server-0 \(pid {engine.pid}\); end them"):
-            wait_for_leftovers(run.paths, limit_s=0.1, tell=print)
-        engine.kill()
+        try:
+            assert engine.stdout.readline() == b"up\n"
+            assert [(one.pid, one.name) for one in leftovers(run.paths)] == [(engine.pid, "server-0")]
+            with pytest.raises(LaunchError, match=rf"server-0 \(pid {engine.pid}\); end them"):
+                wait_for_leftovers(run.paths, limit_s=0.1, tell=print)
+        finally:
+            engine.kill()
