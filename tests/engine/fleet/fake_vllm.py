@@ -43,6 +43,8 @@ class FakeVLLM(FakeServer):
         self.error_in_stream = False
         """Streams end with an error after their first token."""
         self._group_name = ""
+        self._is_updating = False
+        """From the start of a collective update to its finish the weights count as a mixture."""
 
     @staticmethod
     def client(name: str, address: str) -> Replica:
@@ -158,9 +160,11 @@ class FakeVLLM(FakeServer):
 
     async def _load_folder(self, path: str) -> Any:
         await self.load(path)
+        self._is_updating = False
         return recorded("load_folder")
 
     async def _start_update(self) -> Any:
+        self._is_updating = self.torn = True
         return recorded("start_update")
 
     async def _reset_cache(self, body: Any, request: web.Request) -> Any:
@@ -169,6 +173,7 @@ class FakeVLLM(FakeServer):
 
     async def _set_version(self, body: Any, request: web.Request) -> Any:
         self.commit(int(body["new_version"]))
+        self.torn = self._is_updating
         return recorded("set_version") | {"new_version": body["new_version"]}
 
     async def _join(self, info: Any) -> Any:
@@ -185,6 +190,7 @@ class FakeVLLM(FakeServer):
         return recorded("receive")
 
     async def _finish(self) -> Any:
+        self._is_updating = self.torn = False
         return recorded("finish")
 
     async def _load_adapter(self, body: Any, request: web.Request) -> Any:
