@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
 from areal.engine.server_host import filled_in, port_names
-from areal.launcher.foreign_server import server_command
+from areal.launcher.foreign_server import core_bindings, server_command
 from areal.system.network import bind_socket
 
 Backend = Literal["vllm", "sglang"]
@@ -52,13 +52,13 @@ def environment_python(backend: Backend) -> Path:
 
 
 def server_start(
-    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, port: int
+    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int, port: int
 ) -> tuple[list[str], dict[str, str]]:
     """The command and the variables that a launcher starts this server with; `flags` are those of its mapping."""
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",
-        allocation_mode=f"{backend}:d1+fsdp:d1",
+        allocation_mode=f"{backend}:d1t{size}+fsdp:d1",
         actor=PPOActorConfig(path=str(model), dtype="float32", temperature=temperature),
         gconfig=GenerationHyperparameters(temperature=temperature),
         server_python=str(environment_python(backend)),
@@ -66,6 +66,7 @@ def server_start(
     )
     command = server_command(config, on_gpu=False)
     env = os.environ | {"OMP_NUM_THREADS": "1"} | command.env
+    env |= core_bindings(backend, 0, size, 1, range(os.cpu_count() or 1))
     env["PATH"] = f"{Path(command.argv[0]).parent}{os.pathsep}{env['PATH']}"
     return filled_in(command.argv, dict.fromkeys(port_names(command.argv), port), 0), env
 
@@ -81,13 +82,14 @@ class RealServer:
         *,
         flags: dict[str, Any] | None = None,
         temperature: float = 1.0,
+        size: int = 1,
         name: str = "server",
     ) -> None:
         """Start it; `flags` are more of the server's own, as in a run's configuration, and `temperature` is that run's:
-        vLLM tells the log-probabilities of one only."""
+        vLLM tells the log-probabilities of one only. `size`: ranks over which the model is cut."""
         self._bound = bind_socket()  # held, not listening: nobody else is given this port, and the server can listen
         port = self._bound.getsockname()[1]
-        argv, env = server_start(backend, model, flags or {}, temperature, port)
+        argv, env = server_start(backend, model, flags or {}, temperature, size, port)
         self.backend: Backend = backend
         self.address = f"http://127.0.0.1:{port}"
         self.log = folder / f"{backend}-{name}-{port}.log"

@@ -106,10 +106,16 @@ class Kit:
         control, paths = FleetControl(fleet), RunPaths(self._folder)
         return DiskChannel(trainer, control, paths, is_rank0=True, model_folder=self.models["old"])  # type: ignore[arg-type]
 
-    def collective(self, fleet: Fleet, trainer: FixedTrainer, *, bucket_bytes: int = 2**16) -> CollectiveChannel:
+    def collective(self, fleet: Fleet, trainer: FixedTrainer, *, ranks_per_replica: int = 1) -> CollectiveChannel:
         """Buckets so small that there are several."""
-        made = CollectiveChannel(  # type: ignore[arg-type]
-            trainer, FleetControl(fleet), bucket_bytes=bucket_bytes, backend="gloo", is_rank0=True, timeout_s=60.0
+        made = CollectiveChannel(
+            trainer,  # type: ignore[arg-type]
+            FleetControl(fleet),
+            bucket_bytes=2**16,
+            backend="gloo",
+            is_rank0=True,
+            ranks_per_replica=ranks_per_replica,
+            timeout_s=60.0,
         )
         self._channels.append(made)
         return made
