@@ -44,6 +44,10 @@ def json_object(text):
     return found
 
 
+def odd(text):
+    raise RuntimeError(f"no {text}\n  at all")
+
+
 def parser():
     made = argparse.ArgumentParser(prog="serve")
     made.add_argument("--model-path", required=True)
@@ -54,6 +58,10 @@ def parser():
     made.add_argument("--checksum", nargs="?")
     made.add_argument("--enable-lora", action="store_true")
     made.add_argument("--fused", action=argparse.BooleanOptionalAction)
+    made.add_argument("--odd", type=odd)
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--one", type=int)
+    either.add_argument("--other", type=int)
     return made
 
 
@@ -91,6 +99,7 @@ def test_flags_that_fit_are_fine():
         (("fused", False, []), "is not switched off by false: write no_fused: true"),
         (("page_size", [1, 2], ["--page-size", "1", "2"]), "unrecognized arguments: 2"),
         (("extra", 3, ["--extra=3"]), "no mapping"),
+        (("odd", "x", ["--odd=x"]), "RuntimeError: no x at all"),
         (("help", True, ["--help"]), "ends the server at once"),
     ],
 )
@@ -107,6 +116,12 @@ def test_a_server_that_refuses_what_areal_sets_is_told_apart():
     found = problems(("page_size", 1, ["--page-size=1"]), ("a", 1, ["--a=1"]), ours=["--enable-scale-out"])
     assert [key for key, _ in found] == ["a", ""]
     assert found[1][1] == ("refuses the command that areal starts it with: unrecognized arguments: --enable-scale-out")
+
+
+def test_flags_that_do_not_go_together_are_found():
+    ((key, text),) = problems(("one", 1, ["--one=1"]), ("other", 2, ["--other=2"]))
+    assert key == ""
+    assert "argument --other: not allowed with argument --one" in text
 
 
 def test_a_long_complaint_is_cut():
