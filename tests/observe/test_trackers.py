@@ -75,7 +75,9 @@ def test_tensorboard_events(tmp_path):
     assert b"huge" not in content
 
 
-def test_wandb_offline(tmp_path):
+def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "250")  # its own process gets half a minute to start otherwise
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "250")
     pytest.importorskip("wandb")
     config = config_with(wandb=WandBConfig(mode="offline", wandb_api_key="k" * 40, tags=["a"]))
     log_three(build_trackers(config, RunPaths(tmp_path)))
