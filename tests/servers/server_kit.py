@@ -133,7 +133,11 @@ class SpareServer:
     temperature = 0.7
     _FLAGS: ClassVar[dict[Backend, dict[str, Any]]] = {
         "vllm": {"enable_lora": True, "max_lora_rank": 8},
-        "sglang": {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "down_proj"]},
+        "sglang": {
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "lora_target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"],
+        },
     }
 
     def __init__(self, backend: Backend, model: Path, folder: Path) -> None:

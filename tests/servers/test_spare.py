@@ -19,7 +19,12 @@ from areal.api.errors import RequestError
 from areal.engine.fleet import Fleet
 
 RANK, ALPHA = 4, 8
-TARGETS = {"self_attn.q_proj": (64, 64), "mlp.down_proj": (64, 128)}
+TARGETS = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),  # SGLang asks for it where there is q_proj
+    "mlp.down_proj": (64, 128),
+}
 """Adapted in the last layer, with their shapes."""
 
 
