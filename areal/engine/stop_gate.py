@@ -22,6 +22,7 @@ class BoundaryGate:
         """In tokens: each has a byte at least."""
         num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: a first token may lose its space
         self._before = part.input_ids[-num_before:]
+        self._min_new_tokens = part.min_new_tokens
         self._held: list[PartChunk] = []
         self._is_open = False
         self.filled = asyncio.Event()
@@ -37,14 +38,14 @@ class BoundaryGate:
             self.filled.set()
 
     def token_lists(self) -> list[list[int]]:
-        """What to turn into text: the end of the earlier parts, with ever more of the first new tokens."""
+        """What to turn into text: the end of the earlier parts, alone and with ever more of the first new tokens."""
         new = self._new_ids()[: self._reach]
-        return [self._before + new[:count] for count in range(1, len(new) + 1)]
+        return [self._before + new[:count] for count in range(len(new) + 1)]
 
     def settle(self, texts: list[str]) -> bool:
         """Pass on what was held back, given the texts of `token_lists`; True when a stop string ended the answer."""
         self._is_open = True
-        count = next((i for i, text in enumerate(texts, 1) if any(stop in text for stop in self._stops)), None)
+        count = next((i for i in range(1, len(texts)) if self._ends_at(i, texts)), None)
         if count is None:
             for chunk in self._held:
                 self._on_chunk(chunk)
@@ -57,6 +58,13 @@ class BoundaryGate:
             versions = told[:count]
         self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if told is None else versions))
         return True
+
+    def _ends_at(self, count: int, texts: list[str]) -> bool:
+        """Whether the new token of that number completes a stop string. One that an earlier token completed, when the
+        answer was still too short to end, counts no more."""
+        if count < self._min_new_tokens:
+            return False
+        return any(texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops)
 
     def _new_ids(self) -> list[int]:
         return [token for chunk in self._held for token in chunk.token_ids]
