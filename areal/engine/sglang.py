@@ -31,6 +31,7 @@ from areal.engine.sglang_wire import (
     vocabulary_probe,
 )
 from areal.engine.stop_gate import BoundaryGate
+from areal.system.folder_check import folder_problem
 
 OnChunk = Callable[[PartChunk], None]
 _Found = TypeVar("_Found")
@@ -212,7 +213,7 @@ class SGLangReplica:
     async def _load_folder(self, update: WeightUpdate, facts: ServerFacts) -> None:
         """RequestError when nothing was changed. SGLang dies of some folders, and says 400 of others when weights were
         touched already: that counts as a failure, after which a good folder mends everything."""
-        if problem := await asyncio.to_thread(_folder_problem, update.path, facts.first_folder):
+        if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(facts.first_folder)):
             raise RequestError(problem)
         path = "/update_weights_from_disk"
         body = {
@@ -309,13 +310,6 @@ class SGLangReplica:
             return parse(orjson.loads(payload))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
-
-
-def _folder_problem(folder: str, like: str) -> str:
-    # Here, because it loads torch, which the process that hosts a server does without.
-    from areal.engine.weight_files import folder_problem
-
-    return folder_problem(Path(folder), Path(like) if Path(like).is_dir() else None)
 
 
 def make_sglang_replica(name: str, address: str) -> SGLangReplica:

@@ -41,6 +41,7 @@ from areal.engine.vllm_wire import (
     version_number,
     worker_errors,
 )
+from areal.system.folder_check import folder_problem
 
 BUCKET_TIMEOUT_S = 120.0
 """Longest time that a server waits for one bucket of weights, or for the other ranks to join. It can do nothing else
@@ -159,7 +160,7 @@ class VLLMReplica:
 
     async def _load_folder(self, update: WeightUpdate) -> None:
         state = await self._worker_state()
-        if problem := await asyncio.to_thread(_folder_problem, update.path, state.first_folder):
+        if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(state.first_folder)):
             raise RequestError(f"{self.name} is not given weights: {problem}")
         self._num_updates += 1
         await self._call_workers("areal_load_folder", update.path)
@@ -318,13 +319,6 @@ class _PartCollector:
             return part_versions(last.spans, self.num_passed_on + len(self.token_ids))
         except ValueError as error:
             raise ServerUnavailable(f"{self.replica_name} did not tell the versions of an answer: {error}") from error
-
-
-def _folder_problem(folder: str, like: str) -> str:
-    """In a thread: reads files, and its import loads torch."""
-    from areal.engine.weight_files import folder_problem
-
-    return folder_problem(Path(folder), Path(like) if Path(like).is_dir() else None)
 
 
 def make_vllm_replica(name: str, address: str) -> VLLMReplica:

@@ -1,5 +1,4 @@
-"""Owns safetensors checkpoints as files: writing weights one by one in bounded memory, reading them by name, and
-whether a server may be given a folder."""
+"""Owns safetensors checkpoints as files: writing weights one by one in bounded memory, reading them by name."""
 
 from __future__ import annotations
 
@@ -15,17 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from areal.api.errors import InputError
-from areal.system.checkpoint_files import INDEX, StoredWeight, stored_weights, weight_files
-from areal.system.durable import COMPLETE, is_complete
+from areal.system.checkpoint_files import INDEX, weight_files
 
 MAX_FILE_BYTES = 4 * 2**30
 """Largest weight file, and so what the writer holds in memory at a time."""
 _BLOCK_BYTES = 2**20
-_HEAD = "lm_head.weight"
-_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
-"""Endings of what older checkpoints hold besides weights; every server computes it."""
-_CONVERTIBLE = {"F64", "F32", "F16", "BF16"}
-"""Servers convert these into one another while they load."""
 _TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -115,65 +108,6 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise InputError(f"weight file {path} cannot be read: {error}") from error
-
-
-def folder_problem(folder: Path, like: Path | None) -> str:
-    """Why a server must not be asked to load this checkpoint folder, "" when it may. Reads headers only.
-
-    Foreign servers do not survive every bad folder, and load one that lacks a weight without a word. `like` is a folder
-    they have loaded: the weights must be the same, by name, shape and kind of dtype. Without it, or where it holds no
-    safetensors files, only what the folder says of itself is checked.
-    """
-    if not folder.is_dir():
-        return f"checkpoint folder {folder} does not exist"
-    if (folder / COMPLETE).exists() and not is_complete(folder):
-        return f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
-    try:
-        is_tied = _is_tied(folder)
-        found = stored_weights(folder)
-        needed = stored_weights(like) if like is not None and any(like.glob("*.safetensors")) else found
-    except InputError as error:
-        return str(error)
-    missing = [name for name in needed if name not in found and not _may_differ(name, is_tied)]
-    strange = [name for name in found if name not in needed and not _may_differ(name, is_tied)]
-    if missing:
-        return f"checkpoint folder {folder} lacks {_listed(missing)}"
-    if strange:
-        return f"checkpoint folder {folder} holds {_listed(strange)}, which the model does not have"
-    for name in found.keys() & needed.keys():
-        if difference := _difference(found[name], needed[name]):
-            return f"checkpoint folder {folder}: {name} {difference}"
-    return ""
-
-
-def _may_differ(name: str, is_tied: bool) -> bool:
-    """Whether a checkpoint may have this weight or leave it out: a head that is the embedding, what is computed."""
-    return (is_tied and name.endswith(_HEAD)) or name.endswith(_BUFFERS)
-
-
-def _is_tied(folder: Path) -> bool:
-    """What config.json says of the head. InputError without one that can be read."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-        return bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
-    except FileNotFoundError as error:
-        raise InputError(f"checkpoint folder {folder} has no config.json") from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"checkpoint configuration {path} cannot be read: {error}") from error
-
-
-def _difference(found: StoredWeight, needed: StoredWeight) -> str:
-    if found.shape != needed.shape:
-        return f"has shape {found.shape}, the model's has {needed.shape}"
-    if found.dtype != needed.dtype and not {found.dtype, needed.dtype} <= _CONVERTIBLE:
-        return f"is {found.dtype}, the model's is {needed.dtype}"
-    return ""
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more weights"
 
 
 def _part(folder: Path, index: int) -> Path:

@@ -89,6 +89,7 @@ def _sglang(config: PPOConfig, size: int, on_gpu: bool) -> tuple[list[str], str,
         f"--model-path={server_model(config)}",
         {
             "tp_size": size,
+            "nccl_port": "{port_nccl}",  # it would pick one at random, which two servers may do alike
             "enable_metrics": True,
             "incremental_streaming_output": True,
             **({} if on_gpu else {"device": "cpu"}),

@@ -74,6 +74,7 @@ def test_command_of_sglang():
         "--log-level-http=warning",
         "--skip-server-warmup",
         "--tp-size=4",
+        "--nccl-port={port_nccl}",
         "--enable-metrics",
         "--incremental-streaming-output",
         "--host=127.0.0.1",

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from areal.engine.weight_files import folder_problem, write_weights
+from areal.engine.weight_files import write_weights
 from areal.system.checkpoint_files import INDEX
 from areal.system.durable import publish_folder
+from areal.system.folder_check import folder_problem
 
 
 def weights() -> dict[str, Tensor]:
