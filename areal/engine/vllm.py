@@ -29,6 +29,7 @@ from areal.engine.replica import (
     ReplicaLoad,
 )
 from areal.engine.server_client import ServerClient
+from areal.engine.slot import ANY_VERSION
 from areal.engine.stop_gate import BoundaryGate
 from areal.engine.vllm_wire import (
     Piece,
@@ -162,14 +163,14 @@ class VLLMReplica:
         state = await self._worker_state()
         if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(state.first_folder)):
             raise RequestError(f"{self.name} is not given weights: {problem}")
-        self._num_updates += 1
+        await self._begin_change()
         await self._call_workers("areal_load_folder", update.path)
         await self._use_weights(update.version)
 
     async def _receive(self, update: WeightUpdate, rank: int) -> None:
-        self._num_updates += 1
         if self._group_name != update.group_name:
             await self._join_group(update, rank)
+        await self._begin_change()
         await self._call_workers("areal_start_update")
         for bucket in update.buckets:
             info = {
@@ -195,10 +196,19 @@ class VLLMReplica:
         await self._call_workers("areal_join", info)
         self._group_name = update.group_name
 
+    async def _begin_change(self) -> None:
+        """From here until its new version is told to it the server has none: whatever stops in between, its weights
+        never count as those of the version before."""
+        self._num_updates += 1
+        await self._client.post("/update_weight_version", {"new_version": str(ANY_VERSION)})
+
     async def _use_weights(self, version: int) -> None:
         """No request may go on from keys and values of the weights before: they go first, then the version counts."""
-        await self._drop_cache()
-        await self._client.post("/update_weight_version", {"new_version": str(version)})
+        try:
+            await self._drop_cache()
+            await self._client.post("/update_weight_version", {"new_version": str(version)})
+        except RequestError as error:  # which would mean that the weights are as before
+            raise ServerUnavailable(str(error)) from error
 
     async def _drop_cache(self) -> None:
         answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})

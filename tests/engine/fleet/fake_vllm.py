@@ -172,8 +172,11 @@ class FakeVLLM(FakeServer):
         return recorded("reset_cache") | {"success": not self.fail_cache_reset}
 
     async def _set_version(self, body: Any, request: web.Request) -> Any:
-        self.commit(int(body["new_version"]))
-        self.torn = self._is_updating
+        if int(body["new_version"]) < 0:  # as an update begins
+            self.version = -1
+        else:
+            self.commit(int(body["new_version"]))
+            self.torn = self._is_updating
         return recorded("set_version") | {"new_version": body["new_version"]}
 
     async def _join(self, info: Any) -> Any:
