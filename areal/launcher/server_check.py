@@ -21,6 +21,8 @@ from areal.launcher.job import LaunchPlan
 from areal.system.process import AREAL_PROCESS
 
 _LIMIT_S = 300.0
+_PLACEHOLDER = re.compile(r"\{(port|index)[^{}]*\}")
+"""What the host of a server puts numbers in place of."""
 
 
 class _NoAnswer(Exception):
@@ -107,7 +109,7 @@ def _question(config: PPOConfig, *, on_gpu: bool) -> dict[str, Any]:
     ours = [
         word for name, value in command.flags.items() if name not in given for word in flag_words(server, name, value)
     ]
-    ours = [word.replace("{port}", "1").replace(f"{{index+{config.seed}}}", "1") for word in ours]
+    ours = [_PLACEHOLDER.sub("1", word) for word in ours]
     return {"on_gpu": on_gpu, "model": command.model_words, "ours": ours, "flags": users}
 
 

@@ -80,13 +80,22 @@ def test_the_question_holds_what_the_user_gave_and_what_areal_sets(interpreter, 
     assert question["flags"] == [["max-num_seqs", 3, ["--max-num-seqs=3"]], ["model", "/m", ["--model=/m"]]]
     assert question["model"] == ["/m"]
     assert "--port=1" in question["ours"]
-    assert not [word for word in question["ours"] if "{" in word and "backend" not in word]
     assert question["on_gpu"] is False
     env = (tmp_path / "env").read_text()
     assert "MINE=1" in env
     assert "VLLM_SERVER_DEV_MODE=1" in env
     assert AREAL_PROCESS not in env, "it is no process of a run"
     assert (tmp_path / "asked").read_text().strip().endswith("probe_vllm.py")
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_numbers_stand_where_the_host_will_put_some(backend, interpreter, tmp_path):
+    check(config_of(backend, interpreter(saying({"version": "9.9.9", "problems": []}))))
+    ours = json.loads((tmp_path / "question").read_text())["ours"]
+    assert [word for word in ours if "port" in word] == (["--nccl-port=1"] if backend == "sglang" else []) + [
+        "--port=1"
+    ]
+    assert [word for word in ours if "seed" in word] == ["--random-seed=1" if backend == "sglang" else "--seed=1"]
 
 
 def test_gpus_are_part_of_the_question(interpreter, tmp_path):
