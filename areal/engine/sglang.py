@@ -54,6 +54,8 @@ class SGLangReplica:
         """0: not asked yet."""
         self._group_name = ""
         self._is_updating = False
+        self._num_updates = 0
+        """Begun so far."""
         self._released: set[MemoryTag] = set()
         self._num_running = 0
         self._drained = asyncio.Event()
@@ -150,10 +152,12 @@ class SGLangReplica:
             self._facts = await self._ask_facts()
         if not self._vocab_size:
             self._vocab_size = await self._ask_vocab_size()
-        answer = await self._client.get("/model_info")
-        self._version = self._parsed(answer, parse_version)
+        asked_at = None if self._is_updating else self._num_updates
+        version = self._parsed(await self._client.get("/model_info"), parse_version)
+        if asked_at == self._num_updates:  # else an update has told, or will
+            self._version = version
         return ReplicaInfo(
-            version=self._version,
+            version=version,
             vocab_size=self._vocab_size,
             context_length=self._facts.context_length,
             weights_whole=None,
@@ -201,6 +205,7 @@ class SGLangReplica:
         """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
         facts = await self._known_facts()
         self._is_updating = True
+        self._num_updates += 1
         try:
             if update.kind == "disk":
                 await self._load_folder(update, facts)

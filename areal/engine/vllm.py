@@ -225,13 +225,16 @@ class VLLMReplica:
         if self._is_updating and self._info is not None:
             await self._client.get("/health")
             return self._info
+        asked_at = None if self._is_updating else self._num_updates
         state = await self._worker_state()
         told = await self._client.get("/weight_info")
-        self._version = self._parsed(
+        version = self._parsed(
             told, lambda found: version_number(found["weight_version"], has_dummy_weights=state.has_dummy_weights)
         )
+        if asked_at == self._num_updates:  # else an update has told, or will
+            self._version = version
         self._info = ReplicaInfo(
-            version=self._version,
+            version=version,
             vocab_size=state.vocab_size,
             context_length=state.context_length,
             weights_whole=state.weights_whole,
