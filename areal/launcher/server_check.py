@@ -5,10 +5,12 @@ Waits for the server's interpreter, which imports the server's package for some 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.servers import FOREIGN_SERVERS, ForeignServer, given_flags, ignored_keys, plain_name
 from areal.launcher.foreign_server import SERVER_SIDE, flag_words, server_command, server_python
 from areal.launcher.job import LaunchPlan
-from areal.system.process import AREAL_PROCESS
+from areal.system.process import AREAL_PROCESS, tied_to_this_process
 
 _LIMIT_S = 300.0
 _PLACEHOLDER = re.compile(r"\{(port|index)[^{}]*\}")
@@ -117,15 +119,37 @@ def _question(config: PPOConfig, *, on_gpu: bool) -> dict[str, Any]:
 def _ask(python: str, probe: str, question: str, env: tuple[tuple[str, str], ...], limit_s: float) -> dict[str, Any]:
     """The answer of a probe, asked once for the same interpreter, flags and environment. _NoAnswer without one."""
     try:
-        done = subprocess.run(
-            [python, probe], input=question, capture_output=True, text=True, timeout=limit_s, env=dict(env)
-        )
+        code, said, errors = _output(python, probe, question, env, limit_s)
     except subprocess.TimeoutExpired:
         raise _NoAnswer(f"no answer in {limit_s:g} s; try its import by hand") from None
     except OSError as error:
         raise _NoAnswer(str(error.strerror or error)) from None
     try:
-        return json.loads(done.stdout)
-    except ValueError:
-        words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise _NoAnswer(words[-1] if words else f"it ended with {done.returncode}") from None
+        return dict(json.loads(said.splitlines()[-1]))  # a program around the interpreter may say more before
+    except (ValueError, TypeError, IndexError):
+        words = [line.strip() for line in errors.splitlines() if line.strip()]
+        raise _NoAnswer(words[-1] if words else f"it ended with {code}") from None
+
+
+def _output(
+    python: str, probe: str, question: str, env: tuple[tuple[str, str], ...], limit_s: float
+) -> tuple[int, str, str]:
+    """Return code, standard output and error of a probe. In a group of its own, of which nothing is left afterwards:
+    the interpreter may be a script that starts the real one."""
+    with subprocess.Popen(
+        [python, probe],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=dict(env),
+        process_group=0,
+        preexec_fn=tied_to_this_process(),
+    ) as process:
+        try:
+            said, errors = process.communicate(question, timeout=limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said, errors

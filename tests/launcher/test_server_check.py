@@ -2,7 +2,9 @@
 
 import json
 import os
+import time
 
+import psutil
 import pytest
 
 from areal.api.config import (
@@ -150,6 +152,31 @@ def test_an_environment_that_does_not_answer(interpreter):
     assert text == f"server_python: {python} cannot be asked about vLLM: ImportError: libcuda.so.1"
     (text,) = check(config_of("vllm", interpreter("exec sleep 1000")), limit_s=0.2)
     assert "no answer in 0.2 s" in text
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_script_around_the_interpreter_may_say_more_and_leaves_nothing_behind(interpreter, tmp_path):
+    started = f"sleep 1000 </dev/null >/dev/null 2>&1 & echo $! > {tmp_path}/pid"
+    odd = "echo activated; printf '\\377\\n' >&2"
+    assert (
+        check(config_of("vllm", interpreter(f"{started}\n{odd}\n{saying({'version': '0.32.0', 'problems': []})}")))
+        == []
+    )
+    pid = int((tmp_path / "pid").read_text())
+    while alive(pid):  # killed, and so gone in a moment
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("text", ["17", "[1]", ""])
+def test_an_answer_of_something_else_is_none(interpreter, text):
+    (problem,) = check(config_of("vllm", interpreter(f"echo '{text}'")))
+    assert problem.endswith("cannot be asked about vLLM: it ended with 0")
 
 
 def test_other_servers_are_not_asked(interpreter, tmp_path):
