@@ -35,13 +35,18 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
         return config
     if given:
         config = _with_given(config, given)
-    for url in map(server_url, config.rollout.server_addrs):
-        host = urlsplit(url).hostname or ""
-        if not is_loopback(host) and not environ.get(TOKEN_VARIABLE):
-            raise ConfigError(
-                f"rollout.server_addrs: {url} is on another machine, where others can reach it too: set "
-                f"{TOKEN_VARIABLE} to the secret that it asks for"
-            )
+    far = [url for url in map(server_url, config.rollout.server_addrs) if not is_loopback(urlsplit(url).hostname or "")]
+    if far and not environ.get(TOKEN_VARIABLE):
+        raise ConfigError(
+            f"rollout.server_addrs: {far[0]} is on another machine, where others can reach it too: set "
+            f"{TOKEN_VARIABLE} to the secret that it asks for"
+        )
+    if far and config.actor.weight_update_mode != "disk":
+        raise ConfigError(
+            f"actor.weight_update_mode: {config.actor.weight_update_mode} reaches servers of this machine only, and "
+            f"rollout.server_addrs names {far[0]}: set it to disk, with cluster.fileroot in a folder that its machine "
+            "has under the same path"
+        )
     return config
 
 

@@ -36,14 +36,14 @@ from areal.launcher.status import StatusLine
 from areal.system.discovery import FileNameRegistry
 
 
-def config_of(servers="native:d2", *, addresses=()):
+def config_of(servers="native:d2", *, addresses=(), channel="xccl"):
     return GRPOConfig(
         experiment_name="e",
         trial_name="t",
         allocation_mode=f"{servers}+fsdp:d1",
         cluster=ClusterSpecConfig(fileroot="/runs"),
         train_dataset=TrainDatasetConfig(path="x", batch_size=8),
-        actor=PPOActorConfig(path="org/model", optimizer=OptimizerConfig()),
+        actor=PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), weight_update_mode=channel),
         rollout=InferenceEngineConfig(server_addrs=list(addresses)),
     )
 
@@ -86,11 +86,20 @@ def test_an_environment_that_cannot_be_used(text, says):
 
 
 def test_servers_elsewhere_need_their_secret():
-    far = config_of("native:d1", addresses=["http://10.0.0.7:1"])
+    far = config_of("native:d1", addresses=["http://10.0.0.7:1"], channel="disk")
     with pytest.raises(ConfigError, match=r"http://10.0.0.7:1 is on another machine.*set AREAL_SERVER_TOKEN"):
         attached(far)
     assert attached(far, **{TOKEN_VARIABLE: "secret"})
     assert TOKEN_VARIABLE == CLIENTS_TOKEN_VARIABLE
+
+
+def test_servers_elsewhere_get_their_weights_by_disk():
+    far = config_of(addresses=["127.0.0.1:1", "[2001:db8::7]:1"])
+    with pytest.raises(
+        ConfigError, match=r"^actor.weight_update_mode: xccl .* names http://\[2001:db8::7\]:1: set it to"
+    ):
+        attached(far, **{TOKEN_VARIABLE: "secret"})
+    assert attached(config_of(addresses=["localhost:1", "[::1]:1"]))
 
 
 def test_training_without_servers_does_not_look():
