@@ -57,6 +57,9 @@ def test_flags_are_kept_as_they_are_written(load) -> None:
         (["sglang.context_length=64"], "gconfig.max_new_tokens: 64 leaves no room .* sglang.context_length=64"),
         ([VLLM, "vllm.logprobs_mode=raw_logprobs"], "vllm.logprobs_mode: .* areal chooses it by gconfig"),
         ([VLLM, "vllm.api_server_count=2"], "vllm.api_server_count: 2 .* set it to 1"),
+        (["sglang.use_ray=true"], "sglang.use_ray: True .* one group of processes: .* set it to false"),
+        (["sglang.tokenizer_worker_num=2"], "sglang.tokenizer_worker_num: 2 .* one HTTP process"),
+        ([VLLM, "vllm.distributed-executor-backend=ray"], "vllm.distributed-executor-backend: 'ray' .* set it to mp"),
         ([VLLM, "vllm.disable_log_stats=true"], "vllm.disable_log_stats: True .* set it to false"),
         ([VLLM, "vllm.max-model-len=8"], "gconfig.max_new_tokens: 64 leaves no room .* vllm.max_model_len=8"),
         (

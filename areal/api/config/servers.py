@@ -46,6 +46,8 @@ class ForeignServer:
 _ALLOCATED = "allocation_mode says it"
 _LISTENS = "areal chooses free ports on loopback"
 _ONE_PROCESS = "areal talks to one HTTP process of each server"
+_ONE_GROUP = "areal ends a server as one group of processes"
+_OWN_GPUS = "areal gives each server its GPUs"
 _NO_KEY = "servers that areal starts listen on loopback only, where nobody is asked for a key"
 _NO_TLS = "areal speaks plain HTTP to its servers"
 _NO_FILE = "write the flags of that file here"
@@ -63,12 +65,13 @@ SGLANG = ForeignServer(
         "nccl_port": _LISTENS,
         "grpc_port": _ONE_PROCESS,
         "grpc_mode": _ONE_PROCESS,
+        "smg_grpc_mode": _ONE_PROCESS,
         "tp": _ALLOCATED,
         "tp_size": _ALLOCATED,
         "tensor_parallel_size": _ALLOCATED,
         "device": "areal gives each server its GPUs, or none",
-        "base_gpu_id": "areal gives each server its GPUs",
-        "gpu_id_step": "areal gives each server its GPUs",
+        "base_gpu_id": _OWN_GPUS,
+        "gpu_id_step": _OWN_GPUS,
         "node_rank": _ALLOCATED,
         "dist_init_addr": _LISTENS,
         "nccl_init_addr": _LISTENS,
@@ -88,6 +91,9 @@ SGLANG = ForeignServer(
         "pp_size": (1, _ALLOCATED),
         "pipeline_parallel_size": (1, _ALLOCATED),
         "nnodes": (1, "a server lives on one machine"),
+        "tokenizer_worker_num": (1, _ONE_PROCESS),
+        "use_ray": (False, _ONE_GROUP),
+        "disaggregation_mode": ("null", "each server reads prompts and writes answers"),
     },
     negatable=False,
     ignored={
@@ -118,6 +124,7 @@ VLLM = ForeignServer(
         "tokens_only": "areal needs the other endpoints too",
         "weight_transfer_config": "areal brings its own",
         "logprobs_mode": "areal chooses it by gconfig",
+        "device_ids": _OWN_GPUS,
         "node_rank": _ALLOCATED,
         "master_addr": _LISTENS,
         "master_port": _LISTENS,
@@ -130,7 +137,9 @@ VLLM = ForeignServer(
     fixed={
         "data_parallel_size": (1, _ALLOCATED),
         "pipeline_parallel_size": (1, _ALLOCATED),
+        "prefill_context_parallel_size": (1, _ALLOCATED),
         "nnodes": (1, "a server lives on one machine"),
+        "distributed_executor_backend": ("mp", _ONE_GROUP),
         "api_server_count": (1, _ONE_PROCESS),
         "disable_log_stats": (False, "areal reads the metrics"),
     },
