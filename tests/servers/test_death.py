@@ -9,7 +9,9 @@ from checkpoints import Scorer, build_model
 from real_server import RealServer
 from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, eventually, largest_gap
 
-NUM_TOKENS = 700
+NUM_TOKENS = 900
+pytestmark = pytest.mark.timeout(900)
+"""A successor has to start."""
 
 
 @pytest.fixture(scope="module")

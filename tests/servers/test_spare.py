@@ -18,6 +18,7 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import RequestError
 from areal.engine.fleet import Fleet
 
+pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8
 TARGETS = {
     "self_attn.q_proj": (64, 64),

@@ -25,6 +25,7 @@ from areal.rollout.ledger_audit import audit
 
 STEPS = 20
 LIMIT_S = 420.0
+pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 COMMON = (
     f"total_train_steps={STEPS}",
     "rollout.max_head_offpolicyness=1",

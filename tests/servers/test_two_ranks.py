@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from checkpoints import Scorer, build_model
 from real_server import Backend, RealServer
 from server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
 
 
+@pytest.mark.timeout(600)
 async def test_both_ranks_get_the_weights(
     backend: Backend, kit: Kit, models: dict[str, Path], old: Scorer, new: Scorer, tmp_path: Path
 ) -> None:
