@@ -52,9 +52,9 @@ def environment_python(backend: Backend) -> Path:
 
 
 def server_start(
-    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int, port: int
-) -> tuple[list[str], dict[str, str]]:
-    """The command and the variables that a launcher starts this server with; `flags` are those of its mapping."""
+    backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command, with placeholders for ports, and the variables that a launcher starts this server with; `flags` are those of its mapping."""
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",
@@ -68,7 +68,7 @@ def server_start(
     env = os.environ | {"OMP_NUM_THREADS": "1"} | command.env
     env |= core_bindings(backend, 0, size, 1, range(os.cpu_count() or 1))
     env["PATH"] = f"{Path(command.argv[0]).parent}{os.pathsep}{env['PATH']}"
-    return filled_in(command.argv, dict.fromkeys(port_names(command.argv), port), 0), env
+    return command.argv, env
 
 
 class RealServer:
@@ -87,9 +87,11 @@ class RealServer:
     ) -> None:
         """Start it; `flags` are more of the server's own, as in a run's configuration, and `temperature` is that run's:
         vLLM tells the log-probabilities of one only. `size`: ranks over which the model is cut."""
-        self._bound = bind_socket()  # held, not listening: nobody else is given this port, and the server can listen
-        port = self._bound.getsockname()[1]
-        argv, env = server_start(backend, model, flags or {}, temperature, size, port)
+        command, env = server_start(backend, model, flags or {}, temperature, size)
+        # Held, not listening: nobody else is given these ports, and the server can listen on them.
+        self._bound = {placeholder: bind_socket() for placeholder in port_names(command)}
+        ports = {placeholder: bound.getsockname()[1] for placeholder, bound in self._bound.items()}
+        port = ports["{port}"]
         self.backend: Backend = backend
         self.address = f"http://127.0.0.1:{port}"
         self.log = folder / f"{backend}-{name}-{port}.log"
@@ -97,7 +99,7 @@ class RealServer:
         self._began = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                argv,
+                filled_in(command, ports, 0),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,7 +146,8 @@ class RealServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._bound.close()
+        for bound in self._bound.values():
+            bound.close()
 
 
 def main(argv: list[str]) -> int:
