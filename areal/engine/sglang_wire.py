@@ -98,7 +98,8 @@ class PartReader:
     """Reads the answers or events of one part, cumulative and incremental streams alike.
 
     Where the server tells versions only with the end of an answer, or never, tokens count as made by the version that
-    was known before they came: the true one may be that which followed it, never one before.
+    was known before they came: the true one may be newer by one, or older where the trainer went back meanwhile, which
+    the end of the answer puts right.
     """
 
     def __init__(self, version: int) -> None:
@@ -115,7 +116,7 @@ class PartReader:
         entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
         self._num_seen = total
         versions = [self._version] * len(entries)
-        self._version = known_version
+        self._version = max(known_version, self._version)
         part_versions: list[int] | None = None
         if reason is not None:
             self.finished = True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer, FleetKit, until
+from fake_server import FakeServer, FleetKit
 from fake_sglang import FakeSGLang
 from fake_vllm import FakeVLLM
 from generation_parts import a_part
@@ -51,22 +51,3 @@ async def test_an_answer_from_before_an_update_is_no_news_after_it(kit: FleetKit
     await checking
     assert set(await first_versions(server, replica)) == {4}
     await replica.close()
-
-
-async def test_a_stream_under_older_weights_says_so(tmp_path: Path) -> None:
-    """The trainer went back: what comes after may not count as of the newer policy. Only SGLang's is told meanwhile."""
-    kit = FleetKit(tmp_path, FakeSGLang)
-    server = await kit.server(0, version=5, hold_at=3)
-    replica: Any = kit.server_class.client("server-0", server.address)
-    await replica.info()
-    chunks: list[PartChunk] = []
-    running = asyncio.create_task(replica.generate(a_part(9, seed=None, stream_interval=2), chunks.append))
-    await until(lambda: server.num_held == 1)
-    await replica.pause("retract")
-    await replica.update_weights(kit.disk(4), rank=0)
-    await replica.resume()
-    server.release()
-    await running
-    assert chunks[-2].versions == [4, 4]
-    await replica.close()
-    await kit.close()
