@@ -17,6 +17,7 @@ from areal.api.config.servers import FOREIGN_SERVERS
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.foreign_server import ServerCommand, core_bindings, prepended, server_command, server_model
 from areal.launcher.memory import foreign_served_bytes, served_bytes, trained_bytes
+from areal.system.device import core_ids
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -232,13 +233,12 @@ def _planned(
         **({} if foreign is None else _foreign_env(context, config, foreign, machine)),
     }
     own = parse_env_vars(more)
-    paths_of_both = {name: prepended(own, name, env[name]) for name in _SEARCHED if name in env and name in own}
     return PlannedProcess(
         name=context.name,
         role=context.role,
         index=context.index,
         argv=_command(context.role, paths, script) if foreign is None else _host_command(backend, paths, foreign),
-        env=env | own | paths_of_both | context.to_env(),
+        env=env | own | ({} if foreign is None else _search_paths(foreign, os.environ | own)) | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
         gpus=gpus,
@@ -247,22 +247,24 @@ def _planned(
     )
 
 
-_SEARCHED = ("PATH", "PYTHONPATH")
-"""Lists of folders: what areal puts first stays first, whatever follows."""
-
-
 def _foreign_env(
     context: ProcessContext, config: BaseExperimentConfig, command: ServerCommand, machine: Machine
 ) -> dict[str, str]:
-    """Variables of a foreign server: its own, and those by which it finds the programs of its environment."""
+    """Variables of a foreign server, which the user's go before."""
     servers = config.allocation.inference
     assert servers is not None
-    env = dict(command.env)
-    if context.device == "cpu":
-        cores = range(machine.cores)
-        env |= core_bindings(servers.backend, context.index, servers.instance_size, context.num_threads, cores)
-    firsts = {"PATH": str(Path(command.argv[0]).parent), "PYTHONPATH": env.get("PYTHONPATH", "")}
-    return env | {name: prepended(os.environ, name, first) for name, first in firsts.items() if first}
+    if context.device != "cpu":
+        return command.env
+    cores = core_ids()[: machine.cores]
+    return command.env | core_bindings(
+        servers.backend, context.index, servers.instance_size, context.num_threads, cores
+    )
+
+
+def _search_paths(command: ServerCommand, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where a foreign server finds the programs of its environment and what areal adds: first, whoever set the rest."""
+    firsts = {"PATH": str(Path(command.argv[0]).parent), "PYTHONPATH": command.env.get("PYTHONPATH", "")}
+    return {name: prepended(environ, name, first) for name, first in firsts.items() if first}
 
 
 def _nccl_as_sglang_has_it() -> dict[str, str]:

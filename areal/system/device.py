@@ -24,9 +24,14 @@ def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
     return name
 
 
+def core_ids() -> list[int]:
+    """Cores this process may be bound to, by number; a container need not have the first ones."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def cpu_count() -> int:
     """Cores this process may use: affinity and the container's quota, whichever is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(core_ids())
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":

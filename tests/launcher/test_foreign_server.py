@@ -230,8 +230,9 @@ def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
     plan = make_plan(config_of("vllm", "d1t3"), Machine(cores=8))
     assert [process.num_threads for process in plan.processes] == [1, 2, 2]
     assert plan.processes[1].env["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12, 20), 3, 5})  # in a container
     bound = make_plan(config_of("sglang", "d2t2"), Machine(cores=10)).processes
-    assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["0,1|2,3", "4,5|6,7"]
+    assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["3,5|12,13", "14,15|16,17"]
     assert core_bindings("sglang", 1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
     assert core_bindings("vllm", 0, 2, 1, [0, 1]) == core_bindings("sglang", 0, 1, 1, [0]) == {}
 
@@ -245,7 +246,8 @@ def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
     assert server.env["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
     launcher = LauncherConfig(inference_server_env_vars="PYTHONPATH=/given,VLLM_HOST_IP=10.0.0.1")
     server = make_plan(config_of("vllm", launcher=launcher), Machine(cores=4)).processes[1]
-    assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/mine{os.pathsep}/given"
+    assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/given", "in place of the inherited, as elsewhere"
+    assert server.env["PATH"] == f"{os.path.dirname(sys.executable)}{os.pathsep}/usr/bin"
     assert server.env["VLLM_HOST_IP"] == "10.0.0.1"
 
 
