@@ -271,8 +271,8 @@ class ReplicaSet:
         try:
             async with asyncio.timeout(limit):
                 info = await replica.info()
-                if fresh and slot.changes == changes:
-                    await replica.resume()  # whoever paused it may be gone
+                if slot.state == "absent" and slot.changes == changes:
+                    await replica.resume()  # whoever paused it may be gone; a suspect may have been paused by us
         except (ArealError, TimeoutError) as error:
             if slot.replica is replica:
                 await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")

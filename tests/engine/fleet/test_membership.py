@@ -292,3 +292,16 @@ async def test_a_hung_replica_in_a_group_does_not_hold_the_others(kit: FleetKit)
     await until(lambda: lacking(fleet, 1) == ["server-0"])
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g2"))
     assert (await fleet.agenerate(a_request())).output_versions == [1] * 100
+
+
+async def test_a_replica_that_is_checked_in_a_pause_stays_paused(kit: FleetKit) -> None:
+    """Its other requests would go on while weights change under them."""
+    server = await kit.server(0)
+    fleet = await kit.fleet(1, weight_update="keep", pause_grace_period=0.05)
+    slot = fleet._replicas.slots[0]
+    publication = asyncio.create_task(fleet.update_weights(kit.disk(1)))
+    await until(lambda: "pause" in server.acts())
+    assert slot.replica is not None
+    fleet._replicas.suspect(slot, slot.replica, "one of its requests failed")
+    await publication
+    assert server.acts()[-4:] == ["pause", "load", "commit", "resume"]
