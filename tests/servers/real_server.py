@@ -54,7 +54,7 @@ def environment_python(backend: Backend) -> Path:
 def server_start(
     backend: Backend, model: Path, flags: dict[str, Any], temperature: float, size: int
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command, with placeholders for ports, and the variables that a launcher starts this server with; `flags` are those of its mapping."""
+    """The command, with placeholders, and the variables that a launcher starts this server with."""
     config = GRPOConfig(
         experiment_name="servers",
         trial_name="by-hand",
