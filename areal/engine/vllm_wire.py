@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.config.vllm_limits import MAX_BIASED_TOKENS
 from areal.api.errors import RequestError
 from areal.engine.continuation import prior_output_bias, versions_of
 from areal.engine.replica import FinishReason, GenerationPart, ReplicaLoad
 
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; vLLM says 0."""
-_MAX_BIASED_TOKENS = 1024
-"""More of them in a logit bias end a server on GPU."""
 _NAMELESS_VERSION = "default"
 """What a server says whose weights nobody has given a version."""
 
@@ -54,10 +53,10 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     if part.seed is not None:
         sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
     if bias := prior_output_bias(part):
-        if len(bias) > _MAX_BIASED_TOKENS:
+        if len(bias) > MAX_BIASED_TOKENS:
             raise RequestError(
                 f"an answer of {len(bias)} different tokens cannot go on under a frequency_penalty on a vLLM server, "
-                f"which takes {_MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers"
+                f"which takes {MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers"
             )
         sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     if stream:

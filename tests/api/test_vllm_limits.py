@@ -13,7 +13,7 @@ from areal.api.config.vllm_limits import logprobs_mode, sampling_problems
 def problems(
     flags: dict[str, Any] | None = None, *, needs_logprobs: bool = True, **changes: Any
 ) -> list[tuple[str, str]]:
-    gconfig = GenerationHyperparameters(**changes)
+    gconfig = GenerationHyperparameters(**{"max_new_tokens": 1000, **changes})
     return list(sampling_problems(gconfig, flags or {}, needs_logprobs=needs_logprobs))
 
 
@@ -23,6 +23,7 @@ def problems(
         ({}, "raw_logprobs"),
         ({"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}, "raw_logprobs"),
         ({"frequency_penalty": 1.0, "min_new_tokens": 5, "stop": ["x"]}, "raw_logprobs"),
+        ({"frequency_penalty": 1.0, "max_new_tokens": 1025}, "raw_logprobs"),
         ({"temperature": 0.7}, "processed_logprobs"),
         ({"temperature": 0.7, "stop": ["x"], "stop_token_ids": [4]}, "processed_logprobs"),
         ({"temperature": 0.7, "ignore_eos": True, "min_new_tokens": 5}, "processed_logprobs"),
@@ -47,6 +48,7 @@ def test_what_vllm_tells_exactly_is_taken_with_its_mode(changes: dict[str, Any],
         ({"temperature": 0.7, "min_new_tokens": 3}, "temperature", "min_new_tokens"),
         ({"temperature": 0.7, "greedy": True}, "temperature", "temperature: 1"),
         ({"frequency_penalty": 0.5, "repetition_penalty": 1.5}, "frequency_penalty", "use one of them"),
+        ({"frequency_penalty": 0.5, "max_new_tokens": 1026}, "frequency_penalty", "at most 1025"),
         ({"stop": ["x"], "ignore_eos": True, "min_new_tokens": 3}, "min_new_tokens", "one of the three"),
         ({"stop_token_ids": list(range(101))}, "stop_token_ids", "name fewer"),
     ],

@@ -19,6 +19,8 @@ _ALL_TOKENS = 100_000_000
 """The default of top_k, which means no limit."""
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises what is lower without a word, and refuses what is higher."""
+MAX_BIASED_TOKENS = 1024
+"""More of them in the logit bias of a request end a server on GPU."""
 _MAX_STOP_IDS = 100
 """On GPU a request has room for 128, the model's own end tokens included."""
 
@@ -85,6 +87,13 @@ def _penalty_problems(gconfig: GenerationHyperparameters, flags: Mapping[str, An
             f"{gconfig.frequency_penalty:g} cannot go with repetition_penalty={gconfig.repetition_penalty:g} on vLLM "
             "servers: an answer that goes on after an interruption would not be penalised as before; use one of them, "
             "or native servers",
+        )
+    if gconfig.max_new_tokens > MAX_BIASED_TOKENS + 1:  # the last token has none after it
+        yield (
+            "frequency_penalty",
+            f"{gconfig.frequency_penalty:g} goes on over an interruption of an answer of up to {MAX_BIASED_TOKENS} "
+            f"different tokens on vLLM servers, and max_new_tokens is {gconfig.max_new_tokens}: set it to 0, or "
+            f"max_new_tokens to at most {MAX_BIASED_TOKENS + 1}, or use native servers",
         )
     if flags.get("speculative_config"):
         yield (
