@@ -246,10 +246,13 @@ class SGLangReplica:
 
     async def _begin_session(self) -> None:
         """A session that an update left open when it stopped midway is closed first."""
-        status, _ = await self._client.exchange("POST", "/begin_weight_update", b'{"selector":"all"}')
+        path, body = "/begin_weight_update", {"selector": "all"}
+        status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
         if status == 400:
             await self._client.post("/end_weight_update", {})
-            await self._client.post("/begin_weight_update", {"selector": "all"})
+            await self._client.post(path, body)
+        elif status != 200:
+            raise self._client.refusal(path, status, answer)
 
     async def _join_group(self, update: WeightUpdate, rank: int) -> None:
         await self.abandon_update()

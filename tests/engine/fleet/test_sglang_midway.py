@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fake_server import FleetKit, Refused, until
 from fake_sglang import FakeSGLang
@@ -20,6 +22,11 @@ class StopsMidway(FakeSGLang):
         await super().receive()
         if self.acts().count("receive") == self.stops_at:
             raise Refused(400, "Failed to receive weights: Connection closed by peer")
+
+
+class BeginsNothing(FakeSGLang):
+    async def _begin(self, body: Any) -> Any:
+        raise Refused(500, "out of memory")
 
 
 def update_of(fleet: Fleet, version: int) -> WeightUpdate:
@@ -42,6 +49,18 @@ async def test_weights_of_two_versions_have_none(tmp_path, stops_at: int) -> Non
     await successor.update_weights(update, rank=1)
     assert (await successor.info()).version == 4
     await successor.close()
+    await kit.close()
+
+
+async def test_a_session_that_cannot_begin_is_why_the_update_fails(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    kit = FleetKit(tmp_path, BeginsNothing)
+    server = await kit.server(0)
+    replica = server.client("server-0", server.address)
+    update = WeightUpdate(version=1, kind="collective", buckets=BUCKETS, group_name="g", replicas=["server-0"])
+    with pytest.raises(ServerUnavailable, match="failed /begin_weight_update with status 500: out of memory"):
+        await replica.update_weights(update, rank=1)
+    assert "receive" not in server.acts()
+    await replica.close()
     await kit.close()
 
 
