@@ -154,10 +154,6 @@ class NativeReplica:
     async def resume_memory(self, tags: list[MemoryTag]) -> None:
         raise RequestError(_NO_RELEASE)
 
-    @property
-    def answers_during_update(self) -> bool:
-        return True
-
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()

@@ -92,7 +92,8 @@ class Replica(Protocol):
         ...
 
     async def info(self) -> ReplicaInfo:
-        """What a health check asks; an answer means that the server is well enough to take in weights."""
+        """What a health check asks; an answer means that the server is well enough to take in weights. It comes while
+        weights are taken in, too: silence means a hang."""
         ...
 
     async def load(self) -> ReplicaLoad:
@@ -110,11 +111,6 @@ class Replica(Protocol):
         ...
 
     async def resume_memory(self, tags: list[MemoryTag]) -> None: ...
-    @property
-    def answers_during_update(self) -> bool:
-        """Whether `info` may be expected to answer while weights are taken in, so that silence means a hang."""
-        ...
-
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         ...

@@ -261,8 +261,6 @@ class ReplicaSet:
         """One health check and what follows from it."""
         if slot.state != "updating":
             await self._meet(slot, slot.registered)
-        elif slot.replica is None or not slot.replica.answers_during_update:
-            return
         replica, changes = slot.replica, slot.changes
         if replica is None:
             return
@@ -316,7 +314,7 @@ class ReplicaSet:
 
     async def _read_load(self, slot: Slot) -> None:
         replica = slot.replica
-        if replica is None or (slot.state == "updating" and not replica.answers_during_update):
+        if replica is None:
             return
         load: ReplicaLoad | None = None
         try:

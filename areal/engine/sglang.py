@@ -279,10 +279,6 @@ class SGLangReplica:
             if status not in (200, 400):  # 400: it is not in the group
                 raise self._client.refusal(path, status, answer)
 
-    @property
-    def answers_during_update(self) -> bool:
-        return True
-
     # LoRA adapters and memory
 
     async def load_adapter(self, name: str, path: str) -> None:

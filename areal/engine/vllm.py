@@ -289,10 +289,6 @@ class VLLMReplica:
         for tag in tags:  # of several at once vLLM resumes none when one of them is there already
             await self._client.post("/wake_up?" + urlencode({"tags": tag}), {})
 
-    @property
-    def answers_during_update(self) -> bool:
-        return True
-
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()

@@ -338,7 +338,6 @@ async def test_a_check_during_an_update_asks_only_who_can_answer(server: FakeSGL
     updating = asyncio.create_task(replica.update_weights(update(1), rank=1))
     await until(lambda: "receive" in server.acts())
     server.settings["internal_states"] = []  # as if the process that computes were not there
-    assert replica.answers_during_update
     await replica.info()
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
