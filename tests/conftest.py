@@ -7,6 +7,8 @@ nothing about that code.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import selectors
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +26,9 @@ _ITERATION_S = 0.002
 """The most that the callbacks of one round of a loop may add to its time."""
 _SLICE_S = 0.02
 """The most that one wait may add."""
+_LATE_S = 3.0
+"""So long after pytest-timeout should have ended a test, its loop does: the signal is raised wherever Python is, and an
+exception in a callback or a background task does not end the test."""
 
 
 class _SteadySelector(selectors.DefaultSelector):
@@ -33,13 +38,19 @@ class _SteadySelector(selectors.DefaultSelector):
         super().__init__()
         self._advance = advance
         self._returned_s = time.monotonic()
+        self.gives_up_s = math.inf
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if time.monotonic() >= self.gives_up_s:
+            pytest.fail("the loop of this test still turns after its time limit")
         self._advance(min(time.monotonic() - self._returned_s, _ITERATION_S))
         try:
-            return super().select(timeout) if timeout is None else self._wait(timeout)
+            return super().select(self._rest()) if timeout is None else self._wait(timeout)
         finally:
             self._returned_s = time.monotonic()
+
+    def _rest(self) -> float | None:
+        return None if self.gives_up_s == math.inf else max(0.0, self.gives_up_s - time.monotonic())
 
     def _wait(self, left_s: float) -> list[tuple[selectors.SelectorKey, int]]:
         while True:
@@ -56,9 +67,16 @@ class _SteadySelector(selectors.DefaultSelector):
 class SteadyLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers stand still while its process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = math.inf) -> None:
+        """`limit_s`: of each run."""
         self._now_s = 0.0
-        super().__init__(_SteadySelector(self._advance))
+        self._limit_s = limit_s
+        self._steady = _SteadySelector(self._advance)
+        super().__init__(self._steady)
+
+    def run_forever(self) -> None:
+        self._steady.gives_up_s = time.monotonic() + self._limit_s + _LATE_S
+        super().run_forever()
 
     def _advance(self, seconds: float) -> None:
         self._now_s += seconds
@@ -76,4 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
     """For every async test."""
-    return {"steady": SteadyLoop}
+    mark = item.get_closest_marker("timeout")
+    given = config.getoption("timeout")
+    limit_s = float(mark.args[0] if mark else config.getini("timeout") if given is None else given)
+    return {"steady": functools.partial(SteadyLoop, limit_s or math.inf)}

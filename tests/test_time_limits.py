@@ -44,8 +44,14 @@ async def test_time_passes_while_nothing_happens():
 
 
 HANGS = """
-import asyncio, pytest
+import asyncio, pytest, time
 async def test_in_the_loop():
+    await asyncio.Event().wait()
+async def test_in_callbacks():
+    def again():
+        time.sleep(0.2)
+        asyncio.get_running_loop().call_soon(again)
+    again()
     await asyncio.Event().wait()
 def test_in_the_main_thread():
     import threading
@@ -62,6 +68,7 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
     argv = [sys.executable, "-X", "no_debug_ranges", "-m", "pytest", "-p", "no:cacheprovider", "--timeout=1"]
     argv += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
-    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("Timeout (>1.0s)") >= 2
+    assert "still turns after its time limit" in done.stdout
     assert "threading.Event().wait()" in done.stdout, "where it hangs is told"
