@@ -140,6 +140,7 @@ def test_addresses_of_servers(text: str, url: str) -> None:
     [
         ("https://h:80", "areal speaks plain HTTP, not https"),
         ("h", "it names no port"),
+        ("h:0", "it names no port"),
         ("h:x", "Port could not be cast"),
         ("h:80/v1", "something follows the port"),
         (":80", "it names no host"),

@@ -75,7 +75,7 @@ def server_url(text: str) -> str:
         raise ValueError(f"areal speaks plain HTTP, not {parts.scheme}")
     if not parts.hostname or parts.username is not None or any(character.isspace() for character in text):
         raise ValueError("it names no host")
-    if parts.port is None:
+    if not parts.port:
         raise ValueError("it names no port")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError("something follows the port")
