@@ -126,7 +126,10 @@ class NativeReplica:
                 weights_whole=status == 200,  # 503: alive, but an update stopped midway
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerUnavailable(f"{self.name} described itself in a way that cannot be read: {error!r}") from error
+            raise ServerUnavailable(
+                f"{self.name} describes itself as no native server does ({error!r}): is it of the kind that "
+                "allocation_mode names?"
+            ) from error
 
     async def load(self) -> ReplicaLoad:
         """How busy it is; see the protocol."""

@@ -94,7 +94,8 @@ class ReplicaSet:
             await self.wait_for_change(deadline - time.monotonic())
         self.has_started = True
         if self.target_version == ANY_VERSION:
-            held = [slot.version for slot in self.slots if slot.is_well and not slot.is_outlived]
+            known = [slot for slot in self.slots if slot.is_well and not (slot.is_outlived or slot.is_unproven)]
+            held = [slot.version for slot in known]
             self.set_target(max(held, default=ANY_VERSION), None)
 
     async def close(self) -> None:
@@ -187,7 +188,7 @@ class ReplicaSet:
             raise ServerUnavailable(f"{slot.name}: {reason}") from error
         if slot.replica is not replica:
             raise ServerUnavailable(f"{slot.name} was replaced while it took in version {update.version}")
-        slot.half_updated = slot.is_outlived = False
+        slot.half_updated = slot.is_outlived = slot.is_unproven = False
         self._settle(slot, update.version)
 
     async def _lost_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
@@ -202,6 +203,8 @@ class ReplicaSet:
             self.move(slot, "stale", refusal or "an update failed midway, its weights are a mixture")
         elif version == ANY_VERSION:
             self.move(slot, "stale", "waits for its first weights")
+        elif slot.is_unproven:
+            self.move(slot, "stale", "ran before this run, and waits for the weights of this run")
         elif self.target_version == ANY_VERSION:
             self.move(slot, "stale", "waits for the other replicas to come in")
         elif slot.is_outlived:
@@ -296,7 +299,9 @@ class ReplicaSet:
             return
         if slot.replica is not None:
             await self.take_out(slot, "replaced by a new registration")
-        slot.address = str(json.loads(registration)["address"])
+        told = json.loads(registration)
+        slot.address = str(told["address"])
+        slot.is_unproven = told.get("pid", 0) is None  # a server of ours begins with the weights of its run
         slot.replica = self._factory(slot.name, slot.address)
         slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
         slot.prefixes.clear()

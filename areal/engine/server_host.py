@@ -55,6 +55,8 @@ _ASK_INTERVAL_S = 1.0
 _ANSWER_LIMIT_S = 30.0
 """After so long a question is asked again, on a new connection."""
 _REMARKABLE_S = 5.0
+_DEAF_S = 5.0
+"""A server that served and takes no connection for so long is on its way out, however long it goes on writing why."""
 _GRACE_SHARE = 0.75
 """Of launcher.stop_grace_s: the rest is for killing what does not end, before the launcher kills us."""
 _TAIL_BYTES = 1 << 17
@@ -202,6 +204,7 @@ class ServerHost:
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
         self._was_ready = False
+        self._was_deaf = False
 
     async def run(self) -> int | None:
         """Serve until SIGTERM or Ctrl-C; then None. Else the return code of the server, which ended by itself.
@@ -214,7 +217,7 @@ class ServerHost:
         process = await self._start()
         end = asyncio.create_task(process.wait(), name="end of the server")
         stop = asyncio.create_task(stopped.wait(), name="wish to stop")
-        watch = asyncio.create_task(self._watch(), name="watch the server")
+        watch = asyncio.create_task(self._watch(process), name="watch the server")
         async with beating_loop(launched_heartbeat(), self._health.tell):
             await asyncio.wait({end, stop, watch}, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
@@ -245,7 +248,7 @@ class ServerHost:
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {error.strerror or error}") from error
 
-    async def _watch(self) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """From the start on: wait until it is ready, say so, ask it how it is."""
         while not await self._is_ready():
             await asyncio.sleep(_ASK_INTERVAL_S / 2)
@@ -254,7 +257,9 @@ class ServerHost:
         self._announce()
         # The second question waits behind a weight update, of which this client knows nothing. So it has no limit of
         # its own: asked again it would only pile up.
-        await asyncio.gather(self._keep_asking("load", _ANSWER_LIMIT_S), self._keep_asking("info", None))
+        await asyncio.gather(
+            self._keep_asking("load", _ANSWER_LIMIT_S), self._keep_asking("info", None), self._kill_when_deaf(process)
+        )
 
     async def _is_ready(self) -> bool:
         try:
@@ -277,6 +282,26 @@ class ServerHost:
                 self._health.failed(question, str(error) or "no answer in time")
             else:
                 self._health.answered(question)
+
+    async def _kill_when_deaf(self, process: asyncio.subprocess.Process) -> None:
+        """vLLM without its engine closes its port at once, and then tells each request's error for minutes."""
+        heard_s = time.monotonic()
+        host, port = self._ports["{port}"].getsockname()[:2]
+        while time.monotonic() - heard_s < _DEAF_S:
+            await asyncio.sleep(_ASK_INTERVAL_S)
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                pass  # whatever it is, somebody listens
+            else:
+                writer.close()
+            heard_s = time.monotonic()
+        self._was_deaf = True
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
     def _announce(self) -> None:
         options = self._options
@@ -301,6 +326,8 @@ class ServerHost:
         lines = self._log_lines()
         words = last_words(lines)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if self._was_deaf:
+            how = f"took no more connections for {_DEAF_S:g} s and was killed"
         text = f"the {self._options.backend} server {how}" + (f": {words}" if words else "")
         is_chance = not self._was_ready and (met_taken_port(lines) or (code < 0 and not last_error(lines)))
         return (TRANSIENT_EXIT if is_chance else 1), text

@@ -42,6 +42,9 @@ class Slot:
         self.is_outlived = False
         """Its version is from before the trainer went back to an older one: the number may come again, the weights
         may not."""
+        self.is_unproven = False
+        """It belongs to nobody's run, and this run has not given it weights yet: whatever version it tells, it may hold
+        others."""
         self.given_up_version: int | None = None
         """It failed to take in this version while others served it: the next version is its next chance."""
         self.info: ReplicaInfo | None = None

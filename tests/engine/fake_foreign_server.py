@@ -40,6 +40,15 @@ def end_with_engine(engine):
     os._exit(1)
 
 
+def close_when_told(server):
+    """As vLLM without its engine: it takes no more connections, and is long in ending."""
+    while not (folder / "close-the-port").exists():
+        time.sleep(0.01)
+    sys.stdout.write("(APIServer pid=1) ERROR 11-21 10:00:00 [async_llm.py:9] EngineDeadError: no engine\n")
+    sys.stdout.flush()
+    server.shutdown()
+
+
 def end_slowly(*_):
     time.sleep(0.5)
     sys.stdout.write("ended by itself\n")
@@ -100,4 +109,6 @@ if "never-ready" in words:
 if "ignores-engine" not in words:
     threading.Thread(target=end_with_engine, args=[engine], daemon=True).start()
 with Server(("127.0.0.1", port), Handler) as server:
+    threading.Thread(target=close_when_told, args=[server], daemon=True).start()
     server.serve_forever(poll_interval=0.01)
+time.sleep(600)

@@ -277,6 +277,14 @@ def test_a_death_after_it_was_ready(start, victim):
     assert f"areal: error: the vllm server {told[victim]}\n" in host.log
 
 
+def test_a_server_that_takes_no_more_connections_is_ended_though_it_lives(start):
+    host = start()
+    host.wait_ready()
+    (host.paths.root / "close-the-port").touch()
+    assert host.wait_end() == 1
+    assert "the vllm server took no more connections for 5 s and was killed: EngineDeadError: no engine\n" in host.log
+
+
 def test_an_end_in_order_that_nobody_asked_for_is_an_error(start):
     host = start("ends-slowly")
     host.wait_ready()

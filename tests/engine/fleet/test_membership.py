@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from fake_server import FleetKit, until
@@ -305,3 +306,26 @@ async def test_a_replica_that_is_checked_in_a_pause_stays_paused(kit: FleetKit) 
     fleet._replicas.suspect(slot, slot.replica, "one of its requests failed")
     await publication
     assert server.acts()[-4:] == ["pause", "load", "commit", "resume"]
+
+
+async def test_a_server_that_belongs_to_nobody_serves_once_this_run_gave_it_weights(kit: FleetKit) -> None:
+    """It says version 0, as one that began with the policy of the run would; who knows what it began with."""
+    server = await kit.server(0)
+    kit.registry.add("servers/0", json.dumps({"address": server.address, "pid": None}), replace=True)
+    fleet = await kit.fleet(1)
+    assert fleet.version == -1
+    assert replica(fleet, "server-0")["reason"] == "ran before this run, and waits for the weights of this run"
+    assert fleet.status()["needs_publication"]
+    assert lacking(fleet, 0) == ["server-0"]
+    await fleet.update_weights(kit.disk(0))
+    assert_whole(await fleet.agenerate(a_request()))
+    assert (fleet.version, [one["name"] for one in fleet.status()["replicas"] if one["state"] == "serving"]) == (
+        0,
+        ["server-0"],
+    )
+    await server.die()  # and begins anew, with whatever weights it is started with
+    await until(lambda: replica(fleet, "server-0")["state"] == "absent")
+    await server.start(int(server.address.rpartition(":")[2]))
+    server.version = 0
+    await serving(fleet, "server-0")
+    assert server.acts().count("load") == 2, "it was brought to version 0 again"
