@@ -7,7 +7,17 @@ import asyncio
 import pytest
 from checkpoints import Scorer, build_model
 from real_server import RealServer
-from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, eventually, largest_gap
+from server_kit import (
+    PROMPT,
+    TOLERANCE,
+    FixedTrainer,
+    Kit,
+    SpareServer,
+    a_request,
+    eventually,
+    largest_gap,
+    tokens_made,
+)
 
 NUM_TOKENS = 900
 pytestmark = pytest.mark.timeout(900)
@@ -21,13 +31,13 @@ def new_cool(models) -> Scorer:
 
 async def test_answers_go_on_after_restart_and_refit(kit: Kit, spare: SpareServer, new_cool: Scorer) -> None:
     """The only server dies. Its successor starts with the old weights, and serves once it has the current ones."""
-    fleet = await kit.fleet(await spare.running())
+    victim = await spare.running()
+    fleet = await kit.fleet(victim)
     version = fleet.version + 1
     await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(2))).publish, version)
     requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(3)]
     running = [asyncio.create_task(fleet.agenerate(request)) for request in requests]
-    await eventually(lambda: fleet.status()["generated_tokens"] >= 3 * 60)
-    victim = await spare.running()
+    await tokens_made(fleet, 3 * 60)
     victim.process.kill()  # of its group, only the process that speaks HTTP
     await eventually(lambda: fleet.status()["replicas"][0]["state"] != "serving")
     spare.kill_all()
@@ -51,9 +61,9 @@ async def test_answers_go_on_at_another_server(
     await asyncio.to_thread(channel.publish, version)
     assert [replica["state"] for replica in fleet.status()["replicas"]] == ["serving"] * 2
     whole = await fleet.agenerate(a_request(NUM_TOKENS, greedy=True))
-    running = [asyncio.create_task(fleet.agenerate(a_request(NUM_TOKENS, greedy=True))) for _ in range(6)]
     made = fleet.status()["generated_tokens"]
-    await eventually(lambda: fleet.status()["generated_tokens"] >= made + 6 * 60)
+    running = [asyncio.create_task(fleet.agenerate(a_request(NUM_TOKENS, greedy=True))) for _ in range(6)]
+    await tokens_made(fleet, made + 6 * 60)
     victim.kill_all()
     responses = await asyncio.gather(*running)
     assert sum(response.replicas == ["server-1", "server-0"] for response in responses) == 3

@@ -48,7 +48,9 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(
             await asyncio.to_thread(collective.publish, version)
         responses = await asyncio.gather(*running)
         were_split = [check_split(response, version, old, new) for response in responses]
-        assert [r.num_interruptions for r in responses] == [int(s and mode == "interrupt") for s in were_split]
+        for response, was_split in zip(responses, were_split, strict=True):
+            most = int(mode == "interrupt")  # one that is not split may have had all of its tokens, or none
+            assert (most if was_split else 0) <= response.num_interruptions <= most
         assert {response.stop_reason for response in responses} == {"length"}
         after = await fleet.agenerate(a_request(20))  # no cache of the old weights is left
         assert after.output_versions == [version] * 20
