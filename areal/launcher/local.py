@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -41,9 +41,10 @@ from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import settle_leftovers, write_atomic
-from areal.system.process import run_main
+from areal.system.process import AREAL_PROCESS, run_main
 from areal.system.run_paths import RunPaths
 
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
        python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
 
@@ -97,11 +98,22 @@ def plan_text(plan: LaunchPlan) -> str:
         memory = "" if process.memory_bytes == 0 else f", {bytes_text(process.memory_bytes)} of model state"
         lines.append(f"  {process.name}: {where}, {process.num_threads} threads{memory}")
         lines.append(f"    {shlex.join(process.argv)}")
+        if process.role == "server":
+            lines.append(f"    with {_variables(process.env)}")
     lines += [f"  server-{index}: runs already at {url}" for index, url in enumerate(plan.attached)]
     lines.append("identities:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
     lines.append("Model state is weights, gradients, optimiser and KV cache; activations and libraries come on top.")
     return "\n".join(lines) + "\n"
+
+
+def _variables(env: Mapping[str, str]) -> str:
+    """As a shell takes them: what a person needs to start such a server by hand. Secrets are not shown."""
+    shown = {name: value for name, value in env.items() if name != AREAL_PROCESS}
+    hidden = [name for name in shown if name.upper().endswith(_SECRET)]
+    return " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in sorted((shown | dict.fromkeys(hidden, "...")).items())
+    )
 
 
 def launch(request: Launch, machine: Machine) -> int:

@@ -211,6 +211,7 @@ server_python: {python}
 cluster: {{fileroot: {tmp_path}/runs}}
 train_dataset: {{path: missing.jsonl, batch_size: 8}}
 gconfig: {{max_new_tokens: 8}}
+launcher: {{inference_server_env_vars: "HUB_TOKEN=mine,MODE=a b"}}
 actor: {{path: org/model, optimizer: {{lr: 1e-4}}}}
 vllm: {{x: 1, model: {tmp_path}/none}}
 sglang: {{page_size: 1}}
@@ -229,5 +230,7 @@ reward_fn: exact
     shown = capsys.readouterr()
     assert "server-0: cpu, 1 threads" in shown.out
     assert '\'--weight-transfer-config={"backend":"areal"}\'' in shown.out, "a command that can be pasted"
+    assert "VLLM_SERVER_DEV_MODE=1" in shown.out
+    assert "HUB_TOKEN=... MKL_NUM_THREADS=1 MODE='a b' " in shown.out, "with its variables, but for secrets"
     assert shown.err.count("not used with allocation_mode=vllm:d1+fsdp:d1: sglang\n") == 2
     assert not os.path.exists(tmp_path / "runs")
