@@ -35,17 +35,19 @@ async def test_answers_go_on_after_restart_and_refit(kit: Kit, spare: SpareServe
     fleet = await kit.fleet(victim)
     version = fleet.version + 1
     await asyncio.to_thread(kit.disk(fleet, FixedTrainer(build_model(2))).publish, version)
-    requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(3)]
+    requests = [a_request(NUM_TOKENS, prompt=PROMPT[i:], temperature=SpareServer.temperature) for i in range(10)]
     running = [asyncio.create_task(fleet.agenerate(request)) for request in requests]
-    await tokens_made(fleet, 3 * 60)
+    await tokens_made(fleet, len(requests) * 10)
     victim.process.kill()  # of its group, only the process that speaks HTTP
     await eventually(lambda: fleet.status()["replicas"][0]["state"] != "serving")
     spare.kill_all()
     kit.register(0, await spare.running())
-    for response in await asyncio.gather(*running):
+    responses = await asyncio.gather(*running)
+    assert {response.num_interruptions for response in responses} <= {0, 1}
+    assert any(response.num_interruptions for response in responses), "the kill came after the last token"
+    for response in responses:
         assert len(response.output_ids) == NUM_TOKENS
         assert response.output_versions == [version] * NUM_TOKENS
-        assert response.num_interruptions == 1
         expected = new_cool.logprobs(response.input_ids, response.output_ids)
         assert largest_gap(response.output_logprobs, expected) < TOLERANCE
 
@@ -62,11 +64,13 @@ async def test_answers_go_on_at_another_server(
     assert [replica["state"] for replica in fleet.status()["replicas"]] == ["serving"] * 2
     whole = await fleet.agenerate(a_request(NUM_TOKENS, greedy=True))
     made = fleet.status()["generated_tokens"]
-    running = [asyncio.create_task(fleet.agenerate(a_request(NUM_TOKENS, greedy=True))) for _ in range(6)]
-    await tokens_made(fleet, made + 6 * 60)
+    running = [asyncio.create_task(fleet.agenerate(a_request(NUM_TOKENS, greedy=True))) for _ in range(20)]
+    await tokens_made(fleet, made + len(running) * 10)
     victim.kill_all()
     responses = await asyncio.gather(*running)
-    assert sum(response.replicas == ["server-1", "server-0"] for response in responses) == 3
+    ways = [response.replicas for response in responses]
+    assert ways.count(["server-0"]) == 10
+    assert ["server-1", "server-0"] in ways, "the kill came after the last token"
     for response in responses:
         assert response.output_ids == whole.output_ids
         assert response.output_versions == [version] * NUM_TOKENS
