@@ -16,7 +16,6 @@ from areal.engine.replica import Replica
 
 class FakeNative(FakeServer):
     dialect = "native"
-    tells_mixture = True
 
     @staticmethod
     def client(name: str, address: str) -> Replica:

@@ -56,8 +56,6 @@ class FakeServer(ABC):
     """The behaviour that all dialects share."""
 
     dialect: ClassVar[str]
-    tells_mixture: ClassVar[bool] = False
-    """Whether a health check learns of an update that stopped midway (`torn`)."""
     can_abandon: ClassVar[bool] = True
     """Whether a server that waits for a bucket can be told to stop waiting; else the trainer's end does."""
     takes_min_new_tokens: ClassVar[bool] = True

@@ -28,7 +28,6 @@ def recorded(name: str) -> Any:
 
 class FakeVLLM(FakeServer):
     dialect = "vllm"
-    tells_mixture = True
     can_abandon = False
 
     def __init__(self, **settings: Any) -> None:
