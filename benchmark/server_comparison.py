@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,17 +180,18 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
     async def request(index: int) -> None:
         length = job.lengths[index]
         first: float | None = None
-        num_tokens = 0
+        num_tokens, reason = 0, None
 
         def on_chunk(chunk: PartChunk) -> None:
-            nonlocal first, num_tokens
+            nonlocal first, num_tokens, reason
+            reason = chunk.finish_reason
             num_tokens += len(chunk.token_ids)
             first = first or time.perf_counter() - began
 
         async with room:
             began = time.perf_counter()
             part = GenerationPart(
-                part_id=f"{index:08d}",
+                part_id=uuid.uuid4().hex,
                 input_ids=job.prompts[index],
                 num_prior_output_tokens=0,
                 max_new_tokens=length,
@@ -202,7 +204,7 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
             )
             await replica.generate(part, on_chunk)
         if num_tokens != length or first is None:
-            raise RuntimeError(f"asked for {length} tokens, got {num_tokens}")
+            raise RuntimeError(f"asked for {length} tokens, got {num_tokens}, which ended by {reason}")
         firsts.append(first)
 
     before_s, began_s = group_cpu_s(group), time.perf_counter()
