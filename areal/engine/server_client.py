@@ -6,7 +6,7 @@ A call waits for its answer, as long as that takes; `HttpClient` tells what ends
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -15,6 +15,8 @@ from areal.engine.http_connection import HttpClient, OnData
 
 _TRY_ELSEWHERE = (408, 429)
 """Client-error statuses that speak of the server's state, not of the request."""
+
+_Found = TypeVar("_Found")
 
 
 class ServerClient:
@@ -70,6 +72,13 @@ class ServerClient:
         if 400 <= status < 500 and status not in _TRY_ELSEWHERE:
             return RequestError(f"{self.name} refused {path}: {message}")
         return ServerUnavailable(f"{self.name} failed {path} with status {status}: {message}")
+
+    def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
+        """What `parse` makes of the JSON of an answer. ServerUnavailable where it does not find what was agreed."""
+        try:
+            return parse(orjson.loads(payload))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
 
     def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""

@@ -7,10 +7,11 @@ server's answer; each ends with the answer, with the connection, or with its cal
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -30,12 +31,10 @@ from areal.engine.sglang_wire import (
     parse_vocabulary,
     vocabulary_probe,
 )
-from areal.engine.stop_gate import BoundaryGate
+from areal.engine.stop_gate import generate_across_a_boundary
 from areal.system.folder_check import folder_problem
 
 OnChunk = Callable[[PartChunk], None]
-_Found = TypeVar("_Found")
-
 DRAIN_S = 1.0
 """How long a pause waits for aborted requests to come back by themselves; SGLang looks for them once a second."""
 
@@ -70,7 +69,9 @@ class SGLangReplica:
         self._drained.clear()
         try:
             if part.num_prior_output_tokens and part.gconfig.stop:
-                await self._generate_across_a_boundary(part, facts, on_chunk)
+                await generate_across_a_boundary(
+                    part, functools.partial(self._generate, part, facts), self._texts, on_chunk
+                )
             else:
                 await self._generate(part, facts, on_chunk)
         finally:
@@ -105,29 +106,9 @@ class SGLangReplica:
         if not reader.finished:
             raise ServerUnavailable(f"{self.name} ended an answer without a finish reason")
 
-    async def _generate_across_a_boundary(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
-        """The server looks for stop strings in new text only: one that began in an earlier part is found here. Waits
-        for the first tokens; the server's answer, or its end, unblocks it."""
-        gate = BoundaryGate(part, on_chunk)
-        running = asyncio.create_task(self._generate(part, facts, gate.take), name=f"generate {part.part_id}")
-        filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
-        try:
-            await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()  # raises when it failed
-            if gate.settle(await self._texts(gate.token_lists())):
-                return
-            await running
-        finally:
-            running.cancel()
-            filled.cancel()
-            await asyncio.gather(running, filled, return_exceptions=True)
-
     async def _texts(self, token_lists: list[list[int]]) -> list[str]:
-        if not token_lists:
-            return []
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
-        return self._parsed(answer, lambda found: [str(text) for text in found["text"]])
+        return self._client.parsed(answer, lambda found: [str(text) for text in found["text"]])
 
     # Control
 
@@ -153,7 +134,7 @@ class SGLangReplica:
         if not self._vocab_size:
             self._vocab_size = await self._ask_vocab_size()
         asked_at = None if self._is_updating else self._num_updates
-        version = self._parsed(await self._client.get("/model_info"), parse_version)
+        version = self._client.parsed(await self._client.get("/model_info"), parse_version)
         if asked_at == self._num_updates:  # else an update has told, or will
             self._version = version
         return ReplicaInfo(
@@ -169,7 +150,7 @@ class SGLangReplica:
         return self._facts
 
     async def _ask_facts(self) -> ServerFacts:
-        return self._parsed(await self._client.get("/server_info"), parse_facts)
+        return self._client.parsed(await self._client.get("/server_info"), parse_facts)
 
     async def _ask_vocab_size(self) -> int:
         """A paused server would let the question wait, so it is resumed: whoever paused it is not this new client."""
@@ -197,7 +178,7 @@ class SGLangReplica:
                 generated_tokens=generated_tokens(metrics.decode()),
             )
 
-        return self._parsed(answer, parse)
+        return self._client.parsed(answer, parse)
 
     # Weights
 
@@ -308,12 +289,6 @@ class SGLangReplica:
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()
-
-    def _parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
-        try:
-            return parse(orjson.loads(payload))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
 
 
 def make_sglang_replica(name: str, address: str) -> SGLangReplica:

@@ -1,13 +1,13 @@
 """Owns stop strings that began in an earlier part of an answer: foreign servers look for them in its new text only.
 
-Pure: the caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
+The caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
 string ends in them; from there on the server sees all that matters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from areal.engine.replica import GenerationPart, PartChunk
 
@@ -68,3 +68,36 @@ class BoundaryGate:
 
     def _new_ids(self) -> list[int]:
         return [token for chunk in self._held for token in chunk.token_ids]
+
+
+OnChunk = Callable[[PartChunk], None]
+
+
+async def generate_across_a_boundary(
+    part: GenerationPart,
+    generate: Callable[[OnChunk], Awaitable[None]],
+    to_texts: Callable[[list[list[int]]], Awaitable[list[str]]],
+    on_chunk: OnChunk,
+) -> None:
+    """Let `generate` run a part that goes on from an earlier one, and end it where a stop string that began there ends.
+
+    Waits for the first tokens; the server's answer, or its end, unblocks it.
+    """
+
+    async def run() -> None:
+        await generate(gate.take)
+
+    gate = BoundaryGate(part, on_chunk)
+    running = asyncio.create_task(run(), name=f"generate {part.part_id}")
+    filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
+    try:
+        await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()  # raises when it failed
+        lists = gate.token_lists()
+        if not gate.settle(await to_texts(lists) if lists else []):
+            await running
+    finally:
+        running.cancel()
+        filled.cancel()
+        await asyncio.gather(running, filled, return_exceptions=True)

@@ -7,11 +7,12 @@ policy versions of an answer only with its end, so tokens that came while weight
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
 import orjson
@@ -30,7 +31,7 @@ from areal.engine.replica import (
 )
 from areal.engine.server_client import ServerClient
 from areal.engine.slot import ANY_VERSION
-from areal.engine.stop_gate import BoundaryGate
+from areal.engine.stop_gate import generate_across_a_boundary
 from areal.engine.vllm_wire import (
     Piece,
     WorkerState,
@@ -54,7 +55,6 @@ _EXTENSION_HELP = (
 
 
 OnChunk = Callable[[PartChunk], None]
-_Parsed = TypeVar("_Parsed")
 
 
 class VLLMReplica:
@@ -76,7 +76,12 @@ class VLLMReplica:
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """Run a part; see the protocol. A cancelled call drops its connection, on which the server aborts it."""
         if part.num_prior_output_tokens and part.gconfig.stop:
-            await self._generate_across_a_boundary(part, on_chunk)
+            await generate_across_a_boundary(
+                part,
+                functools.partial(self._generate, part),
+                functools.partial(self._texts, stops=part.gconfig.stop or []),
+                on_chunk,
+            )
         else:
             await self._generate(part, on_chunk)
 
@@ -85,7 +90,7 @@ class VLLMReplica:
         collector = _PartCollector(self.name, on_chunk)
         if part.max_new_tokens <= part.stream_interval:
             answer = await self._client.post(path, generate_body(part, stream=False))
-            collector.add(self._parsed(answer, parse_piece), None)
+            collector.add(self._client.parsed(answer, parse_piece), None)
         else:
             await self._stream(path, part, collector)
         if collector.finish_reason is None:
@@ -99,34 +104,17 @@ class VLLMReplica:
             if event.startswith(b'{"error"'):  # a stream that began well may end so
                 errors.append(event)
                 return
-            collector.add(self._parsed(event, parse_piece), version if self._num_updates == num_updates else None)
+            collector.add(
+                self._client.parsed(event, parse_piece), version if self._num_updates == num_updates else None
+            )
 
         await self._client.stream(path, generate_body(part, stream=True), on_event)
         if errors:
-            status = self._parsed(errors[0], lambda found: int(found["error"]["code"]))
+            status = self._client.parsed(errors[0], lambda found: int(found["error"]["code"]))
             raise self._client.refusal(path, status, errors[0])
-
-    async def _generate_across_a_boundary(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """The server looks for stop strings in new text only: one that began in an earlier part is found here. Waits
-        for the first tokens; the server's answer, or its end, unblocks it."""
-        gate = BoundaryGate(part, on_chunk)
-        running = asyncio.create_task(self._generate(part, gate.take), name=f"generate {part.part_id}")
-        filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
-        try:
-            await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()  # raises when it failed
-            if not gate.settle(await self._texts(gate.token_lists(), part.gconfig.stop or [])):
-                await running
-        finally:
-            running.cancel()
-            filled.cancel()
-            await asyncio.gather(running, filled, return_exceptions=True)
 
     async def _texts(self, token_lists: list[list[int]], stops: list[str]) -> list[str]:
         """Of lists that each begin with the one before; when the last holds no stop string, the others need no text."""
-        if not token_lists:
-            return []
         whole = await self._text(token_lists[-1])
         if not any(stop in whole for stop in stops):
             return [""] * (len(token_lists) - 1) + [whole]
@@ -134,13 +122,7 @@ class VLLMReplica:
 
     async def _text(self, token_ids: list[int]) -> str:
         answer = await self._client.post("/detokenize", {"tokens": token_ids})
-        return self._parsed(answer, lambda found: str(found["prompt"]))
-
-    def _parsed(self, payload: bytes, parse: Callable[[Any], _Parsed]) -> _Parsed:
-        try:
-            return parse(orjson.loads(payload))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+        return self._client.parsed(answer, lambda found: str(found["prompt"]))
 
     async def pause(self, mode: PauseMode) -> None:
         """Both leave no key or value of the old weights in the cache."""
@@ -212,7 +194,7 @@ class VLLMReplica:
 
     async def _drop_cache(self) -> None:
         answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
-        if not self._parsed(answer, lambda found: found["success"]):
+        if not self._client.parsed(answer, lambda found: found["success"]):
             raise ServerUnavailable(f"{self.name} did not give up the KV cache of the weights before")
 
     async def abandon_update(self) -> None:
@@ -228,7 +210,7 @@ class VLLMReplica:
         asked_at = None if self._is_updating else self._num_updates
         state = await self._worker_state()
         told = await self._client.get("/weight_info")
-        version = self._parsed(
+        version = self._client.parsed(
             told, lambda found: version_number(found["weight_version"], has_dummy_weights=state.has_dummy_weights)
         )
         if asked_at == self._num_updates:  # else an update has told, or will
@@ -242,7 +224,7 @@ class VLLMReplica:
         return self._info
 
     async def _worker_state(self) -> WorkerState:
-        return self._parsed(await self._call_workers("areal_state"), parse_worker_state)
+        return self._client.parsed(await self._call_workers("areal_state"), parse_worker_state)
 
     async def _call_workers(self, method: str, *args: Any) -> bytes:
         """Run a method of areal's extension in every worker. ServerUnavailable when it failed in one."""
@@ -252,7 +234,7 @@ class VLLMReplica:
             raise ServerUnavailable(f"{self.name} runs without areal's extension: {_EXTENSION_HELP}")
         if status != 200:
             raise self._client.refusal(path, status, answer)
-        if errors := self._parsed(answer, worker_errors):
+        if errors := self._client.parsed(answer, worker_errors):
             raise ServerUnavailable(f"{self.name} failed {method}: {errors[0]}")
         return answer
 
