@@ -7,8 +7,9 @@ sequence, and the last position of each sequence holds 0 / False. T tokens in al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from areal.api.metrics import Metrics
@@ -17,24 +18,52 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PER_TOKEN = MappingProxyType({"per": "token"})
+PER_SEQUENCE = MappingProxyType({"per": "sequence"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's share of a batch. A stage that learns a new fact makes a new record by `dataclasses.replace`."""
+    """One rank's share of a batch. A stage that learns a new fact makes a new record by `dataclasses.replace`.
 
-    input_ids: Tensor  # [T] int64
+    Every tensor but the two that say where sequences lie is declared PER_TOKEN or PER_SEQUENCE (its rows): whatever cuts or
+    moves a batch goes through `mapped`, and so knows of a new field at once.
+    """
+
     cu_seqlens: Tensor  # [S + 1] int32, starts with 0, ends with T
-    loss_mask: Tensor  # [T] bool: token t+1 is trained on
     sequence_index: Tensor  # [T] int64: which of the S sequences position t belongs to
-    rollout_logprobs: Tensor  # [T] float32
-    output_versions: Tensor  # [T] int64: version that made token t+1, -1 if none did
-    rewards: Tensor  # [S] float32
-    group_ids: Tensor  # [S] int64, unique over all ranks
-    finished: Tensor  # [S] bool
-    prox_logprobs: Tensor | None = None  # [T] float32, policy at the start of the update
-    ref_logprobs: Tensor | None = None  # [T] float32, frozen reference policy
-    values: Tensor | None = None  # [T] float32, critic at the start of the update
-    advantages: Tensor | None = None  # [T] float32
-    returns: Tensor | None = None  # [T] float32, targets of the critic
+    input_ids: Tensor = field(metadata=PER_TOKEN)  # [T] int64
+    loss_mask: Tensor = field(metadata=PER_TOKEN)  # [T] bool: token t+1 is trained on
+    rollout_logprobs: Tensor = field(metadata=PER_TOKEN)  # [T] float32
+    output_versions: Tensor = field(metadata=PER_TOKEN)  # [T] int64: version that made token t+1, -1 if none did
+    rewards: Tensor = field(metadata=PER_SEQUENCE)  # [S] float32
+    group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
+    finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
+    prox_logprobs: Tensor | None = field(
+        default=None, metadata=PER_TOKEN
+    )  # [T] float32, policy at the start of the update
+    ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
+    values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic at the start of the update
+    advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
+    returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
+
+    def mapped(
+        self,
+        *,
+        token: Callable[[Tensor], Tensor],
+        sequence: Callable[[Tensor], Tensor],
+        cu_seqlens: Tensor,
+        sequence_index: Tensor,
+    ) -> TrainBatch:
+        """The batch with `token` applied to every tensor that has one row a token, `sequence` to the others."""
+        apply = {"token": token, "sequence": sequence}
+        changed: dict[str, Tensor] = {}
+        for entry in fields(self):
+            # over the declaration, not over names written down again: a new field cannot be forgotten here
+            value: Tensor | None = getattr(self, entry.name)
+            if value is not None and "per" in entry.metadata:
+                changed[entry.name] = apply[entry.metadata["per"]](value)
+        return replace(self, cu_seqlens=cu_seqlens, sequence_index=sequence_index, **changed)
 
     @property
     def num_sequences(self) -> int:

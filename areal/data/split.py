@@ -98,22 +98,9 @@ def take(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.cu_seqlens.device)
     new_index = torch.arange(len(indices), device=chosen.device)
 
-    def if_known(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[positions]
-
-    return TrainBatch(
-        input_ids=batch.input_ids[positions],
+    return batch.mapped(
+        token=lambda values: values[positions],
+        sequence=lambda values: values[chosen],
         cu_seqlens=cu_seqlens,
-        loss_mask=batch.loss_mask[positions],
         sequence_index=torch.repeat_interleave(new_index, cu_seqlens.diff().long()),
-        rollout_logprobs=batch.rollout_logprobs[positions],
-        output_versions=batch.output_versions[positions],
-        rewards=batch.rewards[chosen],
-        group_ids=batch.group_ids[chosen],
-        finished=batch.finished[chosen],
-        prox_logprobs=if_known(batch.prox_logprobs),
-        ref_logprobs=if_known(batch.ref_logprobs),
-        values=if_known(batch.values),
-        advantages=if_known(batch.advantages),
-        returns=if_known(batch.returns),
     )

@@ -96,22 +96,9 @@ def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
     if device.type == "cpu":
         return batch
 
-    def if_known(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.to(device, non_blocking=True)
+    def moved(values: Tensor) -> Tensor:
+        return values.to(device, non_blocking=True)
 
-    return TrainBatch(
-        input_ids=batch.input_ids.to(device, non_blocking=True),
-        cu_seqlens=batch.cu_seqlens.to(device, non_blocking=True),
-        loss_mask=batch.loss_mask.to(device, non_blocking=True),
-        sequence_index=batch.sequence_index.to(device, non_blocking=True),
-        rollout_logprobs=batch.rollout_logprobs.to(device, non_blocking=True),
-        output_versions=batch.output_versions.to(device, non_blocking=True),
-        rewards=batch.rewards.to(device, non_blocking=True),
-        group_ids=batch.group_ids.to(device, non_blocking=True),
-        finished=batch.finished.to(device, non_blocking=True),
-        prox_logprobs=if_known(batch.prox_logprobs),
-        ref_logprobs=if_known(batch.ref_logprobs),
-        values=if_known(batch.values),
-        advantages=if_known(batch.advantages),
-        returns=if_known(batch.returns),
+    return batch.mapped(
+        token=moved, sequence=moved, cu_seqlens=moved(batch.cu_seqlens), sequence_index=moved(batch.sequence_index)
     )
