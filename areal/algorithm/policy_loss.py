@@ -1,19 +1,22 @@
 """Owns the policy-gradient losses: one function per variant, from one record of named tensors to per-token losses.
 
-To add a variant: one function here (or in a file of its own) from PolicyTokens to PolicyLoss, one config class that
-selects it in `policy_loss`, one test.
+A loss is the function `loss(tokens, options) -> PolicyLoss` of the module of its name in `areal.algorithm.losses`. How
+to add one is told in `areal.api.config.policy_losses`.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, require_same_shape
-from areal.algorithm.importance import behaviour_weights, log_ratio
-from areal.api.config import PPOActorConfig
+from areal.algorithm.importance import log_ratio
+from areal.api.config import PolicyLossOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,9 @@ class PolicyLoss:
 
     losses: Tensor  # [T] with gradient
     stats: dict[str, TokenStat]
+
+
+PolicyLossFn = Callable[[PolicyTokens, PolicyLossOptions], PolicyLoss]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,64 +98,25 @@ def clipped_objective(
     )
 
 
-def ppo_clip_loss(
-    tokens: PolicyTokens, *, eps_clip: float, eps_clip_higher: float | None = None, c_clip: float | None = None
-) -> PolicyLoss:
-    """PPO: `clipped_objective` around pi_old; the behaviour policy is taken to be pi_old."""
-    objective = clipped_objective(tokens, eps_clip=eps_clip, eps_clip_higher=eps_clip_higher, c_clip=c_clip)
-    return PolicyLoss(losses=objective.losses, stats=_ratio_stats(tokens, objective))
+def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
+    """The loss that `options.policy_loss` names: `loss` of `areal.algorithm.losses.NAME`, with its own options."""
+    module = importlib.import_module(f"areal.algorithm.losses.{options.policy_loss}")
+    compute = cast("PolicyLossFn", module.loss)
+    return compute(tokens, options)
 
 
-def decoupled_ppo_loss(
-    tokens: PolicyTokens,
-    *,
-    eps_clip: float,
-    eps_clip_higher: float | None = None,
-    c_clip: float | None = None,
-    weight_cap: float | None = None,
-) -> PolicyLoss:
-    """Decoupled PPO (Hilton et al. 2021; AReaL, arXiv 2505.24298): three policies.
-
-    `old_logprobs` is the proximal policy (the trainer's at the start of the update): the trust region is around it.
-    l = w * clipped_objective with w = pi_prox / pi_rollout without gradient; tokens with w > weight_cap give 0 and
-    stay in the denominator. Every other note of `clipped_objective` and `behaviour_weights` holds.
-    """
-    objective = clipped_objective(tokens, eps_clip=eps_clip, eps_clip_higher=eps_clip_higher, c_clip=c_clip)
-    behaviour = behaviour_weights(tokens.old_logprobs, tokens.rollout_logprobs, tokens.mask, weight_cap)
-    # where, not only a product: weight 0 times an infinite loss would be NaN
-    losses = torch.where(behaviour.kept, behaviour.weights * objective.losses, 0.0)
-    stats = _ratio_stats(tokens, objective)
-    stats["behave_imp_weight"] = TokenStat(behaviour.weights, behaviour.kept)
-    stats["behave_imp_weight_max"] = TokenStat(behaviour.log_ratio.exp(), tokens.mask, "max")
-    stats["behave_approx_kl"] = TokenStat(_k3_from_samples(behaviour.log_ratio), tokens.mask)
-    stats["behave_above_cap_ratio"] = TokenStat(behaviour.above_cap, tokens.mask)
-    return PolicyLoss(losses=losses, stats=stats)
-
-
-def policy_loss(tokens: PolicyTokens, config: PPOActorConfig) -> PolicyLoss:
-    """The loss variant that `config` asks for."""
-    if config.use_decoupled_loss:
-        return decoupled_ppo_loss(
-            tokens,
-            eps_clip=config.eps_clip,
-            eps_clip_higher=config.eps_clip_higher,
-            c_clip=config.c_clip,
-            weight_cap=config.behav_imp_weight_cap,
-        )
-    return ppo_clip_loss(tokens, eps_clip=config.eps_clip, eps_clip_higher=config.eps_clip_higher, c_clip=config.c_clip)
-
-
-def _ratio_stats(tokens: PolicyTokens, objective: ClippedObjective) -> dict[str, TokenStat]:
+def ratio_stats(tokens: PolicyTokens, objective: ClippedObjective) -> dict[str, TokenStat]:
+    """What every loss with a clipped ratio logs."""
     ratio = objective.log_ratio.exp()
     return {
         "importance_weight": TokenStat(ratio, tokens.mask),
         "importance_weight_max": TokenStat(ratio, tokens.mask, "max"),
-        "approx_kl": TokenStat(_k3_from_samples(objective.log_ratio), tokens.mask),
+        "approx_kl": TokenStat(k3_from_samples(objective.log_ratio), tokens.mask),
         "clip_ratio": TokenStat(objective.clipped, tokens.mask),
         "dual_clip_ratio": TokenStat(objective.dual_clipped, tokens.mask),
     }
 
 
-def _k3_from_samples(log_new_over_old: Tensor) -> Tensor:
+def k3_from_samples(log_new_over_old: Tensor) -> Tensor:
     """Low-variance, non-negative estimate of KL(old || new) at tokens sampled from the old policy."""
     return torch.expm1(log_new_over_old) - log_new_over_old

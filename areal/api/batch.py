@@ -26,8 +26,8 @@ PER_SEQUENCE = MappingProxyType({"per": "sequence"})
 class TrainBatch:
     """One rank's share of a batch. A stage that learns a new fact makes a new record by `dataclasses.replace`.
 
-    Every tensor but the two that say where sequences lie is declared PER_TOKEN or PER_SEQUENCE (its rows): whatever cuts or
-    moves a batch goes through `mapped`, and so knows of a new field at once.
+    Every tensor but the two that say where sequences lie is declared PER_TOKEN or PER_SEQUENCE (its rows): whatever
+    cuts or moves a batch goes through `mapped`, and so knows of a new field at once.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, starts with 0, ends with T
@@ -39,13 +39,13 @@ class TrainBatch:
     rewards: Tensor = field(metadata=PER_SEQUENCE)  # [S] float32
     group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
-    prox_logprobs: Tensor | None = field(
-        default=None, metadata=PER_TOKEN
-    )  # [T] float32, policy at the start of the update
+    prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
-    values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic at the start of the update
+    values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic before the update
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
+    policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
+    behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
 
     def mapped(
         self,
@@ -64,6 +64,14 @@ class TrainBatch:
             if value is not None and "per" in entry.metadata:
                 changed[entry.name] = apply[entry.metadata["per"]](value)
         return replace(self, cu_seqlens=cu_seqlens, sequence_index=sequence_index, **changed)
+
+    @property
+    def trained(self) -> Tensor:
+        """[T] bool: the answer tokens that the policy loss and its denominator count; filters take some of loss_mask.
+
+        Rewards, advantages and the critic go by loss_mask: a token that the policy does not learn from still happened.
+        """
+        return self.loss_mask if self.policy_mask is None else self.policy_mask
 
     @property
     def num_sequences(self) -> int:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import TokenStat, loss_weights, to_metrics
+from areal.algorithm.aggregate import TokenStat, local_denominator, loss_weights, to_metrics
 from areal.algorithm.value_loss import clipped_value_loss
-from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import PPOCriticConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, merge_metrics
-from areal.trainer.minibatch import prefixed, train_on_minibatches
+from areal.trainer.minibatch import minibatches, prefixed, train_on_minibatches
 
 
 class Critic:
@@ -31,8 +31,16 @@ class Critic:
         """`ppo_n_minibatches` optimiser steps towards `batch.returns`; a collective. Metrics of this rank's tokens."""
         nothing, no_mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
         names_only = self._metrics(nothing, nothing, nothing, no_mask, no_mask)
-        metrics = train_on_minibatches(self._engine, batch, self._loss, self._config.ppo_n_minibatches)
+        metrics = train_on_minibatches(self._engine, minibatches(batch, self._config.ppo_n_minibatches), self)
         return prefixed("critic", merge_metrics(names_only, metrics))
+
+    def local_denominators(self, mini: TrainBatch) -> Tensor:
+        """This rank's trained tokens of a minibatch, [1] float64."""
+        return local_denominator(mini.loss_mask, mini.sequence_index, mini.num_sequences)
+
+    def loss_fn(self, denominators: list[float]) -> LossFn:
+        """The loss of the micro-batches of a minibatch."""
+        return self._loss
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Sum of token losses of a micro-batch; the engine divides by the global denominator."""

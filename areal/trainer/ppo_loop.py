@@ -30,8 +30,9 @@ from areal.system.durable import write_atomic
 from areal.system.heartbeat import beating_thread, heartbeat_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
-from areal.trainer.actor import PPOActor, batch_metrics
+from areal.trainer.actor import PPOActor
 from areal.trainer.after_step import AfterStep, StepHooks
+from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.critic import Critic
 from areal.trainer.evaluator import Evaluator
 from areal.trainer.progress import Progress, TrainingLength
@@ -109,6 +110,8 @@ class PPOLoop:
                 batch = reference.with_ref_logprobs(batch) if reference else batch
             with phase("values"):
                 batch = critic.with_values(batch) if critic else batch
+            with phase("correction"):
+                batch = actor.with_correction(batch)
             with phase("advantages"):
                 batch = actor.with_advantages(batch)
             with phase("update"):

@@ -1,17 +1,73 @@
-"""docs/algorithms.md names only options that exist."""
+"""docs/algorithms.md: every row's configuration loads, and every loss and estimator has a row."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from areal.api.config import NormConfig, PPOActorConfig
+import pytest
+import yaml
+
+from areal.api.config import PPOActorConfig
+from areal.api.config.convert import Reader, with_defaults
+from areal.api.config.schema import fields_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+NAMED = ("policy_loss", "adv_estimator")
+"""Options whose every choice needs a row."""
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Every Markdown table as rows of cells, the header row first."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))])
+        elif found[-1]:
+            found.append([])
+    return [[row for row in table if not set("".join(row)) <= set("-: ")] for table in found if table]
+
+
+def rows() -> list[tuple[str, list[dict[str, Any]]]]:
+    """(name, options that its config cell gives) of every row of a table with a config column for the actor."""
+    result = []
+    for header, *body in tables(PAGE.read_text(encoding="utf-8")):
+        places = [i for i, title in enumerate(header) if title.startswith("config (`actor.`)")]
+        for cells in body if places else []:
+            spans = re.findall(r"`([^`]+)`", cells[places[0]])
+            given = [yaml.safe_load(span if span.startswith("{") else f"{{{span}}}") for span in spans if ":" in span]
+            result.append((cells[0], given))
+    return result
+
+
+@pytest.mark.parametrize(("name", "given"), rows(), ids=[name for name, _ in rows()])
+def test_the_configuration_of_every_row_loads(name, given):
+    tree: dict[str, Any] = {}
+    for part in given:
+        tree |= part
+    reader = Reader(PPOActorConfig, with_defaults(PPOActorConfig, {"path": "x", **tree}))
+    config = reader.read(PPOActorConfig)
+    assert not reader.issues, f"{name}: {reader.issues}"
+    assert not list(config.problems()), f"{name}: {list(config.problems())}"
+
+
+def test_every_named_choice_has_a_row():
+    shown = {(key, value) for _, given in rows() for part in given for key, value in part.items() if key in NAMED}
+    wanted = {
+        (key, value) for key in NAMED if (spec := fields_of(PPOActorConfig).get(key)) for value in spec.limits.choices
+    }
+    assert len(rows()) > 10
+    assert wanted - shown == set(), "docs/algorithms.md lacks rows for these"
 
 
 def test_every_option_named_on_the_page_exists():
-    known = {field.name for cls in (PPOActorConfig, NormConfig) for field in fields(cls)}
-    quoted = re.findall(r"`([^`]+)`", PAGE.read_text(encoding="utf-8"))
-    options = {name for text in quoted for name in re.findall(r"(\w+):\s", text)}
+    known = set(fields_of(PPOActorConfig)) | set(_names_below(PPOActorConfig))
+    options = {name for _, given in rows() for part in given for name in part}
     assert {"reward_norm", "use_decoupled_loss", "c_clip"} <= options
     assert options <= known
+
+
+def _names_below(cls):
+    for spec in fields_of(cls).values():
+        yield spec.name
+        if spec.is_section:
+            yield from _names_below(spec.hint)

@@ -1,5 +1,6 @@
 """A train engine small enough to reason about: a table of logits, token by token, and ranks that are threads."""
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,7 +114,7 @@ def select(batch, indices):
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "sequence_index": torch.arange(len(indices)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
     }
-    per_sequence = {"rewards", "group_ids", "finished"}
+    per_sequence = {f.name for f in dataclasses.fields(TrainBatch) if f.metadata.get("per") == "sequence"}
     fields = {}
     for name in TrainBatch.__dataclass_fields__:
         value = getattr(batch, name)

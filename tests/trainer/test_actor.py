@@ -9,7 +9,8 @@ import torch
 from areal.api.config import NormConfig, PPOActorConfig
 from areal.api.errors import InputError
 from areal.api.metrics import metric_values
-from areal.trainer.actor import PPOActor, batch_metrics
+from areal.trainer.actor import PPOActor
+from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.reduce import reduce_metrics
 from areal.trainer.reference import Reference
 

@@ -1,11 +1,14 @@
 """Owns what a user may configure: one file per area; import the classes from here."""
 
-from areal.api.config.algorithm import NormConfig, PPOActorConfig, PPOCriticConfig
+from areal.api.config.advantages import AdvantageOptions, NormConfig
+from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
+from areal.api.config.kl import KLOptions
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
+from areal.api.config.loss_assembly import AssemblyOptions
 from areal.api.config.observe import (
     Cadence,
     EvaluatorConfig,
@@ -17,6 +20,8 @@ from areal.api.config.observe import (
     TensorBoardConfig,
     WandBConfig,
 )
+from areal.api.config.off_policy import OffPolicyOptions
+from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
 from areal.api.config.train import (
     FSDPEngineConfig,
@@ -28,6 +33,8 @@ from areal.api.config.train import (
 from areal.api.config.validate import check_config
 
 __all__ = [
+    "AdvantageOptions",
+    "AssemblyOptions",
     "BaseExperimentConfig",
     "Cadence",
     "ClusterSpecConfig",
@@ -38,16 +45,19 @@ __all__ = [
     "GRPOConfig",
     "GenerationHyperparameters",
     "InferenceEngineConfig",
+    "KLOptions",
     "LauncherConfig",
     "MicroBatchSpec",
     "NameResolveConfig",
     "NativeServerConfig",
     "NormConfig",
+    "OffPolicyOptions",
     "OptimizerConfig",
     "PPOActorConfig",
     "PPOConfig",
     "PPOCriticConfig",
     "PerfTracerConfig",
+    "PolicyLossOptions",
     "RecoverConfig",
     "RewardConfig",
     "SFTConfig",

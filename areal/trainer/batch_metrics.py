@@ -1,0 +1,72 @@
+"""Owns the metrics of a batch before its update: what it is made of, and how far apart the policies are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
+from areal.algorithm.importance import log_ratio
+from areal.algorithm.kl import kl_estimate
+from areal.algorithm.normalise import group_index
+from areal.api.batch import TrainBatch
+from areal.api.metrics import Metrics
+from areal.trainer.minibatch import prefixed
+
+
+def batch_metrics(batch: TrainBatch) -> Metrics:
+    """What the batch is made of, before the update: rewards, lengths, advantages, distance between the policies."""
+    mask = batch.loss_mask
+    lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
+    answer_lengths = trained_counts(mask, batch.sequence_index, batch.num_sequences)
+    each = torch.ones(batch.num_sequences, dtype=torch.bool, device=mask.device)
+    stats = {
+        "num_sequences": TokenStat(each, each, "sum"),
+        "num_tokens": TokenStat(torch.ones_like(mask), torch.ones_like(mask), "sum"),
+        "num_trained_tokens": TokenStat(mask, mask, "sum"),
+        "reward": TokenStat(batch.rewards, each),
+        "reward_max": TokenStat(batch.rewards, each, "max"),
+        "reward_min": TokenStat(batch.rewards, each, "min"),
+        "sequence_length": TokenStat(lengths, each),
+        "sequence_length_max": TokenStat(lengths, each, "max"),
+        "answer_length": TokenStat(answer_lengths, each),
+        "answer_length_max": TokenStat(answer_lengths, each, "max"),
+        "answer_length_min": TokenStat(answer_lengths, each, "min"),
+        "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
+        "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),
+        "unfinished_ratio": TokenStat(~batch.finished, each),
+        "uniform_reward_ratio": TokenStat(_in_uniform_group(batch.rewards, batch.group_ids), each),
+    }
+    for name, values in (("advantage", batch.advantages), ("return", batch.returns), ("value", batch.values)):
+        if values is not None:
+            stats[name] = TokenStat(values, mask)
+    if batch.advantages is not None:
+        stats["advantage_abs"] = TokenStat(batch.advantages.abs(), mask)
+        stats["advantage_max"] = TokenStat(batch.advantages, mask, "max")
+        stats["advantage_min"] = TokenStat(batch.advantages, mask, "min")
+    stats |= _distance_stats(batch)
+    return prefixed("batch", to_metrics(stats))
+
+
+def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
+    """How far the behaviour policy and the reference are from the policy at the start of the update."""
+    mask = batch.loss_mask
+    stats: dict[str, TokenStat] = {"rollout_logprobs": TokenStat(batch.rollout_logprobs, mask)}
+    policy = batch.rollout_logprobs
+    if batch.prox_logprobs is not None:
+        policy = batch.prox_logprobs
+        gap = log_ratio(policy, batch.rollout_logprobs, mask)
+        stats["prox_logprobs"] = TokenStat(policy, mask)
+        stats["prox_rollout_gap_abs"] = TokenStat(gap.abs(), mask)
+        stats["prox_rollout_gap_max"] = TokenStat(gap.abs(), mask, "max")
+    if batch.ref_logprobs is not None:
+        stats["ref_kl"] = TokenStat(kl_estimate(policy, batch.ref_logprobs, mask, "k3"), mask)
+    return stats
+
+
+def _in_uniform_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Sequences whose whole group has one reward: they teach nothing under a group baseline. -> [S] bool"""
+    member = group_index(group_ids)
+    highest = torch.full_like(rewards, float("-inf")).scatter_reduce(0, member, rewards, "amax")
+    lowest = torch.full_like(rewards, float("inf")).scatter_reduce(0, member, rewards, "amin")
+    return (highest == lowest)[member]
