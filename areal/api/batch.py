@@ -39,6 +39,8 @@ class TrainBatch:
     rewards: Tensor = field(metadata=PER_SEQUENCE)  # [S] float32
     group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
+    baselines: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN where none was drawn."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic before the update
@@ -46,6 +48,7 @@ class TrainBatch:
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
+    candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
 
     def mapped(
         self,
@@ -99,12 +102,41 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """What a policy's passes give besides log-probabilities and a detached entropy; the defaults ask for nothing more.
+
+    Every entry changes `TrainEngine.forward` (values on the CPU) and `forward_backward` (with gradients) alike.
+    """
+
+    entropy_grad: bool = False
+    """`TokenOutputs.entropy` carries a gradient."""
+    entropy_clamp: float = 0.0
+    """Above 0: also `clamped_entropy`, of the distribution renormalised without the int(V * entropy_clamp) least likely
+    tokens of each position (AEnt, arXiv 2509.03493); below 1."""
+    candidates: int | None = None
+    """k > 0: log-probabilities of k tokens at every position: those of `TrainBatch.candidate_ids` when the batch has
+    them, of any width, else the k most likely. The choice is made in `forward` only; `forward_backward` wants the ids.
+    0: of the whole vocabulary in the order of ids, unless the batch has candidate_ids. That makes float32 [T, V]: at
+    V = 152k 0.6 GB per 1000 tokens of a micro-batch, twice in its backward pass, and of the whole batch in `forward`.
+    """
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.entropy_clamp < 1.0:
+            raise ValueError(f"entropy_clamp is a part of the vocabulary, from 0 to below 1, got {self.entropy_clamp}")
+        if self.candidates is not None and self.candidates < 0:
+            raise ValueError(f"candidates is a number of tokens, 0 for all or None for none, got {self.candidates}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
     """What a model says about a packed batch; float32, predicted-token aligned, 0 at the end of each sequence."""
 
     logprobs: Tensor | None = None  # [T] log_softmax(logits / T)[token t+1]; None for a critic
-    entropy: Tensor | None = None  # [T] of the same distribution, detached; None for a critic
+    entropy: Tensor | None = None  # [T] of the same distribution, detached by default; None for a critic
     values: Tensor | None = None  # [T] critic only
+    clamped_entropy: Tensor | None = None  # [T] OutputSpec.entropy_clamp
+    candidate_ids: Tensor | None = None  # [T, k] int64, OutputSpec.candidates; most likely first where chosen here
+    candidate_logprobs: Tensor | None = None  # [T, k]; k = V for the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
