@@ -22,6 +22,7 @@ _FRAC = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([-+]?[\d.,]+
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _LATEX_NOISE = re.compile(r"\\(?:left|right|!|,|;|:|quad|displaystyle)|~")
 _UNIT = re.compile(r"[\s°]*[A-Za-z][A-Za-z\s./^²³]*$|\s*°\s*[CF]?$|\^\\circ$")
+_BARE_WORD = re.compile(r"[^\s$\\{}]+")
 _RELATIVE_TOLERANCE = 1e-4
 _MAX_NUMBER_CHARS = 500
 """Longer answers are no numbers; the patterns for units would take quadratic time on them."""
@@ -49,6 +50,19 @@ def extract_answer(text: str) -> str | None:
             return content
     numbers = _LAST_NUMBER.findall(text)
     return numbers[-1].strip() if numbers else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed or \fbox: its braces, else the one word behind it. None when there is none or
+    when its braces never close, as in an answer that was cut off."""
+    start, command = max((text.rfind(name), name) for name in ("\\boxed", "\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start + len(command) :].lstrip()
+    if rest.startswith("{"):
+        return _balanced(rest, 0)
+    match = _BARE_WORD.match(rest)
+    return match[0] if match else None
 
 
 def _balanced(text: str, start: int) -> str | None:

@@ -10,12 +10,15 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
     "format": FunctionRef(name="format_reward", module="areal.reward.text"),
     "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
     "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
-    "math": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
+    "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
 }
 
 
-def resolve_reward_fn(reward_fn: RewardFn | str) -> FunctionRef:
-    """The reference of a reward given as function, registered name, module:function or file.py:function."""
+def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> FunctionRef:
+    """The reference of a reward given as function, registered name, module:function or file.py:function.
+
+    `key` is the option that names it, for errors.
+    """
     if isinstance(reward_fn, str):
-        return resolve_function(reward_fn, REWARD_FUNCTIONS, key="reward_fn")
+        return resolve_function(reward_fn, REWARD_FUNCTIONS, key=key)
     return function_ref(reward_fn)
