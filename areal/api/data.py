@@ -69,6 +69,8 @@ class Trajectory:
     reward: float
     finished: bool
     """False when a length limit cut the last answer."""
+    baseline: float | None = None
+    """Reward of a greedy answer to the same prompt, which nobody is trained on (ReMax); None = none was drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Scalars for the metrics, averaged over episodes (for example {"num_turns": 2.0})."""
+    filter_rewards: list[float] = field(default_factory=list[float])
+    """What filters such as mixed_rewards look at, one number a trajectory; empty = the rewards. Not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,7 @@ class BatchShare:
     rewards: np.ndarray  # [S] float32
     group_index: np.ndarray  # [S] int32, equal within a group, unique over the whole batch (all ranks)
     finished: np.ndarray  # [S] uint8
+    baselines: np.ndarray  # [S] float32, NaN where no greedy answer was drawn
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episode stats), the same on every rank."""
 

@@ -25,7 +25,12 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         "rollout_logprobs": share.rollout_logprobs,
         "output_versions": share.output_versions,
     }
-    per_sequence = {"rewards": share.rewards, "group_index": share.group_index, "finished": share.finished}
+    per_sequence = {
+        "rewards": share.rewards,
+        "group_index": share.group_index,
+        "finished": share.finished,
+        "baselines": share.baselines,
+    }
     _require_lengths(lengths, share.token_ids.size, per_token, per_sequence)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return TrainBatch(
@@ -38,6 +43,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         rewards=_tensor(share.rewards, torch.float32),
         group_ids=_tensor(share.group_index, torch.int64),
         finished=_tensor(share.finished, torch.bool),
+        baselines=_tensor(share.baselines, torch.float32),
     )
 
 
@@ -60,6 +66,7 @@ def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[
         rewards=np.zeros(num_rows, np.float32),
         group_index=np.arange(num_rows, dtype=np.int32),
         finished=np.ones(num_rows, np.uint8),
+        baselines=np.full(num_rows, np.nan, np.float32),
     )
     return to_train_batch(share)
 

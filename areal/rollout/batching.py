@@ -62,6 +62,7 @@ def _build_share(
         rewards=np.frombuffer(columns["rewards"], dtype="<f4"),
         group_index=np.repeat(np.array(group_ids, dtype="<i4"), [payload_sizes(payload)[0] for payload in payloads]),
         finished=np.frombuffer(columns["finished"], dtype=np.uint8),
+        baselines=np.frombuffer(columns["baselines"], dtype="<f4"),
     )
 
 

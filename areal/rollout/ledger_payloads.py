@@ -10,7 +10,7 @@ import numpy as np
 from areal.api.errors import LedgerError
 from areal.rollout.ledger_files import PayloadReader
 from areal.rollout.ledger_state import Event
-from areal.rollout.payload import check_payload, payload_sizes
+from areal.rollout.payload import check_payload, has_baselines, payload_sizes
 
 _HEADER_BYTES = 24
 """Magic, checksum, episode id and the two counts. payload.py says how a payload is laid out."""
@@ -34,11 +34,11 @@ def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
     payload = reader.read((segment, offset, size))
     check_payload(event["id"], payload)
     n, t = payload_sizes(payload)
-    if n == 0 or t == 0 or len(payload) != _HEADER_BYTES + 9 * n + 13 * t:
+    if n == 0 or t == 0 or len(payload) != _HEADER_BYTES + (13 if has_baselines(payload) else 9) * n + 13 * t:
         raise LedgerError(f"the payload of episode {event['id']} does not have the size that its counts make")
     integers = np.frombuffer(payload, dtype="<i4", count=n + 2 * t, offset=_HEADER_BYTES)
     floats = np.frombuffer(payload, dtype="<f4", count=n + t, offset=_HEADER_BYTES + integers.nbytes)
-    flags = np.frombuffer(payload, dtype=np.uint8, offset=_HEADER_BYTES + integers.nbytes + floats.nbytes)
+    flags = np.frombuffer(payload, np.uint8, count=t + n, offset=_HEADER_BYTES + integers.nbytes + floats.nbytes)
     lengths = integers[:n]
     if sum(lengths.tolist()) != t:
         raise LedgerError(f"the payload of episode {event['id']}: its trajectories do not have {t} tokens in all")

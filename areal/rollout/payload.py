@@ -2,7 +2,8 @@
 
 Little-endian: a header, then arrays in the types of BatchShare, so that a batch is a plain concatenation:
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
-finished u1[n].
+finished u1[n], and, where a greedy answer was drawn, baselines f4[n]: such a payload has a magic of its own, and all
+others are as they were before there were baselines.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
 _DATA = _START.size + _SIZES.size
 _MAGIC = b"ARP1"
+_MAGIC_WITH_BASELINES = b"ARP2"
+_NO_BASELINE = struct.pack("<f", math.nan)
 
-FIELDS = ("lengths", "token_ids", "output_versions", "rewards", "rollout_logprobs", "loss_mask", "finished")
+FIELDS = (
+    "lengths",
+    "token_ids",
+    "output_versions",
+    "rewards",
+    "rollout_logprobs",
+    "loss_mask",
+    "finished",
+    "baselines",
+)
 
 
 class TrajectoryError(ValueError):
@@ -80,14 +92,16 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
     flags += [trajectory.finished for trajectory in trajectories]
     num_trajectories, num_tokens = len(lengths), len(token_ids)
     integers, floats, bits = array("i", lengths + token_ids + versions), array("f", rewards + logprobs), bytes(flags)
+    baselines = _baselines(trajectories)
     if sys.byteorder == "big":
         integers.byteswap()
         floats.byteswap()
-    body = b"".join((_SIZES.pack(episode_id, num_trajectories, num_tokens), integers, floats, bits))
+        baselines.byteswap()
+    body = b"".join((_SIZES.pack(episode_id, num_trajectories, num_tokens), integers, floats, bits, baselines))
     made_by = set(versions)
     made_by.discard(-1)
     return EncodedEpisode(
-        _START.pack(_MAGIC, zlib.crc32(body)) + body,
+        _START.pack(_MAGIC_WITH_BASELINES if baselines else _MAGIC, zlib.crc32(body)) + body,
         num_trajectories,
         num_tokens,
         bits.count(1, 0, num_tokens),
@@ -95,6 +109,17 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
         max(made_by) if made_by else -1,
         sum(rewards) / num_trajectories,
     )
+
+
+def _baselines(trajectories: Sequence[Trajectory]) -> array[float]:
+    """One a trajectory, NaN where none was drawn; empty when none was drawn for any."""
+    if all(trajectory.baseline is None for trajectory in trajectories):
+        return array("f")
+    given = [trajectory.baseline for trajectory in trajectories]
+    for baseline in given:
+        if baseline is not None and not math.isfinite(baseline):
+            raise TrajectoryError(f"a trajectory has the baseline {baseline}, which is not a finite number")
+    return array("f", [math.nan if baseline is None else baseline for baseline in given])
 
 
 def _uneven(trajectory: Trajectory) -> TrajectoryError:
@@ -127,13 +152,18 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def check_payload(episode_id: int, payload: bytes) -> None:
     """LedgerError unless `payload` is the whole, undamaged record of that episode."""
-    if len(payload) < _DATA or payload[:4] != _MAGIC:
+    if len(payload) < _DATA or payload[:4] not in (_MAGIC, _MAGIC_WITH_BASELINES):
         raise LedgerError(f"the payload of episode {episode_id} does not start like one")
     if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
         raise LedgerError(f"the payload of episode {episode_id} is damaged: its checksum does not match")
     found, _, _ = _SIZES.unpack_from(payload, _START.size)
     if found != episode_id:
         raise LedgerError(f"the payload of episode {episode_id} belongs to episode {found}")
+
+
+def has_baselines(payload: bytes) -> bool:
+    """Whether the reward of a greedy answer stands beside each trajectory's."""
+    return payload[:4] == _MAGIC_WITH_BASELINES
 
 
 def payload_sizes(payload: bytes) -> tuple[int, int]:
@@ -153,8 +183,19 @@ def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:
         d = c + 4 * n
         e = d + 4 * t
         f = e + t
+        g = f + n
+        baselines = payload[g:] or _NO_BASELINE * n
         pieces.append(
-            (payload[_DATA:a], payload[a:b], payload[b:c], payload[c:d], payload[d:e], payload[e:f], payload[f:])
+            (
+                payload[_DATA:a],
+                payload[a:b],
+                payload[b:c],
+                payload[c:d],
+                payload[d:e],
+                payload[e:f],
+                payload[f:g],
+                baselines,
+            )
         )
     columns = zip(*pieces, strict=True) if pieces else ((),) * len(FIELDS)
     return {name: b"".join(parts) for name, parts in zip(FIELDS, columns, strict=True)}

@@ -21,6 +21,7 @@ _ARRAYS = (
     "rewards",
     "group_index",
     "finished",
+    "baselines",
 )
 _SHARE_KEY = "share"
 """The one metadata key: several would be written in no fixed order, and equal shares must have equal bytes."""
@@ -36,6 +37,7 @@ def encode_share(share: BatchShare) -> bytes:
         "rewards": share.rewards,
         "group_index": share.group_index,
         "finished": share.finished,
+        "baselines": share.baselines,
     }
     head = {"step": share.step, "version": share.version, "stats": share.stats}
     return save(arrays, metadata={_SHARE_KEY: orjson.dumps(head, option=orjson.OPT_SORT_KEYS).decode()})

@@ -24,6 +24,7 @@ def share() -> BatchShare:
         rewards=np.array([1.0, 0.0], np.float32),
         group_index=np.array([11, 12], np.int32),
         finished=np.array([1, 0], np.uint8),
+        baselines=np.array([0.25, np.nan], np.float32),
     )
 
 
@@ -38,6 +39,8 @@ def test_every_fact_about_a_token_moves_to_the_position_that_predicts_it():
     assert batch.rewards.tolist() == [1.0, 0.0]
     assert batch.group_ids.tolist() == [11, 12]
     assert batch.finished.tolist() == [True, False]
+    assert batch.baselines[0] == 0.25
+    assert batch.baselines[1].isnan()
     assert batch.sequence_lengths == [4, 3]
 
 
@@ -47,7 +50,7 @@ def test_dtypes_are_those_of_the_contract():
     assert batch.group_ids.dtype == torch.int64
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.loss_mask.dtype == batch.finished.dtype == torch.bool
-    assert batch.rollout_logprobs.dtype == batch.rewards.dtype == torch.float32
+    assert batch.rollout_logprobs.dtype == batch.rewards.dtype == batch.baselines.dtype == torch.float32
 
 
 def test_nothing_leaks_from_the_first_token_of_the_next_sequence():
@@ -67,7 +70,7 @@ def test_an_empty_share_packs():
     none, flat = np.zeros(0, np.int32), np.zeros(0, np.float32)
     empty = BatchShare(
         step=0, version=0, token_ids=none, lengths=none, loss_mask=none.astype(np.uint8), rollout_logprobs=flat,
-        output_versions=none, rewards=flat, group_index=none, finished=none.astype(np.uint8),
+        output_versions=none, rewards=flat, group_index=none, finished=none.astype(np.uint8), baselines=flat,
     )  # fmt: skip
     batch = to_train_batch(empty)
     assert batch.num_sequences == 0

@@ -9,7 +9,7 @@ import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
-from areal.rollout.batching import split_balanced
+from areal.rollout.batching import build_shares, split_balanced
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_log import MemoryLog
 from areal.rollout.payload import (
@@ -20,6 +20,7 @@ from areal.rollout.payload import (
     join_columns,
     payload_sizes,
 )
+from areal.rollout.wire import decode_share, encode_share
 
 GOOD = Trajectory(
     token_ids=[5, 6, 7],
@@ -52,9 +53,38 @@ def test_a_payload_holds_the_columns_of_its_trajectories():
     assert list(columns["finished"]) == [1, 0] * 2
 
 
+def test_a_payload_without_baselines_is_byte_for_byte_the_old_one():
+    # written down from the version before baselines: ledgers of that time must load
+    old = bytes.fromhex(
+        "41525031c1720fd70c00000000000000010000000300000003000000050000000600000007000000ffffffff03"
+        "000000040000000000003f00000000000000bf000080be00010101"
+    )
+    assert encode_episode(12, TrajectoryGroup(trajectories=[GOOD])).payload == old
+    check_payload(12, old)
+    assert np.isnan(np.frombuffer(join_columns([old])["baselines"], "<f4")).tolist() == [True]
+
+
+def test_baselines_travel_with_their_trajectories_and_mix_with_groups_that_have_none():
+    drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
+    payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload
+    check_payload(3, payload)
+    columns = join_columns([encode_episode(2, TrajectoryGroup(trajectories=[GOOD])).payload, payload])
+    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, 0.25, -2.0]"
+    assert list(columns["finished"]) == [1, 1, 1]
+    shares = build_shares([payload], step=0, version=4, mask_before=0, dp_size=1)
+    assert decode_share(encode_share(shares[0])).baselines.tolist() == [0.25, -2.0]
+    assert to_floats(encode_episode(4, TrajectoryGroup(trajectories=[GOOD, drawn[0]])).payload) == "[nan, 0.25]"
+
+
+def to_floats(payload):
+    return str(np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"baseline": float("inf")}, "the baseline inf"),
+        ({"baseline": float("nan")}, "the baseline nan"),
         ({"loss_mask": [0, 1]}, "equally long"),
         ({"token_ids": [], "loss_mask": [], "rollout_logprobs": [], "output_versions": []}, "not empty"),
         ({"reward": float("nan")}, "reward nan"),

@@ -43,6 +43,7 @@ def share_of(step):
         rewards=np.array([1.0, 0.0], np.float32),
         group_index=np.array([0, 0], np.int32),
         finished=np.array([1, 1], np.uint8),
+        baselines=np.full(2, np.nan, np.float32),
     )
 
 

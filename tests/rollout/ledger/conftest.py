@@ -22,6 +22,8 @@ class Forge:
         self.events: list[Event] = []
         self.payloads = b""
         self.group_size = 3
+        self.baseline: float | None = None
+        """Of every trajectory from now on."""
 
     def started(self, **changes: Any) -> None:
         identity = {"seed": 1, "batch_size": 2, "num_rows": 8, "rows_per_epoch": 8, "shuffle": True}
@@ -46,6 +48,7 @@ class Forge:
                 output_versions=[-1, version],
                 reward=float(number),
                 finished=True,
+                baseline=self.baseline,
             )
             episode = encode_episode(number, TrajectoryGroup(trajectories=[trajectory]))
             where = (1, len(self.payloads), len(episode.payload))

@@ -25,6 +25,15 @@ def test_a_clean_ledger_has_its_equation_proved(forge):
     assert report.reasons == {"rejected: workflow": 1, "failed: ValueError": 1}
 
 
+def test_payloads_with_and_without_greedy_baselines_are_looked_into(forge):
+    forge.baseline = 0.5
+    forge.two_steps()
+    forge.baseline = None
+    forge.accepted(5)
+    forge.write()
+    assert audit(forge.folder).is_clean
+
+
 def test_a_ledger_that_does_not_reach_back_to_the_first_step_says_so(forge):
     forge.started()
     forge.published(3)
