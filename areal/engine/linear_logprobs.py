@@ -1,0 +1,371 @@
+"""Owns log-probabilities and entropies straight from hidden states: linear head and softmax, never all logits at once.
+
+The head's logits are made block by block (some tokens times some of the vocabulary), used and dropped; the backward
+pass makes them again and has their softmax from the saved logsumexp. With z = logits / temperature, p = softmax(z), H
+its entropy:
+
+    d log p_i / d z_j = [i = j] - p_j            d H / d z_j = -p_j (log p_j + H)
+
+What the forward pass keeps of the blocks is max z, sum exp(z - max) and sum exp(z - max) (z - max) of each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from areal.api.batch import OutputSpec
+
+MAX_LOGITS_CPU = 2**22
+"""Logits of one block on the CPU: 16 MiB in float32, so that the passes over a block stay in the cache."""
+MAX_LOGITS = 2**26
+"""Logits of one block elsewhere: 256 MiB in float32, so that one block is work enough."""
+MAX_BLOCK_TOKENS = 8192
+"""Most tokens of one block: beyond this a block would be long and narrow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutputs:
+    """What `linear_logprobs` gives; 0 at positions that are not valid. float32, or float64 for float64 inputs."""
+
+    logprobs: Tensor  # [T]
+    entropy: Tensor  # [T]
+    clamped_entropy: Tensor | None = None  # [T]
+    candidate_logprobs: Tensor | None = None  # [T, k]
+    candidate_ids: Tensor | None = None  # [T, k] int64; None when all tokens are candidates
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    outputs: OutputSpec | None = None,
+    candidate_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+    max_logits: int | None = None,
+) -> HeadOutputs:
+    """log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and what `outputs` asks for beside it.
+
+    hidden [T, h], weight [V, h] and bias [V] of one dtype; labels [T] int64 in [0, V); valid [T] bool, false where
+    everything is 0 and nothing gets a gradient (default: all true). candidate_ids [T, k] int64 are used when
+    outputs.candidates is not None; without them the outputs.candidates most likely tokens are taken, most likely first,
+    and with 0 all V of them, which is the one case where [T, V] is made. `max_logits` is the size of a block.
+
+    Gradients go to hidden, weight and bias: those of a bfloat16 weight are summed in float32 and rounded once. Tokens
+    whose upstream gradients are all 0 (prompts, clipped ratios) cost nothing in the backward pass.
+    """
+    if isinstance(weight, DTensor):
+        raise RuntimeError("the head's weight is still sharded: it must belong to the model's outermost FSDP unit")
+    outputs = outputs or OutputSpec()
+    count = outputs.candidates
+    wanted = labels.unsqueeze(1)
+    if count is not None and candidate_ids is not None:
+        wanted = torch.cat([wanted, candidate_ids], dim=1)
+        count = None
+    num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    plan = _Plan(
+        temperature=temperature,
+        entropy_grad=outputs.entropy_grad,
+        num_clamped=int(vocab_size * outputs.entropy_clamp),
+        clamps=outputs.entropy_clamp > 0,
+        top_k=min(count or 0, vocab_size),
+        all_tokens=count == 0,
+        max_logits=max_logits or (MAX_LOGITS_CPU if hidden.device.type == "cpu" else MAX_LOGITS),
+    )
+    if valid is None:
+        valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device)
+    found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
+    logprobs, entropy, clamped, candidates, top_ids = found
+    ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
+    return HeadOutputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        clamped_entropy=clamped,
+        candidate_logprobs=candidates,
+        candidate_ids=None if candidates is None else ids,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    temperature: float
+    entropy_grad: bool
+    num_clamped: int  # tokens left out of the clamped entropy
+    clamps: bool
+    top_k: int
+    all_tokens: bool
+    max_logits: int
+
+    def blocks(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
+        """Cuts of the tokens and of the vocabulary; the clamped entropy needs whole rows."""
+        limit = max(self.max_logits // vocab_size, 1) if self.clamps else MAX_BLOCK_TOKENS
+        tokens = _even_slices(num_tokens, limit)
+        if self.clamps:
+            return tokens, [slice(0, vocab_size)]
+        longest = max((cut.stop - cut.start for cut in tokens), default=1)
+        return tokens, _even_slices(vocab_size, max(self.max_logits // longest, 1))
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """-> log-probabilities [T], entropy [T], clamped entropy [T], candidates [T, k], their ids [T, k]; or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, valid: Tensor, plan: _Plan
+    ) -> tuple[Tensor | None, ...]:
+        token_cuts, vocab_cuts = plan.blocks(hidden.shape[0], weight.shape[0])
+        is_small = len(token_cuts) == len(vocab_cuts) == 1
+        forward = _Forward(hidden, weight, wanted, plan)
+        kept = None
+        for tokens in token_cuts:
+            for vocabulary in vocab_cuts:
+                logits = _logits(hidden[tokens], weight, bias, vocabulary, plan.temperature)
+                if is_small and any(ctx.needs_input_grad):
+                    kept = logits.clone()
+                forward.add(logits, tokens, vocabulary)
+        found = forward.finish(~valid)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, forward.wanted, valid, forward.logsumexp, found[1], kept)
+        constants = [found[4]] if found[4] is not None else []
+        ctx.mark_non_differentiable(*constants, *([] if plan.entropy_grad else [found[1]]))
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, wanted, valid, logsumexp, entropy, kept = ctx.saved_tensors
+        rows = _trained_rows(valid, upstream)
+        if rows is not None:
+            upstream = tuple(None if values is None else values[rows] for values in upstream)
+            wanted, logsumexp, entropy = wanted[rows], logsumexp[rows], entropy[rows]
+            kept = None if kept is None else kept[rows]
+        backward = _Backward(wanted, logsumexp, entropy, upstream, ctx.plan)
+        states = hidden if rows is None else hidden[rows]
+        grads = _Gradients(states, weight, bias, ctx.needs_input_grad)
+        token_cuts, vocab_cuts = ctx.plan.blocks(states.shape[0], weight.shape[0])
+        for vocabulary in vocab_cuts:
+            for tokens in token_cuts:
+                if kept is None:
+                    logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan.temperature)
+                else:
+                    logits = kept[tokens, vocabulary].clone()
+                grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
+        grad_hidden = grads.hidden
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+            if rows is not None:
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
+        return grad_hidden, grads.weight, grads.bias, None, None, None
+
+
+class _Forward:
+    """What is known of each token after some of the vocabulary."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: Tensor, plan: _Plan) -> None:
+        size, options = hidden.shape[0], {"dtype": _exact(hidden.dtype), "device": hidden.device}
+        self.wanted = wanted
+        self._plan = plan
+        self._highest = torch.full((size,), torch.finfo(_exact(hidden.dtype)).min, **options)
+        self._total = torch.zeros(size, **options)
+        self._product = torch.zeros(size, **options)
+        self._found = torch.zeros(wanted.shape, **options)
+        self._clamped = torch.zeros(size, **options) if plan.clamps else None
+        self._all = torch.empty((size, weight.shape[0]), **options) if plan.all_tokens else None
+        self._top = torch.full((size, plan.top_k), float("-inf"), **options)
+        self._top_ids = torch.zeros((size, plan.top_k), dtype=torch.int64, device=hidden.device)
+
+    def add(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
+        """Take in a block of logits [t, v], whose memory is used up."""
+        places, inside = _places(self.wanted[tokens], vocabulary)
+        self._found[tokens] = torch.where(inside, logits.gather(1, places), self._found[tokens])
+        if self._all is not None:
+            self._all[tokens, vocabulary] = logits
+        if self._plan.top_k:
+            self._merge_top(logits, tokens, vocabulary)
+        if self._clamped is not None:
+            self._clamped[tokens] = _clamped(logits, self._plan.num_clamped)[0]
+        before, total, product = self._highest[tokens], self._total[tokens], self._product[tokens]
+        highest = torch.maximum(before, logits.amax(-1))
+        shift = before - highest
+        decay = shift.exp()
+        logits.sub_(highest.unsqueeze(1))
+        weights = logits.exp()
+        moved = torch.where(total > 0, product + shift * total, 0.0)  # of the blocks before, about the new maximum
+        self._highest[tokens] = highest
+        self._total[tokens] = total * decay + weights.sum(-1)
+        self._product[tokens] = moved * decay + weights.mul_(logits).sum(-1)
+
+    def finish(self, left_out: Tensor) -> tuple[Tensor | None, ...]:
+        """What the function returns, 0 at the positions that are not valid."""
+        log_total = self._total.log()
+        self.logsumexp = self._highest + log_total
+        entropy = log_total - self._product / self._total
+
+        def normalised(values: Tensor) -> Tensor:
+            # in this order: the difference of two large numbers comes first and is exact
+            values = values.sub_(self._highest.unsqueeze(1)).sub_(log_total.unsqueeze(1))
+            return values.masked_fill_(left_out.unsqueeze(1), 0.0)
+
+        found = normalised(self._found)
+        candidates, ids = found[:, 1:] if found.shape[1] > 1 else None, None
+        if self._all is not None:
+            candidates = normalised(self._all)
+        elif self._plan.top_k:
+            candidates, ids = normalised(self._top), self._top_ids.masked_fill_(left_out.unsqueeze(1), 0)
+            self.wanted = torch.cat([self.wanted, ids], dim=1)
+        clamped = None if self._clamped is None else self._clamped.masked_fill_(left_out, 0.0)
+        return found[:, 0].contiguous(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids
+
+    def _merge_top(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
+        count = self._plan.top_k
+        best, places = logits.topk(min(count, logits.shape[1]), dim=-1)
+        values = torch.cat([self._top[tokens], best], dim=1)
+        ids = torch.cat([self._top_ids[tokens], places + vocabulary.start], dim=1)
+        self._top[tokens], order = values.topk(count, dim=-1)
+        self._top_ids[tokens] = ids.gather(1, order)
+
+
+class _Backward:
+    """Gradients of the logits of a block, from those of the outputs."""
+
+    def __init__(
+        self,
+        wanted: Tensor,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        upstream: tuple[Tensor | None, ...],
+        plan: _Plan,
+    ) -> None:
+        on_label, self._on_entropy, self._on_clamped, on_candidates, _ = upstream
+        self._wanted, self._logsumexp, self._entropy, self._plan = wanted, logsumexp, entropy, plan
+        self._on_all = on_candidates if plan.all_tokens else None
+        parts = [torch.zeros_like(logsumexp) if on_label is None else on_label.to(logsumexp.dtype)]
+        self._on_wanted = parts[0].unsqueeze(1)
+        self._mass = parts[0]
+        if on_candidates is not None:
+            self._mass = self._mass + on_candidates.sum(1)
+        if wanted.shape[1] > 1 and on_candidates is not None:
+            self._on_wanted = torch.cat([self._on_wanted, on_candidates], dim=1)
+        self._wanted = wanted[:, : self._on_wanted.shape[1]]
+
+    def block(self, logits: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
+        """d loss / d (unscaled logits), [t, v], from the logits, whose memory is used up."""
+        clamped = None
+        if self._on_clamped is not None:
+            entropy, share, log_share = _clamped(logits, self._plan.num_clamped)
+            clamped = share.mul_(log_share.add_(entropy.unsqueeze(1))).mul_(self._on_clamped[tokens].unsqueeze(1))
+        logits.sub_(self._logsumexp[tokens].unsqueeze(1))
+        mass = self._mass[tokens].unsqueeze(1)
+        if self._on_entropy is None:
+            grad = logits.exp_().mul_(-mass)
+        else:
+            probabilities = logits.exp()
+            factor = logits.add_(self._entropy[tokens].unsqueeze(1)).mul_(self._on_entropy[tokens].unsqueeze(1))
+            grad = probabilities.mul_(factor.add_(mass)).neg_()
+        if clamped is not None:
+            grad.sub_(clamped)
+        places, inside = _places(self._wanted[tokens], vocabulary)
+        grad.scatter_add_(1, places, torch.where(inside, self._on_wanted[tokens], 0.0))
+        if self._on_all is not None:
+            grad.add_(self._on_all[tokens, vocabulary])
+        return grad if self._plan.temperature == 1.0 else grad.div_(self._plan.temperature)
+
+
+class _Gradients:
+    """The gradients of hidden states, weight and bias, summed over blocks in float32."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._states, self._weight = hidden, weight
+        exact = _exact(hidden.dtype)
+        self.hidden = torch.zeros(hidden.shape, dtype=exact, device=hidden.device) if needed[0] else None
+        self.weight = torch.zeros_like(weight) if needed[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+        self._rows: Tensor | None = None
+
+    def add(self, grad: Tensor, tokens: slice, vocabulary: slice) -> None:
+        """One block, [t, v]; a vocabulary block comes with all of its token blocks one after another."""
+        is_last = tokens.stop == self._states.shape[0]
+        if self.bias is not None:
+            self.bias[vocabulary] += grad.sum(0).to(self.bias.dtype)
+        grad = grad.to(self._weight.dtype)
+        if self.hidden is not None:
+            _add_product(self.hidden[tokens], grad, self._weight[vocabulary])
+        if self.weight is None:
+            return
+        if tokens.start == 0 and is_last:  # no sum to keep: straight to where it belongs
+            torch.mm(grad.T, self._states, out=self.weight[vocabulary])
+            return
+        if tokens.start == 0:
+            shape = (grad.shape[1], self._weight.shape[1])
+            self._rows = torch.zeros(shape, dtype=_exact(grad.dtype), device=grad.device)
+        assert self._rows is not None
+        _add_product(self._rows, grad.T, self._states[tokens])
+        if is_last:
+            self.weight[vocabulary] = self._rows.to(self.weight.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, temperature: float) -> Tensor:
+    """A block of logits over temperature, [t, v], in memory of its own."""
+    part = None if bias is None else bias[vocabulary]
+    logits = F.linear(hidden, weight[vocabulary], part).to(_exact(hidden.dtype))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _clamped(logits: Tensor, num_clamped: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole rows [t, V] -> entropy [t] without the `num_clamped` least likely, shares [t, V] and their logs [t, V].
+
+    Where the bound falls among tokens of equal logits, each counts for the part of them that stays: the value is that
+    of any choice among them, and the gradient prefers none.
+    """
+    bound = logits.kthvalue(num_clamped + 1, dim=-1, keepdim=True).values
+    above, tied = logits > bound, logits == bound
+    part = (logits.shape[1] - num_clamped - above.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True)
+    shifted = logits - logits.amax(-1, keepdim=True)
+    share = shifted.exp().mul_(torch.where(above, 1.0, tied * part))
+    total = share.sum(-1, keepdim=True)
+    share.div_(total)
+    log_share = shifted.sub_(total.log())
+    return -(share * log_share).sum(-1), share, log_share
+
+
+def _trained_rows(valid: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Indices of the tokens that any gradient reaches; None when all of them. NaN counts: it must show itself."""
+    reached = torch.zeros_like(valid)
+    for values in upstream:
+        if values is not None:
+            reached |= (values != 0) if values.ndim == 1 else (values != 0).any(1)
+    rows = (reached & valid).nonzero().squeeze(1)
+    return None if rows.numel() == valid.numel() else rows
+
+
+def _places(wanted: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
+    """Columns of a vocabulary block for token ids [t, k], and which of the ids it holds."""
+    places = wanted - vocabulary.start
+    inside = (places >= 0) & (wanted < vocabulary.stop)
+    return places.masked_fill_(~inside, 0), inside
+
+
+def _even_slices(total: int, limit: int) -> list[slice]:
+    count = -(-total // limit)
+    bounds = [total * i // count for i in range(count + 1)] if count else []
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
