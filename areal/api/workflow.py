@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError
 
-RewardFn = Callable[..., float]
+RewardFn = Callable[..., float | Mapping[str, Any]]
 """`f(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row) -> float`.
 
-A plain function at module level; the columns of the dataset row arrive as keywords.
+A plain function at module level; the columns of the dataset row arrive as keywords. It may return a mapping instead
+(verl's form): `score` is the reward, other numbers become metrics, what is no number is left out.
 """
 
 AcceptFn = Callable[[TrajectoryGroup], bool]
@@ -28,7 +29,12 @@ class RolloutWorkflow(ABC):
         """Run one episode on row `data`. None rejects it; an exception fails it, and only it."""
 
     def check_row(self, row: dict[str, Any]) -> None:  # noqa: B027 - a workflow may have nothing to check
-        """Raise InputError when no episode can be run on `row`. Called on the first rows before anything starts."""
+        """Raise InputError when no episode can be run on `row`. Called by `check_rows` on the first one."""
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Raise InputError when episodes cannot be run on a dataset. Called before anything starts."""
+        for row in rows[:1]:
+            self.check_row(row)
 
     async def aclose(self) -> None:  # noqa: B027 - most workflows own nothing
         """Release what the workflow owns (worker pools, sandboxes). Called once, by the controller."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,3 +20,5 @@ class RewardResult:
     """Why it is not ok; empty when it is."""
     seconds: float
     """Time the function ran."""
+    metrics: Mapping[str, float] | None = None
+    """Further numbers that the function returned beside its score; None = none."""

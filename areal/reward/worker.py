@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -60,14 +60,36 @@ class LoadedReward:
         return self._function(prompt, completion, prompt_ids, ids, **row)
 
 
-def judged(value: Any) -> tuple[str, float, str]:
-    """(status, value, message) of what a reward function returned."""
+def judged(value: Any) -> dict[str, Any]:
+    """The status, value, message and further numbers of what a reward function returned.
+
+    A mapping holds the value as `score`; its other entries are metrics as far as they are numbers. The rest (verl's
+    functions return the extracted answer as text, for example) is left out.
+    """
+    if not isinstance(value, Mapping):
+        status, number, text = _number(value)
+        return {"status": status, "value": number, "message": text}
+    items: Mapping[Any, Any] = value
+    if "score" not in items:
+        shown = ", ".join(sorted(map(str, items))) or "nothing"
+        return {"status": "error", "value": 0.0, "message": f"returned a mapping without 'score', with {shown}"}
+    status, number, text = _number(items["score"], "score=")
+    metrics: dict[str, float] = {}
+    for name, entry in items.items():
+        if status == "ok" and name != "score" and hasattr(entry, "__float__"):
+            status, metrics[str(name)], text = _number(entry, f"{name}=")
+    if status != "ok":
+        return {"status": status, "value": 0.0, "message": text}
+    return {"status": status, "value": number, "message": "", "metrics": metrics}
+
+
+def _number(value: Any, name: str = "") -> tuple[str, float, str]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         shown = "None" if value is None else f"a {type(value).__name__}"
-        return "error", 0.0, f"returned {shown} instead of a number"
+        return "error", 0.0, f"returned {name}{shown} instead of a number"
     number = float(value)
     if not math.isfinite(number):
-        return "not_finite", 0.0, f"returned {number}"
+        return "not_finite", 0.0, f"returned {name}{number}"
     return "ok", number, ""
 
 
@@ -125,10 +147,11 @@ class Worker:
     def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
         try:
-            status, value, text = judged(call())
+            result = judged(call())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
-            status, value, text = "error", 0.0, f"raised {self._explained(error)}"
-        return {"status": status, "value": value, "message": text, "seconds": time.perf_counter() - began_s}
+            result = {"status": "error", "value": 0.0, "message": f"raised {self._explained(error)}"}
+        result["seconds"] = time.perf_counter() - began_s
+        return result
 
     def _function(self, ref: dict[str, str]) -> LoadedReward:
         key = f"{ref['file']}|{ref['module']}|{ref['name']}"

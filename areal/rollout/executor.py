@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from areal.api.config import InferenceEngineConfig
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
@@ -23,6 +24,7 @@ from areal.rollout.ledger import Ledger
 from areal.rollout.payload import EncodedEpisode, TrajectoryError
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.prompts import PromptStream
+from areal.rollout.rejections import Rejections
 from areal.rollout.staleness import is_dropped
 
 _log = get_logger(__name__)
@@ -33,8 +35,6 @@ SLOW_FAILURES_IN_A_ROW = 8
 SLOW_FAILURES_S = 120.0
 """Failures that each take long (a reward that hangs until its limit) end the run after fewer: so many in a row that
 nothing but failures came back for so long."""
-REJECTED_BATCHES_IN_A_ROW = 100
-"""So many batches of rejections in a row, or an epoch of them if that is more, end the run."""
 
 
 class ProducerStopped(ArealError, RuntimeError):
@@ -53,9 +53,7 @@ class Executor:
         rows: PromptStream[dict[str, Any]],
         ledger: Ledger,
         accept: AcceptFn | None,
-        on_stale: str,
-        check_format: bool,
-        trace: bool,
+        options: InferenceEngineConfig,
         producer: ProducerStats,
         on_accepted: Callable[[], None],
         on_fatal: Callable[[Exception], None],
@@ -68,10 +66,16 @@ class Executor:
         self._rows = rows
         self._ledger = ledger
         self._accept = accept
-        self._on_stale = on_stale
-        self._check_format = check_format
-        self._trace = trace
+        self._on_stale = options.on_stale
+        self._check_format = options.check_trajectory_format
+        self._trace = options.enable_rollout_tracing
         self._producer = producer
+        self._rejections = Rejections(
+            batch_size=limits.batch_size,
+            rows_per_epoch=rows.rows_per_epoch,
+            limit=options.max_rejected_per_step,
+            filter_name=options.should_accept_fn,
+        )
         self._on_accepted = on_accepted
         self._on_fatal = on_fatal
         self._may_ask = asyncio.Event()
@@ -81,9 +85,7 @@ class Executor:
         self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
-        self._rejected_in_a_row = 0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
-        self._max_rejected = max(rows.rows_per_epoch, REJECTED_BATCHES_IN_A_ROW * limits.batch_size)
 
     @property
     def num_running(self) -> int:
@@ -182,11 +184,11 @@ class Executor:
         if isinstance(verdict, Rejected):
             self._producer.count_rejected()
             self._reject(episode_id, verdict.reason)
-            self._rejected_in_a_row += 1
-            if self._rejected_in_a_row >= self._max_rejected:
-                self._stop(f"the last {self._rejected_in_a_row} episodes were all rejected by the {verdict.reason}")
+            if warning := self._rejections.count_rejected(verdict.reason):
+                _log.warning("%s", warning)
+            if why := self._rejections.why_hopeless():
+                self._stop(why)
             return
-        self._rejected_in_a_row = 0
         if self._is_dropped(verdict.min_version):
             self._producer.count_dropped(verdict.num_tokens)
             self._reject(episode_id, "stale")
@@ -199,6 +201,8 @@ class Executor:
             replicas=engine.replicas,
             num_interruptions=engine.num_interruptions,
         )
+        self._producer.count_accepted()
+        self._rejections.count_accepted()
         if self._trace:
             _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
         self._on_accepted()

@@ -13,6 +13,7 @@ class ProducerStats:
     def __init__(self) -> None:
         self.generated_tokens = 0
         """Tokens generated since this process started, for whatever purpose."""
+        self._num_accepted = 0
         self._num_rejected = 0
         self._num_failed = 0
         self._dropped_lengths: list[int] = []
@@ -21,6 +22,9 @@ class ProducerStats:
 
     def count_tokens(self, num_tokens: int) -> None:
         self.generated_tokens += num_tokens
+
+    def count_accepted(self) -> None:
+        self._num_accepted += 1
 
     def count_rejected(self) -> None:
         self._num_rejected += 1
@@ -40,6 +44,8 @@ class ProducerStats:
             "failed": float(self._num_failed),
             "dropped": float(len(self._dropped_lengths)),
         }
+        if self._num_accepted + self._num_rejected:
+            stats["accepted_frac"] = self._num_accepted / (self._num_accepted + self._num_rejected)
         if self._dropped_lengths:
             dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
             stats["dropped_tokens_mean"] = dropped
@@ -48,7 +54,7 @@ class ProducerStats:
             began_s, tokens = self._last_batch
             stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - began_s)
         self._last_batch = (now_s, self.generated_tokens)
-        self._num_rejected = self._num_failed = 0
+        self._num_accepted = self._num_rejected = self._num_failed = 0
         self._dropped_lengths = []
         return stats
 

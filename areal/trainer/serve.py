@@ -42,8 +42,8 @@ def serve_rollouts(
     servers = config.allocation.inference
     assert servers is not None  # a run without servers has no controller
     factory = replica_factory(servers.backend)
-    for row in [*train_rows[:1], *(valid_rows or ())[:1]]:
-        workflow.check_row(row)
+    for rows in (train_rows, valid_rows or ()):
+        workflow.check_rows(rows)
 
     def make_controller() -> Controller:
         ledger = Ledger.open(RunPaths.of(config).ledger)

@@ -12,8 +12,11 @@ ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
 
 
 def mixed_rewards(group: TrajectoryGroup) -> bool:
-    """False when all answers scored alike: such a group has no advantage within itself and teaches nothing."""
-    rewards = [trajectory.reward for trajectory in group.trajectories]
+    """False when all answers scored alike: such a group has no advantage within itself and teaches nothing.
+
+    The scores are the rewards, or the part of them that reward.filter_on names.
+    """
+    rewards = group.filter_rewards or [trajectory.reward for trajectory in group.trajectories]
     return min(rewards) < max(rewards)
 
 

@@ -81,8 +81,10 @@ def answer_text(response: GenerationResponse, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(response.output_ids, skip_special_tokens=True)
 
 
-def single_turn_trajectory(response: GenerationResponse, prompt_ids: list[int], reward: float) -> Trajectory:
-    """Prompt and one answer."""
+def single_turn_trajectory(
+    response: GenerationResponse, prompt_ids: list[int], reward: float, *, baseline: float | None = None
+) -> Trajectory:
+    """Prompt and one answer. `baseline`: reward of the greedy answer, if one was drawn."""
     num_prompt, num_output = len(prompt_ids), len(response.output_ids)
     return Trajectory(
         token_ids=prompt_ids + response.output_ids,
@@ -91,6 +93,7 @@ def single_turn_trajectory(response: GenerationResponse, prompt_ids: list[int], 
         output_versions=[-1] * num_prompt + response.output_versions,
         reward=reward,
         finished=response.stop_reason == "stop",
+        baseline=baseline,
     )
 
 

@@ -6,7 +6,8 @@ Waits for: the inference engine and the reward pool, in turns.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
@@ -25,7 +26,7 @@ from areal.workflow.generate import (
     request_settings,
     settings_for_length,
 )
-from areal.workflow.scoring import Scorer
+from areal.workflow.scoring import Score, Scorer
 
 RETRY_MESSAGE = (
     "Your answer is either wrong or not in the form that was asked for. Read the question again and answer once more."
@@ -43,8 +44,10 @@ class _Dialogue:
     output_versions: list[int]
     num_turns: int = 0
     finished: bool = False
-    reward: float = 0.0
-    num_errors: int = 0
+    scores: list[Score] = field(default_factory=list[Score])
+    """Of each attempt."""
+    discount: float = 1.0
+    """What the score of the last attempt is multiplied by."""
 
     @classmethod
     def begin(cls, text: str, prompt_ids: list[int]) -> _Dialogue:
@@ -76,7 +79,7 @@ class _Dialogue:
             loss_mask=self.loss_mask,
             rollout_logprobs=self.rollout_logprobs,
             output_versions=self.output_versions,
-            reward=self.reward,
+            reward=self.scores[-1].reward * self.discount,
             finished=self.finished,
         )
 
@@ -127,9 +130,12 @@ class MultiTurnWorkflow(RolloutWorkflow):
             ]
         )
         trajectories = [dialogue.trajectory() for dialogue in dialogues]
-        stats = group_stats(trajectories, num_errors=sum(dialogue.num_errors for dialogue in dialogues))
+        num_errors = sum(score.num_errors for dialogue in dialogues for score in dialogue.scores)
+        stats = group_stats(trajectories, num_errors=num_errors)
         stats["num_turns"] = sum(dialogue.num_turns for dialogue in dialogues) / len(dialogues)
-        return TrajectoryGroup(trajectories=trajectories, stats=stats)
+        stats |= self._scorer.stats(data, [dialogue.scores[-1] for dialogue in dialogues], reward=stats["reward"])
+        filter_rewards = [dialogue.scores[-1].filter_reward * dialogue.discount for dialogue in dialogues]
+        return TrajectoryGroup(trajectories=trajectories, stats=stats, filter_rewards=filter_rewards)
 
     async def _converse(
         self,
@@ -150,9 +156,9 @@ class MultiTurnWorkflow(RolloutWorkflow):
             text = answer_text(response, self._tokenizer)
             dialogue.add_answer(response, text)
             scores = await self._scorer.score(context_text, context_ids, [(text, response.output_ids)], row)
-            dialogue.num_errors += scores.num_errors
-            dialogue.reward = scores.rewards[0] * self._turn_discount ** (dialogue.num_turns - 1)
-            if scores.rewards[0] != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
+            dialogue.scores += scores
+            dialogue.discount = self._turn_discount ** (dialogue.num_turns - 1)
+            if scores[0].reward != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
                 return
             dialogue.add_fixed(self._retry_ids(response), self._retry_text)
 
@@ -167,8 +173,14 @@ class MultiTurnWorkflow(RolloutWorkflow):
         return len(dialogue.token_ids) + len(self._between_turns) < self._settings.max_tokens
 
     def check_row(self, row: dict[str, Any]) -> None:
-        """Raise InputError when no episode could be run on `row`: no messages in it, or no room for an answer."""
+        """Raise InputError when no episode could be run on `row`: no messages, no room for an answer, no reward."""
+        self._scorer.check_row(row)
         settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Raise InputError when the first row could not be run, or any row has no reward function."""
+        self._scorer.check_rows(rows)
+        super().check_rows(rows)
 
     def _prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if "messages" not in row:

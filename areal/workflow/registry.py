@@ -29,9 +29,18 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "tokenizer": tokenizer,
         "reward": config.reward,
     }
-    if "reward_fn" in parameters and not config.reward_fn:
-        raise ConfigError(f"reward_fn is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if config.reward.names_functions and not takes_all and "reward" not in parameters:
+        raise ConfigError(
+            f"reward.fns and reward.by_source name functions, but workflow={config.workflow} takes no argument "
+            "`reward`, so nothing would run them: let it take one and give it to areal.workflow.scoring.Scorer, or "
+            "remove them"
+        )
+    if "reward_fn" in parameters and not config.reward_fn and not config.reward.names_functions:
+        raise ConfigError(
+            f"reward_fn is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k, or several with "
+            "weights in reward.fns"
+        )
     for name in config.workflow_args:
         if name in given or (name not in parameters and not takes_all):
             allowed = [p for p in parameters if p not in given]

@@ -118,6 +118,7 @@ def make_config(
     on_stale: str = "train",
     max_concurrent: int | None = None,
     check_format: bool = True,
+    rejections: int | None = None,
 ) -> GRPOConfig:
     return GRPOConfig(
         experiment_name="test",
@@ -128,6 +129,7 @@ def make_config(
             on_stale=on_stale,
             max_concurrent_rollouts=max_concurrent,
             check_trajectory_format=check_format,
+            max_rejected_per_step=rejections,
         ),
     )
 

@@ -22,7 +22,8 @@ from areal.api.config.observe import (
 )
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
-from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
+from areal.api.config.reward import RewardConfig
+from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import (
     FSDPEngineConfig,
     FSDPWrapPolicy,

@@ -20,7 +20,8 @@ from areal.api.config.observe import (
     SaverConfig,
     StatsLoggerConfig,
 )
-from areal.api.config.rollout import InferenceEngineConfig, RewardConfig
+from areal.api.config.reward import RewardConfig, selection_problems
+from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems, given_flags
 from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
 from areal.api.config.train import TrainEngineConfig
@@ -166,7 +167,7 @@ class PPOConfig(BaseExperimentConfig):
     reward_fn: str = ""
     """Reward of a run without a script: a registered name (gsm8k, exact) or module:function or file.py:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """The pool that runs reward functions."""
+    """Several reward functions with weights, and the pool that runs them."""
 
     @property
     def max_concurrent_rollouts(self) -> int:
@@ -194,6 +195,13 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._must_be_equal()
         yield from self._sampling_problems()
         yield from self._server_problems()
+        yield from selection_problems(self.reward, short_form=self.reward_fn)
+        if self.reward.filter_on and not self.rollout.should_accept_fn:
+            yield (
+                "reward.filter_on",
+                "is given, but rollout.should_accept_fn is empty, so nothing filters: name a filter there, for example "
+                "mixed_rewards, or remove it",
+            )
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
         if self.critic is not None and self.critic.optimizer is None:

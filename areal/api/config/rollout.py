@@ -1,4 +1,4 @@
-"""Owns the options of the rollout side: concurrency, staleness, requests, rewards."""
+"""Owns the options of the rollout side: concurrency, staleness, requests."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class InferenceEngineConfig:
     """Log every admission and end of an episode with the gate's counters."""
     should_accept_fn: str = ""
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all."""
+    max_rejected_per_step: int | None = number(None, low=1)
+    """Groups that filter and workflow may reject while one train step's are accepted, then the run ends; null = any."""
     server_addrs: list[str] = field(default_factory=list[str])
     """Servers that already run, as host:port or http://host:port, one for each of allocation_mode; [] = start them."""
     setup_timeout: float = number(300.0, above=0)
@@ -81,15 +83,3 @@ def server_url(text: str) -> str:
         raise ValueError("something follows the port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{parts.port}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """The pool of processes that runs reward functions."""
-
-    workers: int | None = number(None, low=1)
-    """Worker processes; null = half of the cores, at least one."""
-    timeout_s: float = number(15.0, above=0)
-    """Seconds one call may take; its process is then killed and replaced."""
-    on_error: str = choice("fail", "fail", "zero")
-    """A reward that raised, timed out or is not finite: fail = the episode fails, zero = it scores 0 and is counted."""

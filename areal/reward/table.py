@@ -1,0 +1,91 @@
+"""Owns which reward functions score a row, with which weights and under which names in the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.config import RewardConfig
+from areal.api.config.reward import selection_problems, short_names
+from areal.api.errors import ConfigError, InputError
+from areal.api.functions import FunctionRef
+from areal.api.workflow import RewardFn
+from areal.reward.registry import resolve_reward_fn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedReward:
+    """One term of the reward of an answer."""
+
+    function: FunctionRef
+    weight: float
+    metric: str
+    """Its name in the metrics."""
+    counts_for_filter: bool
+    """Whether it is part of what rollout.should_accept_fn looks at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTable:
+    """The reward functions of a run."""
+
+    default: tuple[WeightedReward, ...]
+    """For rows of a source that `by_source` does not name; empty = such a row is an error."""
+    by_source: Mapping[str, tuple[WeightedReward, ...]]
+    source_key: str
+    is_weighted: bool
+    """False in the short form, one function of weight 1, whose score is the reward itself."""
+
+    def source(self, row: Mapping[str, Any]) -> str:
+        """The source of a row; empty when sources do not matter. InputError when it names none."""
+        if not self.by_source:
+            return ""
+        if self.source_key not in row:
+            raise InputError(
+                f"a row has no column {self.source_key!r} to choose its reward functions by, only {sorted(row)}: add "
+                "it in the dataset's map_fn, or name the right column in reward.source_key"
+            )
+        return str(row[self.source_key])
+
+    def of(self, row: Mapping[str, Any]) -> tuple[WeightedReward, ...]:
+        """The functions that score answers to `row`. InputError when there are none for its source."""
+        found = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
+        if not found:
+            raise InputError(
+                f"a row's {self.source_key} is {row[self.source_key]!r}, and reward.by_source knows only "
+                f"{', '.join(self.by_source)}: add it there, or give reward.fns for all other sources"
+            )
+        return found
+
+
+def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable:
+    """The table that `reward_fn` (empty = not given) and the reward section describe. ConfigError when they do not."""
+    given = resolve_reward_fn(reward_fn) if reward_fn else None
+    short_form = "" if given is None else reward_fn if isinstance(reward_fn, str) else str(given)
+    for path, text in [
+        *((f"reward.{path}", text) for path, text in config.problems()),
+        *selection_problems(config, short_form=short_form),
+    ]:
+        raise ConfigError(f"{path}: {text}")
+    if given is None and not config.names_functions:
+        raise ConfigError("reward_fn is empty, and so is reward.fns: name what scores an answer, e.g. gsm8k")
+    names = short_names({short_form, *config.fns, *(name for fns in config.by_source.values() for name in fns)} - {""})
+
+    def terms(fns: Mapping[str, float], key: str) -> tuple[WeightedReward, ...]:
+        return tuple(
+            WeightedReward(
+                function=given if given is not None and name == short_form else resolve_reward_fn(name, key=key),
+                weight=weight,
+                metric=names[name],
+                counts_for_filter=not config.filter_on or name in config.filter_on,
+            )
+            for name, weight in fns.items()
+        )
+
+    return RewardTable(
+        default=terms({short_form: 1.0} if short_form else config.fns, "reward.fns"),
+        by_source={source: terms(fns, f"reward.by_source.{source}") for source, fns in config.by_source.items()},
+        source_key=config.source_key,
+        is_weighted=config.names_functions,
+    )
