@@ -16,6 +16,16 @@ def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scale: float = 1.0, cli
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, tail_tokens: int, factor: float) -> Tensor:
+    """Soft punishment of long answers (DAPO, arXiv 2503.14476, eq. 13): added to the reward of a sequence.
+
+    p = -factor * clip((n - (max_tokens - tail_tokens)) / tail_tokens, 0, 1) of n trained tokens: 0 up to the tail,
+    the whole factor at max_tokens. lengths [S] int -> [S] float32.
+    """
+    beyond = (lengths - (max_tokens - tail_tokens)).float() / tail_tokens
+    return -factor * beyond.clamp(0.0, 1.0)
+
+
 def withhold_unfinished(rewards: Tensor, finished: Tensor) -> Tensor:
     """Task reward 0 for answers that a length limit cut. rewards [S] float, finished [S] bool (told, not guessed).
 

@@ -10,30 +10,33 @@ from torch import Tensor
 from areal.algorithm.advantage import (
     generalised_advantages,
     last_trained,
+    overlong_penalty,
     shape_rewards,
     token_rewards,
     withhold_unfinished,
 )
-from areal.algorithm.aggregate import Reduce
+from areal.algorithm.aggregate import Reduce, trained_counts
+from areal.algorithm.baselines import best_of_group, length_weighted, valid_sample_scale
+from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.kl import kl_estimate
 from areal.algorithm.normalise import normalise
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
 
 
-def with_advantages(batch: TrainBatch, config: PPOActorConfig, *, kl_coef: float, reduce: Reduce) -> TrainBatch:
-    """Rewards -> shaping -> normalisation -> token rewards with KL penalty -> GAE -> normalisation.
+def with_advantages(
+    batch: TrainBatch, config: PPOActorConfig, *, kl_coef: float, reduce: Reduce, max_new_tokens: int | None = None
+) -> TrainBatch:
+    """Rewards -> shaping -> baseline -> token rewards with KL penalty -> GAE -> normalisation.
 
     `kl_coef` weighs the KL penalty of this step; `reduce` sums over all ranks, and every rank calls.
+    `max_new_tokens` is the limit of an answer, which the overlong penalty needs.
     """
-    rewards = shape_rewards(
-        batch.rewards, bias=config.reward_bias, scale=config.reward_scaling, clip=config.reward_clip
-    )
-    if config.reward_norm is not None:
-        rewards = normalise(rewards, config.reward_norm, batch.group_ids, reduce=reduce)
+    recipe = recipe_of(config)
+    mask, sequence_index = batch.loss_mask, batch.sequence_index
+    rewards = centred(shaped(batch, config, max_new_tokens), batch, config, recipe, reduce=reduce)
     if config.mask_no_eos_with_zero:
         rewards = withhold_unfinished(rewards, batch.finished)
-    mask, sequence_index = batch.loss_mask, batch.sequence_index
     kl = _kl_to_reference(batch, config) if kl_coef else None
     result = generalised_advantages(
         token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef),
@@ -42,14 +45,60 @@ def with_advantages(batch: TrainBatch, config: PPOActorConfig, *, kl_coef: float
         sequence_index,
         batch.num_sequences,
         discount=config.discount,
-        gae_lambda=config.gae_lambda,
+        gae_lambda=recipe.gae_lambda,
         bootstrap=bootstrap_values(batch) if config.mask_no_eos_with_zero else None,
     )
     advantages = result.advantages
-    if config.adv_norm is not None:
+    if recipe.adv_norm is not None:
         groups = batch.group_ids[sequence_index]
-        advantages = normalise(advantages, config.adv_norm, groups, mask=mask, reduce=reduce)
+        advantages = normalise(advantages, recipe.adv_norm, groups, mask=mask, reduce=reduce)
     return replace(batch, advantages=advantages, returns=result.returns if batch.values is not None else None)
+
+
+def shaped(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:
+    """Rewards with the overlong penalty, bias, scale and clip. -> [S]"""
+    return _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
+
+
+def centred(
+    rewards: Tensor, batch: TrainBatch, config: PPOActorConfig, recipe: AdvantageRecipe, *, reduce: Reduce
+) -> Tensor:
+    """Shaped rewards against their baseline. A collective as often as the recipe says. -> [S]"""
+    scale = valid_sample_scale(rewards, batch.group_ids, reduce=reduce) if recipe.rescale_valid else 1.0
+    match recipe.baseline:
+        case "length_weighted":
+            lengths = trained_counts(batch.loss_mask, batch.sequence_index, batch.num_sequences)
+            rewards = length_weighted(rewards, lengths, batch.group_ids)
+        case "best_of_group":
+            rewards = best_of_group(rewards, batch.group_ids)
+        case "greedy":
+            if batch.baselines is None:
+                raise ValueError("the batch has no baselines: the workflow draws no greedy answers")
+            rewards = rewards - _shape(batch.baselines, config)
+        case "none":
+            pass
+    if recipe.reward_norm is not None:
+        rewards = normalise(rewards, recipe.reward_norm, batch.group_ids, reduce=reduce)
+    return rewards * scale
+
+
+def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:
+    return shape_rewards(rewards, bias=config.reward_bias, scale=config.reward_scaling, clip=config.reward_clip)
+
+
+def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:
+    """What the overlong penalty adds to each reward. -> [S]"""
+    if not config.overlong_reward_penalty:
+        return torch.zeros_like(batch.rewards)
+    if max_new_tokens is None or config.overlong_tokens is None or config.overlong_penalty_factor is None:
+        raise ValueError("the overlong penalty needs max_new_tokens, overlong_tokens and overlong_penalty_factor")
+    lengths = trained_counts(batch.loss_mask, batch.sequence_index, batch.num_sequences)
+    return overlong_penalty(
+        lengths,
+        max_tokens=max_new_tokens,
+        tail_tokens=config.overlong_tokens,
+        factor=config.overlong_penalty_factor,
+    )
 
 
 def _kl_to_reference(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:

@@ -111,7 +111,7 @@ class PPOLoop:
             with phase("values"):
                 batch = critic.with_values(batch) if critic else batch
             with phase("correction"):
-                batch = actor.with_correction(batch)
+                batch, mismatch = actor.with_correction(batch)
             with phase("advantages"):
                 batch = actor.with_advantages(batch)
             with phase("update"):
@@ -120,7 +120,7 @@ class PPOLoop:
                 checksum = self._weights.publish(info.step + 1)
             if self._is_rank0:
                 self._batches.consumed(info.step, info.step + 1, checksum)
-            metrics = merge_metrics(metrics, batch_metrics(batch), _share_metrics(share, began_s))
+            metrics = merge_metrics(metrics, mismatch, batch_metrics(batch), _share_metrics(share, began_s))
             with phase("after_step"):
                 ends = self._after_step(info, metrics, self._clock.end_step())
             if ends:
@@ -152,9 +152,8 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
             config.critic, role="critic", total_steps=steps, mesh=mesh, seed=config.seed
         )
         critic = Critic(trained["critic"], config.critic)
-    return PPORoles(
-        actor=PPOActor(actor, config.actor), reference=reference, critic=critic, trained=trained, frozen=frozen
-    )
+    policy = PPOActor(actor, config.actor, max_new_tokens=config.gconfig.max_new_tokens)
+    return PPORoles(actor=policy, reference=reference, critic=critic, trained=trained, frozen=frozen)
 
 
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:

@@ -29,10 +29,36 @@ class NormConfig:
             yield "mean_leave1out", "has no mean to leave an element out of: set mean_level or remove it"
 
 
+ADV_ESTIMATORS = (
+    "gae",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "lite_ppo",
+    "gpg",
+    "opo",
+    "grpo_passk",
+    "remax",
+)
+"""`areal.algorithm.estimators` says what each stands for."""
+_WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
     """From the reward of a sequence to the advantage of a token."""
 
+    adv_estimator: str = choice("gae", *ADV_ESTIMATORS)
+    """Advantages by name; gae = composed of the critic, reward_norm, gae_lambda and adv_norm, the others set these."""
+    overlong_reward_penalty: bool = False
+    """Take from the reward of answers that come near gconfig.max_new_tokens (DAPO)."""
+    overlong_tokens: int | None = number(None, low=1)
+    """Trained tokens before gconfig.max_new_tokens over which the penalty grows from 0 to its full size."""
+    overlong_penalty_factor: float | None = number(None, above=0)
+    """The full penalty, as a reward before bias and scale."""
     reward_norm: NormConfig | None = None
     """Normalisation of sequence rewards, after bias, scale and clip; null = none."""
     reward_scaling: float = number(1.0)
@@ -52,4 +78,28 @@ class AdvantageOptions:
 
     def advantage_problems(self) -> Problems:
         """What is wrong with these options together."""
-        yield from ()
+        if self.adv_estimator != "gae":
+            fixed = {
+                "reward_norm": self.reward_norm is not None,
+                "adv_norm": self.adv_norm is not None,
+                "gae_lambda": self.gae_lambda != 1.0,
+            }
+            yield from (
+                (name, f"is set by adv_estimator={self.adv_estimator}: remove it, or compose with adv_estimator=gae")
+                for name, is_given in fixed.items()
+                if is_given
+            )
+        if self.overlong_reward_penalty:
+            for name, value in (
+                ("overlong_tokens", self.overlong_tokens),
+                ("overlong_penalty_factor", self.overlong_penalty_factor),
+            ):
+                if value is None:
+                    yield name, "is needed with overlong_reward_penalty=true: give it"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether an answer's advantage depends on the other answers of its group."""
+        norm = self.reward_norm
+        in_norm = norm is not None and "group" in (norm.mean_level, norm.std_level)
+        return in_norm or self.adv_estimator not in _WITHOUT_GROUPS

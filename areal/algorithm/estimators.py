@@ -1,0 +1,52 @@
+"""Owns the advantage estimators by name: which baseline, normalisation and recursion each one stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areal.api.config import AdvantageOptions, NormConfig
+
+Baseline = Literal["none", "greedy", "length_weighted", "best_of_group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRecipe:
+    """From the shaped reward r of a sequence to the advantages of its tokens, in this order."""
+
+    baseline: Baseline = "none"
+    """What is taken off r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
+    reward_norm: NormConfig | None = None
+    """Then r is centred and scaled."""
+    rescale_valid: bool = False
+    """Then r is multiplied by `valid_sample_scale` (GPG)."""
+    gae_lambda: float = 1.0
+    """Then the token rewards go through GAE; 1 and no critic = the discounted sum of what follows."""
+    adv_norm: NormConfig | None = None
+    """Last, the advantages of the tokens are centred and scaled."""
+
+
+_GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
+_WHITENED = NormConfig(mean_level="batch", std_level="batch")
+_RECIPES = {
+    "reinforce": AdvantageRecipe(),
+    "reinforce_plus_plus": AdvantageRecipe(adv_norm=_WHITENED),
+    "reinforce_plus_plus_baseline": AdvantageRecipe(reward_norm=_GROUP_MEAN, adv_norm=_WHITENED),
+    "grpo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="group")),
+    "dr_grpo": AdvantageRecipe(reward_norm=_GROUP_MEAN),
+    "rloo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None)),
+    "lite_ppo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="batch")),
+    "gpg": AdvantageRecipe(reward_norm=_GROUP_MEAN, rescale_valid=True),
+    "opo": AdvantageRecipe(baseline="length_weighted"),
+    "grpo_passk": AdvantageRecipe(baseline="best_of_group"),
+    "remax": AdvantageRecipe(baseline="greedy"),
+}
+
+
+def recipe_of(options: AdvantageOptions) -> AdvantageRecipe:
+    """What `options.adv_estimator` stands for; "gae" is whatever reward_norm, gae_lambda and adv_norm say."""
+    if options.adv_estimator == "gae":
+        return AdvantageRecipe(
+            reward_norm=options.reward_norm, gae_lambda=options.gae_lambda, adv_norm=options.adv_norm
+        )
+    return _RECIPES[options.adv_estimator]

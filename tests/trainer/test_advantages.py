@@ -1,0 +1,174 @@
+"""Every advantage estimator through the whole stage: against loops in Python floats, on any number of ranks."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.api.config import NormConfig, PPOActorConfig
+from areal.api.config.advantages import ADV_ESTIMATORS
+from areal.api.errors import InputError
+from areal.trainer.actor import PPOActor
+
+EPS = 1e-5
+DISCOUNT = 0.9
+
+
+def config(**options):
+    return PPOActorConfig(**{"path": "table", "kl_ctl": 0.0} | options)
+
+
+def sequences_of(batch):
+    """Per sequence: reward, group, greedy reward, positions of its trained tokens."""
+    found = []
+    for s in range(batch.num_sequences):
+        places = [t for t in range(batch.num_tokens) if batch.sequence_index[t] == s and batch.loss_mask[t]]
+        found.append((float(batch.rewards[s]), int(batch.group_ids[s]), float(batch.baselines[s]), places))
+    return found
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def unbiased_std(values):
+    centre = mean(values)
+    return math.sqrt(sum((x - centre) ** 2 for x in values) / max(len(values) - 1, 1))
+
+
+def divided(x, std):
+    return x if std == 0 else x / (std + EPS)
+
+
+def slow_sequence_advantage(name, s, rows):
+    """What the paper of each estimator puts in place of the reward of sequence s."""
+    reward, group, greedy, _ = rows[s]
+    members = [row for row in rows if row[1] == group]
+    rewards = [row[0] for row in members]
+    centred = reward - mean(rewards)
+    if name in ("reinforce", "reinforce_plus_plus"):
+        return reward
+    if name in ("reinforce_plus_plus_baseline", "dr_grpo"):
+        return centred
+    if name == "grpo":
+        return divided(centred, unbiased_std(rewards))
+    if name == "rloo":
+        others = len(rewards) - 1
+        return reward - ((sum(rewards) - reward) / others if others else 0.0)
+    if name == "lite_ppo":
+        return divided(centred, unbiased_std([row[0] for row in rows]))
+    if name == "gpg":
+        valid = [row for row in rows if len({other[0] for other in rows if other[1] == row[1]}) > 1]
+        return centred * (len(rows) / len(valid) if valid else 1.0)
+    if name == "opo":
+        total = sum(len(row[3]) for row in members)
+        return reward - (sum(len(row[3]) * row[0] for row in members) / total if total else 0.0)
+    if name == "grpo_passk":
+        ordered = sorted(rewards, reverse=True)
+        return ordered[0] - ordered[1] if len(ordered) > 1 and reward == ordered[0] else 0.0
+    assert name == "remax", name
+    return reward - greedy
+
+
+def slow_advantages(name, batch):
+    rows = sequences_of(batch)
+    result = [0.0] * batch.num_tokens
+    for s, (_, _, _, places) in enumerate(rows):
+        value = slow_sequence_advantage(name, s, rows)
+        for distance, t in enumerate(reversed(places)):
+            result[t] = value * DISCOUNT**distance
+    if name.startswith("reinforce_plus_plus"):
+        trained = [result[t] for row in rows for t in row[3]]
+        centre, std = mean(trained), unbiased_std(trained)
+        for row in rows:
+            for t in row[3]:
+                result[t] = divided(result[t] - centre, std)
+    return result
+
+
+def make_case(toolbox, seed, size=11):
+    """Unequal, interleaved groups of answers of unequal lengths; some groups have one reward, one has one answer."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(2, 6) for _ in range(size)]
+    sequences = [[rng.randrange(6) for _ in range(length)] for length in lengths]
+    ids = [rng.choice([2, 2, 9, 9, 9, 30]) for _ in range(size - 1)] + [77]
+    rewards = [rng.choice([0.0, 1.0, 1.0, -0.5]) for _ in range(size)]
+    batch = toolbox.make_batch(sequences, rewards=rewards, group_ids=ids)
+    greedy = torch.tensor([{2: 0.5, 9: 1.0, 30: 0.0, 77: -0.5}[g] for g in ids])
+    return replace(batch, baselines=greedy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "gae"])
+def test_every_estimator_equals_its_formula(toolbox, name, seed):
+    batch = make_case(toolbox, seed)
+    actor = PPOActor(toolbox.TableEngine(), config(adv_estimator=name, discount=DISCOUNT))
+    assert actor.with_advantages(batch).advantages.tolist() == pytest.approx(slow_advantages(name, batch), abs=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "gae"])
+def test_ranks_share_their_statistics(toolbox, name):
+    """Groups are whole on a rank; one rank has nothing."""
+    batch = make_case(toolbox, 9)
+    ids = batch.group_ids.tolist()
+    shares = [[s for s, g in enumerate(ids) if g in (2, 77)], [], [s for s, g in enumerate(ids) if g in (9, 30)]]
+    group = toolbox.RankGroup(3)
+
+    def rank_main(rank):
+        engine = toolbox.TableEngine(rank=rank, group=group)
+        share = toolbox.select(batch, shares[rank])
+        return PPOActor(engine, config(adv_estimator=name)).with_advantages(share).advantages
+
+    alone = PPOActor(toolbox.TableEngine(), config(adv_estimator=name)).with_advantages(batch)
+    for rank, found in enumerate(group.run(rank_main)):
+        expected = toolbox.select(alone, shares[rank]).advantages
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_grpo_is_the_composition_that_the_docs_give(toolbox):
+    batch = make_case(toolbox, 3)
+    named = PPOActor(toolbox.TableEngine(), config(adv_estimator="grpo")).with_advantages(batch)
+    norm = NormConfig(mean_level="group", std_level="group")
+    composed = PPOActor(toolbox.TableEngine(), config(reward_norm=norm)).with_advantages(batch)
+    assert torch.equal(named.advantages, composed.advantages)
+
+
+def test_remax_by_hand(toolbox):
+    # (1 + 0.5) * 2 = 3 against the greedy answer's (0.25 + 0.5) * 2 = 1.5
+    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), baselines=torch.tensor([0.25]))
+    actor = PPOActor(toolbox.TableEngine(), config(adv_estimator="remax", reward_bias=0.5, reward_scaling=2.0))
+    assert actor.with_advantages(batch).advantages.tolist() == [1.5, 0]
+
+
+@pytest.mark.parametrize("baselines", [None, torch.tensor([float("nan")])])
+def test_remax_without_greedy_answers_stops_with_one_line(toolbox, baselines):
+    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), baselines=baselines)
+    with pytest.raises(InputError, match="1 in baselines"):
+        PPOActor(toolbox.TableEngine(), config(adv_estimator="remax")).with_advantages(batch)
+
+
+def test_the_overlong_penalty_comes_before_bias_and_scale(toolbox):
+    # 3 of at most 4 tokens, tail 2: -1 * 1/2; (1 - 0.5 + 1) * 2 = 3. Two tokens: no penalty: (1 + 1) * 2 = 4
+    batch = toolbox.make_batch([[1, 2, 3, 4], [1, 2, 3]], rewards=[1.0, 1.0])
+    options = config(
+        overlong_reward_penalty=True,
+        overlong_tokens=2,
+        overlong_penalty_factor=1.0,
+        reward_bias=1.0,
+        reward_scaling=2.0,
+    )
+    actor = PPOActor(toolbox.TableEngine(), options, max_new_tokens=4)
+    assert actor.with_advantages(batch).advantages.tolist() == pytest.approx([3, 3, 3, 0, 4, 4, 0])
+
+
+def test_an_estimator_refuses_what_it_sets_itself():
+    norm = NormConfig(mean_level="group")
+    found = dict(config(adv_estimator="grpo", reward_norm=norm, adv_norm=norm, gae_lambda=0.5).advantage_problems())
+    assert set(found) == {"reward_norm", "adv_norm", "gae_lambda"}
+    assert not list(config(reward_norm=norm, adv_norm=norm, gae_lambda=0.5).advantage_problems())
+    assert dict(config(overlong_reward_penalty=True).advantage_problems()).keys() == {
+        "overlong_tokens",
+        "overlong_penalty_factor",
+    }
