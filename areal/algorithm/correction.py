@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
-from areal.algorithm.aggregate import TokenStat
-from areal.algorithm.importance import behaviour_weights
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, k3_from_samples
+from areal.algorithm.aggregate import require_same_shape
+from areal.algorithm.policy_loss import PolicyLoss
 
 
-def corrected(loss: PolicyLoss, tokens: PolicyTokens, *, weight_cap: float | None = None) -> PolicyLoss:
-    """Decoupled PPO (Hilton et al. 2021; AReaL, arXiv 2505.24298): the loss around pi_prox, weighted by its staleness.
-
-    `tokens.old_logprobs` is the proximal policy (the trainer's at the start of the update).
-    l' = w l with w = pi_prox / pi_rollout without gradient; tokens with w > weight_cap give 0 and stay in the
-    denominator. Every note of `behaviour_weights` holds.
-    """
-    behaviour = behaviour_weights(tokens.old_logprobs, tokens.rollout_logprobs, tokens.mask, weight_cap)
+def weighted(loss: PolicyLoss, weights: Tensor | None) -> PolicyLoss:
+    """l' = w l with weights [T] that carry no gradient; None = 1. Tokens of weight 0 give 0 whatever their loss is."""
+    if weights is None:
+        return loss
+    require_same_shape(losses=loss.losses, weights=weights)
     # where, not only a product: weight 0 times an infinite loss would be NaN
-    losses = torch.where(behaviour.kept, behaviour.weights * loss.losses, 0.0)
-    stats = {
-        **loss.stats,
-        "behave_imp_weight": TokenStat(behaviour.weights, behaviour.kept),
-        "behave_imp_weight_max": TokenStat(behaviour.log_ratio.exp(), tokens.mask, "max"),
-        "behave_approx_kl": TokenStat(k3_from_samples(behaviour.log_ratio), tokens.mask),
-        "behave_above_cap_ratio": TokenStat(behaviour.above_cap, tokens.mask),
-    }
-    return PolicyLoss(losses=losses, stats=stats)
+    return replace(loss, losses=torch.where(weights != 0, weights * loss.losses, 0.0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from areal.algorithm.aggregate import TokenStat, local_denominator, loss_weights, to_metrics
-from areal.algorithm.correction import corrected
+from areal.algorithm.correction import weighted
 from areal.algorithm.policy_loss import PolicyTokens, policy_loss
 from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import PPOActorConfig
 from areal.api.metrics import Metrics
-from areal.trainer.off_policy import old_logprobs
+from areal.trainer.off_policy import behaviour_weights, old_logprobs
 
 
 class PolicyUpdate:
@@ -48,12 +48,12 @@ class PolicyUpdate:
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
         )
-        return self._token_loss(outputs, tokens)
+        return self._token_loss(outputs, tokens, behaviour_weights(batch, self._config))
 
-    def _token_loss(self, outputs: TokenOutputs, tokens: PolicyTokens) -> LossOutput:
-        result = policy_loss(tokens, self._config)
-        if self._config.use_decoupled_loss:
-            result = corrected(result, tokens, weight_cap=self._config.behav_imp_weight_cap)
+    def _token_loss(
+        self, outputs: TokenOutputs, tokens: PolicyTokens, factors: torch.Tensor | None = None
+    ) -> LossOutput:
+        result = weighted(policy_loss(tokens, self._config), factors)
         weights = loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences)
         stats = {"loss": TokenStat(result.losses, tokens.mask), **result.stats}
         stats["logprobs"] = TokenStat(tokens.logprobs, tokens.mask)
