@@ -129,11 +129,15 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What a model says about a packed batch; float32, predicted-token aligned, 0 at the end of each sequence."""
+    """What a model says about a packed batch; float32, predicted-token aligned, 0 at the end of each sequence.
+
+    `scores` alone are aligned to the text itself: the one at the last token is the score of the whole sequence.
+    """
 
     logprobs: Tensor | None = None  # [T] log_softmax(logits / T)[token t+1]; None for a critic
     entropy: Tensor | None = None  # [T] of the same distribution, detached by default; None for a critic
     values: Tensor | None = None  # [T] critic only
+    scores: Tensor | None = None  # [T] reward model only: of the text up to and with token t
     clamped_entropy: Tensor | None = None  # [T] OutputSpec.entropy_clamp
     candidate_ids: Tensor | None = None  # [T, k] int64, OutputSpec.candidates; most likely first where chosen here
     candidate_logprobs: Tensor | None = None  # [T, k]; k = V for the whole vocabulary

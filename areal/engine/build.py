@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
+from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.engine.fsdp import FSDPEngine
@@ -16,29 +18,45 @@ from areal.engine.hf_model import enable_checkpointing, load_model, resolve_mode
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
-from areal.engine.token_model import PolicyModel, TokenModel, ValueModel
+from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
 
-Role = Literal["actor", "ref", "critic"]
+Role = Literal["actor", "ref", "critic", "reward"]
+"""reward: `TokenOutputs.scores` of a model with the same head as a critic's."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_train_engine(
-    config: TrainEngineConfig, *, role: Role, total_steps: int, mesh: TrainerMesh, seed: int
+    config: TrainEngineConfig,
+    *,
+    role: Role,
+    total_steps: int,
+    mesh: TrainerMesh,
+    seed: int,
+    outputs: OutputSpec | None = None,
 ) -> TrainEngine:
     """Load the model that `config` names; a collective. `total_steps` optimizer steps make the whole schedule.
 
     A model with an optimiser keeps float32 weights and computes in config.dtype; one without has config.dtype only.
+    `outputs`: what its passes give besides log-probabilities (default: nothing more); ValueError for a critic.
     """
+    if role == "critic" and outputs not in (None, OutputSpec()):
+        raise ValueError(f"a critic has no distribution over tokens: it cannot give {outputs}")
     compute = _DTYPES[config.dtype]
     stored = torch.float32 if config.optimizer is not None else compute
     folder = resolve_model_folder(config.path)
     attention = choose_attention(config.attn_impl, mesh.device, compute)
-    hf_model = load_model(folder, config, is_critic=role == "critic", seed=seed, dtype=stored, attention=attention)
+    has_head = role in ("critic", "reward")
+    hf_model = load_model(folder, config, is_critic=has_head, seed=seed, dtype=stored, attention=attention)
     if config.optimizer is None:
         hf_model.requires_grad_(False)
     elif config.gradient_checkpointing:
         enable_checkpointing(hf_model)
-    model = ValueModel(hf_model) if role == "critic" else PolicyModel(hf_model, config.temperature)
+    model: TokenModel
+    if has_head:
+        hf_model.get_submodule("score").float()  # also of a frozen model
+        model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
+    else:
+        model = PolicyModel(hf_model, config.temperature)
     if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
     else:
@@ -52,7 +70,7 @@ def build_train_engine(
 def _shard(
     model: TokenModel, config: TrainEngineConfig, device_mesh: DeviceMesh, *, compute: torch.dtype, stored: torch.dtype
 ) -> None:
-    """FSDP2 on every block, on a critic's head, which stays in float32, and on what is left."""
+    """FSDP2 on every block, on a critic's head, which stays in float32, and on what is left, as is a policy's head."""
     reduce = _DTYPES[config.grad_reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == stored else compute, reduce_dtype=reduce)
     offload: OffloadPolicy = OffloadPolicy()
@@ -60,10 +78,17 @@ def _shard(
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
     wrap = config.fsdp.wrap_policy
     units = shard_units(model.model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)
-    for unit in units:
+    for unit in _without_head(units, model.model):
         fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
     if isinstance(model, ValueModel):
         head: nn.Module = model.model.get_submodule("score")
         exact = MixedPrecisionPolicy(reduce_dtype=reduce)
         fully_shard(head, mesh=device_mesh, mp_policy=exact, offload_policy=offload)
     fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _without_head(units: list[nn.Module], model: PreTrainedModel) -> list[nn.Module]:
+    """The units that hold no weight of the output head, which must be whole whenever the model runs; nor tied ones."""
+    head = model.get_output_embeddings()
+    weights = [] if head is None else [id(weight) for weight in head.parameters()]
+    return [unit for unit in units if not any(id(weight) in weights for weight in unit.parameters())]

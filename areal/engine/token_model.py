@@ -1,4 +1,4 @@
-"""Owns the modules around a transformers model: packed ids in, one number per token out, never all logits at once."""
+"""Owns the modules around a transformers model: packed ids in, a few numbers per token out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from areal.api.batch import TokenOutputs
+from areal.api.batch import OutputSpec, TokenOutputs
+from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.micro_batch import ModelInput
-
-MAX_LOGITS = 2**26
-"""Logits computed at once (256 MiB in float32); more are cut and computed again in the backward pass."""
 
 
 class TokenModel(nn.Module, ABC):
@@ -27,9 +23,9 @@ class TokenModel(nn.Module, ABC):
         self.model = model
 
     @property
-    @abstractmethod
-    def num_outputs(self) -> int:
-        """How many tensors `forward` gives."""
+    def spec(self) -> OutputSpec:
+        """What was asked for besides log-probabilities."""
+        return OutputSpec()
 
     @abstractmethod
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
@@ -64,56 +60,66 @@ class TokenModel(nn.Module, ABC):
 
 
 class PolicyModel(TokenModel):
-    """A causal language model that says log-probability and entropy of every next token."""
+    """A causal language model that says log-probability and entropy of every next token, and what its spec adds."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None) -> None:
         super().__init__(model)
         self._temperature = temperature
-        self._chunk = max(MAX_LOGITS // model.config.get_text_config().vocab_size, 1)
+        self._spec = spec or OutputSpec()
 
     @property
-    def num_outputs(self) -> int:
-        return 2
+    def spec(self) -> OutputSpec:
+        return self._spec
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
-        return TokenOutputs(logprobs=values[0], entropy=values[1])
+        names = ["logprobs", "entropy"]
+        if self._spec.entropy_clamp > 0:
+            names.append("clamped_entropy")
+        if self._spec.candidates is not None:
+            names += ["candidate_logprobs", "candidate_ids"]
+        found = dict(zip(names, values, strict=False))
+        if self._spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids without memory
+            every = found["candidate_logprobs"]
+            found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
+        return TokenOutputs(**found)
 
-    def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor]:
-        hidden = self._hidden(inputs)
-        recompute = hidden.requires_grad and hidden.shape[0] > self._chunk
-        parts: list[tuple[Tensor, Tensor]] = []
-        for states, labels in zip(hidden.split(self._chunk), inputs.labels.split(self._chunk), strict=True):
-            if recompute:
-                part = checkpoint(self._next_token, states, labels, use_reentrant=False)
-                parts.append(cast("tuple[Tensor, Tensor]", part))
-            else:
-                parts.append(self._next_token(states, labels))
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        return torch.where(inputs.has_label, logprobs, 0.0), torch.where(inputs.has_label, entropy, 0.0)
-
-    def _next_token(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [t, h], labels [t] -> log-probability of each label and entropy without gradient, [t] float32."""
+    def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
+        # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
+        # while this runs; a custom function hands their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
-        logits = head(hidden).float()
-        if self._temperature != 1.0:
-            logits = logits / self._temperature
-        distribution = F.log_softmax(logits, dim=-1)
-        logprobs = distribution.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropy
+        found = linear_logprobs(
+            self._hidden(inputs),
+            head.weight,
+            head.bias,
+            inputs.labels,
+            temperature=self._temperature,
+            outputs=self._spec,
+            candidate_ids=inputs.candidate_ids,
+            valid=inputs.has_label,
+        )
+        more = (found.clamped_entropy, found.candidate_logprobs, found.candidate_ids)
+        return (found.logprobs, found.entropy, *(values for values in more if values is not None))
 
 
 class ValueModel(TokenModel):
     """A backbone with a one-output head `score` that computes in float32."""
 
-    @property
-    def num_outputs(self) -> int:
-        return 1
-
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return TokenOutputs(values=values[0])
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor]:
-        values = self.model.get_submodule("score")(self._hidden(inputs).float()).squeeze(-1)
-        return (torch.where(inputs.has_label, values, 0.0),)
+        return (torch.where(inputs.has_label, self._head(inputs), 0.0),)
+
+    def _head(self, inputs: ModelInput) -> Tensor:
+        """One number a token, [T] float32."""
+        return self.model.get_submodule("score")(self._hidden(inputs).float()).squeeze(-1)
+
+
+class ScoreModel(ValueModel):
+    """The same model as a reward model: what the head says at every token, the last of each sequence included."""
+
+    def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
+        return TokenOutputs(scores=values[0])
+
+    def forward(self, inputs: ModelInput) -> tuple[Tensor]:
+        return (self._head(inputs),)
