@@ -60,16 +60,22 @@ class FSDPEngine:
     def forward(self, batch: TrainBatch) -> TokenOutputs:
         """Outputs for the whole batch in its own order, no gradient, on the CPU; a collective."""
         self._model.eval()
-        whole = [torch.zeros(batch.num_tokens) for _ in range(self._model.num_outputs)]
+        whole: list[Tensor] = []
         with torch.no_grad():
             for indices in self._plan(batch):
-                if not indices:
-                    self._model(dummy_input(self._mesh.device))
-                    continue
-                micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
-                positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
-                for target, values in zip(whole, self._model(inputs), strict=True):
-                    target[positions] = values.cpu()
+                positions = torch.zeros(0, dtype=torch.int64)
+                if indices:
+                    micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
+                    positions, _ = token_positions(batch.cu_seqlens, micro.source_index)
+                else:
+                    inputs = dummy_input(batch, self._mesh.device)
+                found: tuple[Tensor, ...] = self._model(inputs)
+                if not whole:
+                    shapes = [(batch.num_tokens, *values.shape[1:]) for values in found]
+                    whole = [torch.zeros(s, dtype=v.dtype) for s, v in zip(shapes, found, strict=True)]
+                for target, values in zip(whole, found, strict=True):
+                    if indices:
+                        target[positions] = values.cpu()
         if isinstance(self._model, FSDPModule):
             self._model.reshard()  # without a backward pass the root's full weights would stay in memory
         return self._model.as_outputs(whole)
@@ -78,12 +84,14 @@ class FSDPEngine:
         """Accumulate gradients of (sum of losses over all micro-batches and ranks) / denominator; a collective."""
         if not denominator > 0:
             raise ValueError(f"the denominator of a loss must be above 0, got {denominator}")
+        if self._model.spec.candidates and batch.candidate_ids is None:
+            raise ValueError("the batch has no candidate_ids: put those that forward gave into it")
         self._model.train()
         scale = self.dp_size / denominator  # FSDP averages gradients over the ranks
         metrics: Metrics = {}
         for indices in self._plan(batch):
             if not indices:
-                nothing = self._model(dummy_input(self._mesh.device))[0].sum() * 0.0
+                nothing = self._model(dummy_input(batch, self._mesh.device))[0].sum() * 0.0
                 nothing.backward()
                 continue
             micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
@@ -164,7 +172,10 @@ class FSDPEngine:
 
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
         """Micro-batches of this rank. InputError on every rank when any holds a token that the model does not have."""
-        ids, vocab_size = batch.input_ids, self._model.model.config.get_text_config().vocab_size
+        vocab_size = self._model.model.config.get_text_config().vocab_size
+        ids = batch.input_ids
+        if batch.candidate_ids is not None and self._model.spec.candidates is not None:
+            ids = torch.cat([ids, batch.candidate_ids.flatten()])
 
         def reduce_max(facts: Tensor) -> Tensor:
             own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]

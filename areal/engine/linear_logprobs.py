@@ -66,11 +66,11 @@ def linear_logprobs(
     if isinstance(weight, DTensor):
         raise RuntimeError("the head's weight is still sharded: it must belong to the model's outermost FSDP unit")
     outputs = outputs or OutputSpec()
-    count = outputs.candidates
-    wanted = labels.unsqueeze(1)
-    if count is not None and candidate_ids is not None:
-        wanted = torch.cat([wanted, candidate_ids], dim=1)
-        count = None
+    count, wanted = outputs.candidates, labels.unsqueeze(1)
+    if count is None:
+        candidate_ids = None
+    if candidate_ids is not None:
+        wanted, count = torch.cat([wanted, candidate_ids], dim=1), None
     num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
     plan = _Plan(
         temperature=temperature,
@@ -216,14 +216,15 @@ class _Forward:
             return values.masked_fill_(left_out.unsqueeze(1), 0.0)
 
         found = normalised(self._found)
-        candidates, ids = found[:, 1:] if found.shape[1] > 1 else None, None
+        candidates, ids = found[:, 1:].clone() if found.shape[1] > 1 else None, None
         if self._all is not None:
             candidates = normalised(self._all)
         elif self._plan.top_k:
             candidates, ids = normalised(self._top), self._top_ids.masked_fill_(left_out.unsqueeze(1), 0)
             self.wanted = torch.cat([self.wanted, ids], dim=1)
         clamped = None if self._clamped is None else self._clamped.masked_fill_(left_out, 0.0)
-        return found[:, 0].contiguous(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids
+        # copies, since FSDP warns of outputs that are views
+        return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids
 
     def _merge_top(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         count = self._plan.top_k

@@ -27,6 +27,7 @@ class ModelInput:
     labels: Tensor  # [T] int64: the next token, 0 at the last position of each sequence
     has_label: Tensor  # [T] bool: false at the last position of each sequence
     layout: PackedLayout
+    candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
 
 
 def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: ReduceMax) -> list[list[int]]:
@@ -65,18 +66,23 @@ def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
-    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes)
+    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids)
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
     return micro, model_input
 
 
-def dummy_input(device: torch.device) -> ModelInput:
-    """One sequence of two tokens, for a rank that has nothing to do while the others compute."""
+def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:
+    """One sequence of two tokens, for a rank that has nothing to do while the others compute; shaped as in `batch`."""
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    return model_input_of(ids, torch.tensor([0, 2], dtype=torch.int32, device=device), [2])
+    candidates = batch.candidate_ids
+    if candidates is not None:
+        candidates = torch.zeros(2, candidates.shape[1], dtype=torch.int64, device=device)
+    return model_input_of(ids, torch.tensor([0, 2], dtype=torch.int32, device=device), [2], candidates)
 
 
-def model_input_of(input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int]) -> ModelInput:
+def model_input_of(
+    input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int], candidate_ids: Tensor | None = None
+) -> ModelInput:
     """Positions and labels of a packed row."""
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     offsets = torch.repeat_interleave(starts, ends - starts, output_size=input_ids.numel())
@@ -89,6 +95,7 @@ def model_input_of(input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int]) ->
         labels=labels,
         has_label=has_label,
         layout=packed_layout(cu_seqlens, lengths),
+        candidate_ids=candidate_ids,
     )
 
 

@@ -92,13 +92,17 @@ def test_several_backward_passes_add_up(cases, models):
     assert_same({name: before[name] - value for name, value in cases.weights_of(engine).items()}, whole)
 
 
-def test_logits_in_chunks_equal_logits_at_once(cases, models, monkeypatch):
+def test_logits_in_blocks_equal_logits_at_once(cases, models, monkeypatch):
     batch = cases.make_batch()
-    whole = cases.make_engine(models / "qwen2")
-    monkeypatch.setattr("areal.engine.token_model.MAX_LOGITS", 4 * cases.VOCAB)
-    cut = cases.make_engine(models / "qwen2")
-    assert torch.equal(cut.forward(batch).logprobs, whole.forward(batch).logprobs)
-    assert_same(cases.gradients(cut, batch), cases.gradients(whole, batch))
+    engine = cases.make_engine(models / "qwen2")
+    whole, expected = engine.forward(batch), cases.gradients(engine, batch)
+    monkeypatch.setattr("areal.engine.linear_logprobs.MAX_LOGITS_CPU", 4 * cases.VOCAB)
+    monkeypatch.setattr("areal.engine.linear_logprobs.MAX_BLOCK_TOKENS", 10)
+    engine = cases.make_engine(models / "qwen2")
+    cut = engine.forward(batch)
+    torch.testing.assert_close(cut.logprobs, whole.logprobs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(cut.entropy, whole.entropy, rtol=0, atol=2e-6)
+    assert_same(cases.gradients(engine, batch), expected)
 
 
 def test_gradient_checkpointing_changes_nothing(cases, models):
