@@ -37,7 +37,7 @@ def build_train_engine(
     """Load the model that `config` names; a collective. `total_steps` optimizer steps make the whole schedule.
 
     A model with an optimiser keeps float32 weights and computes in config.dtype; one without has config.dtype only.
-    `outputs`: what its passes give besides log-probabilities (default: nothing more); ValueError for a critic or reward.
+    `outputs`: what its passes give besides log-probabilities (default: nothing more); ValueError without a policy.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens: it cannot give {outputs}")
