@@ -66,11 +66,28 @@ class Reader:
                 return self._section(spec.hint, cast("dict[str, Any]", value), path)
             self._report(path, f"{value!r} was given where a section with keys of its own is expected")
             return _blank(spec)
+        if spec.item_section is not None:
+            return self._sections(spec.item_section, value, path)
         try:
             return coerce(spec.hint, value)
         except _WrongType as error:
             self._report(path, f"{value!r} was given where {spec.type_text} is expected{error}")
             return _blank(spec)
+
+    def _sections(self, cls: type[T], value: Any, path: str) -> list[T]:
+        """A list of sections; problems of the i-th are told at `path[i]`."""
+        if not isinstance(value, list | tuple):
+            self._report(path, f"{value!r} was given where a list of sections is expected: [{{...}}, {{...}}]")
+            return []
+        found: list[T] = []
+        for i, item in enumerate(cast("list[Any]", value)):
+            if isinstance(item, cls):
+                found.append(item)
+            elif isinstance(item, dict):
+                found.append(self._section(cls, cast("dict[str, Any]", item), f"{path}[{i}]"))
+            else:
+                self._report(f"{path}[{i}]", f"{item!r} was given where a section with keys of its own is expected")
+        return found
 
     def _unknown(self, cls: type[Any], key: str, value: Any, section: str) -> None:
         path = f"{section}.{key}" if section else key
@@ -210,7 +227,10 @@ def _blank(spec: FieldSpec) -> Any:
 
 
 def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -> dict[str, Any]:
-    """`given` laid over the defaults of `cls`; a null section gets its class's defaults once `given` opens it."""
+    """`given` laid over the defaults of `cls`; a null section gets its class's defaults once `given` opens it.
+
+    So does every mapping in a list of sections. A list replaces the default list as a whole.
+    """
     tree: dict[str, Any] = {}
     for name, spec in fields_of(cls).items():
         default = spec.default if instance is None else cast("Any", vars(instance)[name])
@@ -219,9 +239,17 @@ def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -
             tree[name] = with_defaults(
                 spec.hint, _mapping(user), default if dataclasses.is_dataclass(default) else None
             )
+        elif spec.item_section is not None and isinstance(user, list | tuple):
+            tree[name] = [_item_with_defaults(spec.item_section, item) for item in cast("list[Any]", user)]
         else:
             tree[name] = user
     return tree | {name: value for name, value in given.items() if name not in tree}
+
+
+def _item_with_defaults(cls: type[Any], item: Any) -> Any:
+    if dataclasses.is_dataclass(item):
+        return with_defaults(cls, {}, item)
+    return with_defaults(cls, cast("dict[str, Any]", item)) if isinstance(item, dict) else item
 
 
 def _mapping(value: Any) -> dict[str, Any]:

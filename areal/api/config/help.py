@@ -20,6 +20,8 @@ def help_text(cls: type[Any], section: str = "") -> str:
         raise ConfigError(f"--help {section}: no such section or option; sections are {known}")
     if spec.is_section:
         return "\n".join(_lines(spec.hint, f"{section}.")) + "\n"
+    if spec.item_section is not None:
+        return "\n".join(_list_of_sections(section.partition("[")[0], spec, spec.item_section)) + "\n"
     return "\n".join(_option(section, spec)) + "\n"
 
 
@@ -34,8 +36,16 @@ def _lines(cls: type[Any], prefix: str) -> Iterator[str]:
             null = " (null unless given)" if spec.default is None else ""
             yield f"[{path}]{null} {spec.sentence}"
             yield from _lines(spec.hint, f"{path}.")
+        elif spec.item_section is not None:
+            yield from _list_of_sections(path, spec, spec.item_section)
         else:
             yield from _option(path, spec)
+
+
+def _list_of_sections(path: str, spec: FieldSpec, cls: type[Any]) -> Iterator[str]:
+    """A list of sections and what each may hold, once."""
+    yield from _option(path, spec)
+    yield from _lines(cls, f"{path}[].")
 
 
 def _option(path: str, spec: FieldSpec) -> list[str]:

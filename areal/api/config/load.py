@@ -211,7 +211,7 @@ def _drop_broken_interpolations(config: DictConfig) -> dict[str, str]:
     def visit(node: DictConfig | ListConfig, path: str) -> None:
         keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(reversed(range(len(node))))
         for key in keys:
-            here = f"{path}.{key}" if path else str(key)
+            here = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
             if OmegaConf.is_interpolation(node, key):
                 reason = _why_unresolvable(node, key)
                 if reason is not None:

@@ -39,6 +39,11 @@ class FieldSpec:
         return is_section(self.hint)
 
     @property
+    def item_section(self) -> type[Any] | None:
+        """The class of the sections that a list of sections holds; None for every other field."""
+        return _item_section(self.hint)
+
+    @property
     def type_text(self) -> str:
         return type_text(self.hint) + (" or null" if self.nullable else "")
 
@@ -46,6 +51,11 @@ class FieldSpec:
 def is_section(hint: Any) -> bool:
     """Whether values of type `hint` are config sections of their own."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _item_section(hint: Any) -> type[Any] | None:
+    args = typing.get_args(hint)
+    return args[0] if typing.get_origin(hint) is list and is_section(args[0]) else None
 
 
 def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
@@ -69,11 +79,16 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
 
 
 def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpec]]:
-    """Every option below `cls` with its dotted path; sections themselves are left out."""
+    """Every option below `cls` with its dotted path; sections themselves are left out.
+
+    The options of each section of a list stand below `path[]`.
+    """
     for name, spec in fields_of(cls).items():
         path = f"{prefix}{name}"
         if spec.is_section:
             yield from leaf_paths(spec.hint, f"{path}.")
+        elif spec.item_section is not None:
+            yield from leaf_paths(spec.item_section, f"{path}[].")
         else:
             yield path, spec
 
@@ -81,10 +96,14 @@ def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpe
 def find_field(cls: type[Any], path: str) -> FieldSpec | None:
     """The field at dotted `path` below `cls`, or None when there is no such field."""
     name, _, rest = path.partition(".")
+    name, bracket, _ = name.partition("[")
     spec = fields_of(cls).get(name)
-    if spec is None or not rest:
+    if spec is None or (bracket and spec.item_section is None):
+        return None
+    if not rest:
         return spec
-    return find_field(spec.hint, rest) if spec.is_section else None
+    below = spec.item_section if bracket else spec.hint
+    return find_field(below, rest) if below is not None and is_section(below) else None
 
 
 def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
@@ -108,7 +127,7 @@ def type_text(hint: Any) -> str:
         return "section"
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is list or hint is list:
-        return f"list of {type_text(args[0])}" if args else "list"
+        return "list of sections" if _item_section(hint) else f"list of {type_text(args[0])}" if args else "list"
     if origin is tuple:
         return f"list of {type_text(args[0])}"
     if origin is dict or hint is dict:

@@ -27,6 +27,9 @@ def problems_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{name}", f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
         if dataclasses.is_dataclass(value):
             yield from problems_of(value, f"{prefix}{name}.")
+        elif spec.item_section is not None and isinstance(value, list):
+            for i, item in enumerate(cast("list[Any]", value)):
+                yield from problems_of(item, f"{prefix}{name}[{i}].")
     if isinstance(config, _HasProblems):
         for path, text in config.problems():
             yield f"{prefix}{path}", text
