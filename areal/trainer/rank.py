@@ -16,6 +16,11 @@ from areal.system.process import ProcessContext
 def prepare_process(context: ProcessContext, seed: int) -> None:
     """Set thread counts and seeds. Every rank has the same seed: what must differ by rank is derived by its user."""
     torch.set_num_threads(context.num_threads)
+    seed_process(seed)
+
+
+def seed_process(seed: int) -> None:
+    """Seed every generator of random numbers that this process has."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

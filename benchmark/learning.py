@@ -1,0 +1,430 @@
+"""How well each algorithm learns the quickstart's task under stale rollouts: same samples, several seeds, one table.
+
+    python benchmark/learning.py [--steps 60] [--seeds 3] [--staleness 0 4 8] [--only grpo decoupled] [--jobs 2]
+
+Every run is one process: the real train loop (areal.trainer.ppo_loop) is fed by the real native engine, which generates
+batch k with the weights of version k - STALENESS exactly (the first ones with version 0). So a result depends on the
+seed alone, not on the machine's speed or load, and a table can be repeated. Each seed has its own model, data and
+supervised warm-up, which all algorithms share. Every step trains on the same number of answers; dapo draws more,
+since it replaces groups that scored alike.
+
+What is printed is the reward on the held-out prompts after the last step: sampled (8 answers a prompt) and greedy.
+Finished runs are kept in FILEROOT/learning and not run again (--fresh removes them). Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+
+from areal.api.config import PPOConfig, load_config
+from areal.api.data import BatchShare, StepInfo, Trajectory, TrajectoryGroup
+from areal.api.engine import TrainEngine
+from areal.api.metrics import Metrics, metric_values
+from areal.data.tokenizer import load_tokenizer
+from areal.engine.mesh import TrainerMesh
+from areal.inference.build import build_engine, load_detokenizer, request_limits
+from areal.inference.engine import Engine
+from areal.inference.sequence import SamplingParams
+from areal.inference.sequence import Sequence as Request
+from areal.inference.weight_update import WeightTargets
+from areal.observe.phase import PhaseClock
+from areal.rollout.batching import build_shares
+from areal.rollout.payload import encode_episode
+from areal.trainer.ppo_loop import PPOLoop, build_roles
+from areal.trainer.progress import Progress, TrainingLength
+from areal.trainer.rank import seed_process
+from areal.trainer.weights import ChecksummedWeights, WeightPublisher
+
+HERE = Path(__file__).resolve().parent.parent
+QUICKSTART = HERE / "examples" / "quickstart"
+PROMPTS, SAMPLES, HELD_OUT_SAMPLES = 32, 16, 8
+MAX_NEW_TOKENS = 8
+
+GRPO = ["actor.adv_estimator=grpo"]
+ALGORITHMS: dict[str, list[str]] = {
+    "ppo": [
+        "critic.path=${actor.path}",
+        "critic.dtype=float32",
+        "critic.ppo_n_minibatches=2",
+        "critic.optimizer.lr=4e-4",
+        "critic.optimizer.beta2=0.99",
+        "critic.optimizer.weight_decay=0",
+        "actor.adv_norm.mean_level=batch",
+        "actor.adv_norm.std_level=batch",
+    ],
+    "grpo": GRPO,
+    "rloo": ["actor.adv_estimator=rloo"],
+    "gspo": [*GRPO, "actor.policy_loss=gspo", "actor.eps_clip=0.03", "actor.eps_clip_higher=0.04"],
+    "dapo": [
+        *GRPO,
+        "actor.eps_clip_higher=0.28",
+        "actor.overlong_reward_penalty=true",
+        "actor.overlong_tokens=2",
+        "actor.overlong_penalty_factor=1.0",
+        "rollout.should_accept_fn=mixed_rewards",
+    ],
+    "cispo": [*GRPO, "actor.policy_loss=cispo"],
+    "decoupled": [*GRPO, "actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=5.0"],
+}
+"""What each adds to the common configuration. All but decoupled take the ratio against the policy that generated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One cell of the table, for one seed."""
+
+    algorithm: str
+    staleness: int
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}-eta{self.staleness}-seed{self.seed}-steps{self.steps}"
+
+
+class Snapshots:
+    """Implements `areal.api.engine.WeightChannel`: the weights of the last versions, oldest first."""
+
+    def __init__(self, weights: ChecksummedWeights, *, keep: int) -> None:
+        self._weights = weights
+        self._held: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep)
+
+    def publish(self, version: int) -> None:
+        self._held.append((version, {name: value.clone() for name, value in self._weights.named_weights()}))
+
+    @property
+    def oldest(self) -> tuple[int, dict[str, torch.Tensor]]:
+        return self._held[0]
+
+    @property
+    def newest(self) -> tuple[int, dict[str, torch.Tensor]]:
+        return self._held[-1]
+
+    def close(self) -> None:
+        """Nothing is held outside of this object."""
+
+
+class Generator:
+    """The native engine, driven step by step in this thread."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
+        folder = Path(config.actor.path)
+        self._finished: list[Request] = []
+        self._engine: Engine = build_engine(
+            config.native,
+            folder,
+            "cpu",
+            deliver=lambda finished, progressed: self._finished.extend(finished),
+            on_failure=_raise,
+        )
+        self._targets = WeightTargets(self._engine.runner.model)
+        limits = request_limits(config.native, self._engine.runner.model, load_detokenizer(folder))
+        self._stop_ids = limits.default_stop_ids
+        self._tokenizer = tokenizer
+        self._count = 0
+        self.num_answers = 0
+
+    def hold(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        """Generate with these weights from here on."""
+
+        def write() -> None:
+            for name, value in weights.items():
+                self._targets.copy(name, value)
+
+        self._engine.replace_weights(write, str(version), abort_running=False)
+
+    def answer(self, prompts: Sequence[list[int]], samples: int, seed: int, *, greedy: bool = False) -> list[Request]:
+        """`samples` answers to each prompt, in the order of the prompts."""
+        params = SamplingParams(
+            max_new_tokens=MAX_NEW_TOKENS, temperature=0.0 if greedy else 1.0, stop_token_ids=self._stop_ids
+        )
+        requests: list[Request] = []
+        for prompt in prompts:
+            for _ in range(samples):
+                self._count += 1
+                requests.append(
+                    Request(
+                        request_id=str(self._count),
+                        token_ids=list(prompt),
+                        num_prompt=len(prompt),
+                        params=params,
+                        seed=(seed << 32) + self._count,
+                    )
+                )
+        self._finished.clear()
+        for request in requests:
+            self._engine.scheduler.add(request)
+        while len(self._finished) < len(requests):
+            self._engine.step()
+        self.num_answers += len(requests)
+        return requests
+
+
+class StaleBatches:
+    """Implements `areal.trainer.ppo_loop.BatchSource`: batch k comes from the oldest weights that are held."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        generator: Generator,
+        snapshots: Snapshots,
+        rows: Iterator[dict[str, str]],
+        tokenizer: Any,
+    ) -> None:
+        self._config = config
+        self._generator = generator
+        self._snapshots = snapshots
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self.ages: list[int] = []
+
+    def next_batch(self, step: int) -> BatchShare:
+        """One batch of whole groups; groups that scored alike are replaced where the configuration says so."""
+        version, weights = self._snapshots.oldest
+        self._generator.hold(version, weights)
+        self.ages.append(step - version)
+        payloads: list[bytes] = []
+        while len(payloads) < PROMPTS:
+            rows = [next(self._rows) for _ in range(PROMPTS - len(payloads))]
+            for group in self._groups(rows, version):
+                rewards = [trajectory.reward for trajectory in group.trajectories]
+                if not self._config.rollout.should_accept_fn or min(rewards) < max(rewards):
+                    payloads.append(encode_episode(len(payloads), group).payload)
+        return build_shares(payloads, step=step, version=step, mask_before=0, dp_size=1)[0]
+
+    def _groups(self, rows: Sequence[dict[str, str]], version: int) -> Iterator[TrajectoryGroup]:
+        prompts = [self._tokenizer.encode(row["prompt"]) for row in rows]
+        answers = self._generator.answer(prompts, SAMPLES, self._config.seed)
+        for index, row in enumerate(rows):
+            group = answers[index * SAMPLES : (index + 1) * SAMPLES]
+            yield TrajectoryGroup(trajectories=[_trajectory(one, row, self._tokenizer, version) for one in group])
+
+    def consumed(self, step: int, version: int, weights_checksum: str) -> None:
+        """Nothing is recorded."""
+
+
+def _trajectory(request: Request, row: dict[str, str], tokenizer: Any, version: int) -> Trajectory:
+    num_prompt = request.num_prompt
+    assert request.finish is not None
+    return Trajectory(
+        token_ids=list(request.token_ids),
+        loss_mask=[0] * num_prompt + [1] * request.num_output,
+        rollout_logprobs=[0.0] * num_prompt + list(request.logprobs),
+        output_versions=[-1] * num_prompt + [version] * request.num_output,
+        reward=reward_of(request, row, tokenizer),
+        finished=request.finish.kind == "stop",
+    )
+
+
+def reward_of(request: Request, row: dict[str, str], tokenizer: Any) -> float:
+    """1 for the right answer, as the quickstart's reward function scores it."""
+    text = tokenizer.decode(request.token_ids[request.num_prompt :], skip_special_tokens=True)
+    return float(text.replace(" ", "") == row["answer"])
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def config_for(run: Run, fileroot: Path) -> PPOConfig:
+    root = fileroot / "learning" / f"seed{run.seed}"
+    overrides = [
+        f"seed={run.seed}",
+        f"trial_name={run.name}",
+        f"cluster.fileroot={root}",
+        f"total_train_steps={run.steps}",
+        f"rollout.max_head_offpolicyness={run.staleness}",
+        "rollout.should_accept_fn=''",
+        "evaluator.stop_at={}",
+        "actor.use_decoupled_loss=false",
+        "actor.behav_imp_weight_cap=null",
+        "actor.reward_norm=null",
+        *ALGORITHMS[run.algorithm],
+    ]
+    return load_config(["--config", str(QUICKSTART / "grpo.yaml"), *overrides], PPOConfig)
+
+
+def train(run: Run, fileroot: Path) -> dict[str, Any]:
+    """One run from the warm model to its final rewards."""
+    began_s = time.monotonic()
+    torch.set_num_threads(1)
+    config = config_for(run, fileroot)
+    seed_process(run.seed)
+    tokenizer = load_tokenizer(config.actor.path)
+    data = Path(config.train_dataset.path).parent
+    rows, held_out = read_rows(data / "train.jsonl"), read_rows(data / "held_out.jsonl")
+    endless = (row for _ in range(1000) for row in rows)
+    mesh = TrainerMesh(0, 1, torch.device("cpu"))
+    length = TrainingLength(steps_per_epoch=len(rows) // PROMPTS, total_steps=run.steps)
+    roles = build_roles(config, mesh, length)
+    actor: TrainEngine = roles.trained["actor"]
+    weights = ChecksummedWeights(actor, is_rank0=True)
+    snapshots = Snapshots(weights, keep=run.staleness + 1)
+    snapshots.publish(0)
+    generator = Generator(config, tokenizer)
+    before = evaluate(generator, snapshots, held_out, tokenizer)
+    log: list[dict[str, float]] = []
+
+    def after_step(info: StepInfo, metrics: Metrics, seconds: dict[str, float]) -> bool:
+        values = metric_values(metrics)
+        log.append({name: value for name, value in values.items() if name in ("batch/reward", "actor/clip_ratio")})
+        return False
+
+    batches = StaleBatches(config, generator, snapshots, endless, tokenizer)
+    loop = PPOLoop(
+        roles=roles,
+        batches=batches,
+        weights=WeightPublisher(snapshots, weights),
+        after_step=after_step,
+        progress=Progress(length, start_step=0),
+        clock=PhaseClock(),
+        is_rank0=True,
+    )
+    loop.run()
+    drawn = generator.num_answers - len(held_out) * (HELD_OUT_SAMPLES + 1)
+    after = evaluate(generator, snapshots, held_out, tokenizer)
+    return {
+        "algorithm": run.algorithm,
+        "staleness": run.staleness,
+        "seed": run.seed,
+        "steps": run.steps,
+        "age_max": max(batches.ages),
+        "trained_answers": run.steps * PROMPTS * SAMPLES,
+        "drawn_answers": drawn,
+        "before": before,
+        "after": after,
+        "curve": [round(values["batch/reward"], 4) for values in log],
+        "clip_ratio": round(fmean(values.get("actor/clip_ratio", 0.0) for values in log), 5),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def evaluate(
+    generator: Generator, snapshots: Snapshots, rows: Sequence[dict[str, str]], tokenizer: Any
+) -> dict[str, float]:
+    """Mean reward of the newest weights on the held-out prompts."""
+    generator.hold(*snapshots.newest)
+    prompts = [tokenizer.encode(row["prompt"]) for row in rows]
+    found: dict[str, float] = {}
+    for mode, samples in (("sampled", HELD_OUT_SAMPLES), ("greedy", 1)):
+        answers = generator.answer(prompts, samples, 999, greedy=mode == "greedy")
+        scores = [reward_of(one, rows[index // samples], tokenizer) for index, one in enumerate(answers)]
+        found[mode] = round(fmean(scores), 4)
+    return found
+
+
+def warm_up(seed: int, fileroot: Path) -> None:
+    """Model, data and supervised warm-up of a seed: the quickstart's first two stages."""
+    root = fileroot / "learning" / f"seed{seed}"
+    done = root / "warm"
+    if done.exists():
+        return
+    shutil.rmtree(root, ignore_errors=True)
+    prepare = [str(QUICKSTART / "prepare.py"), str(root / "quickstart" / "data"), "--seed", str(seed)]
+    sft = ["-m", "areal.launcher.local", "--config", str(QUICKSTART / "sft.yaml"), f"seed={seed}"]
+    for argv in (prepare, [*sft, f"cluster.fileroot={root}"]):
+        subprocess.run([sys.executable, *argv], cwd=HERE, stdout=sys.stderr, check=True)
+    done.touch()
+
+
+def run_all(runs: Sequence[Run], fileroot: Path, jobs: int) -> list[dict[str, Any]]:
+    """Every run's result, those of earlier calls from their files; `jobs` at a time, one thread each."""
+    folder = fileroot / "learning" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = deque(run for run in runs if not (folder / f"{run.name}.json").exists())
+    total, running = len(waiting), dict[Run, subprocess.Popen[bytes]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            run = waiting.popleft()
+            spec = [run.algorithm, run.staleness, run.seed, run.steps]
+            command = [sys.executable, __file__, "--fileroot", str(fileroot), "--one", json.dumps(spec)]
+            running[run] = subprocess.Popen(command, cwd=HERE, stdout=sys.stderr)
+        for run, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[run]
+            if process.returncode:
+                for other in running.values():
+                    other.kill()
+                sys.exit(f"areal: error: {run.name} ended with {process.returncode}; what is done is kept")
+            done = total - len(waiting) - len(running)
+            found = json.loads((folder / f"{run.name}.json").read_text())
+            print(f"[{done}/{total}] {run.name}: {found['after']} in {found['seconds']} s", file=sys.stderr)
+        time.sleep(0.2)
+    return [json.loads((folder / f"{run.name}.json").read_text()) for run in runs]
+
+
+def table(results: Sequence[dict[str, Any]], mode: str, staleness: Sequence[int]) -> str:
+    """Mean and spread over the seeds, one row an algorithm, as Markdown."""
+    lines = [f"| {mode} reward | " + " | ".join(f"staleness {eta}" for eta in staleness) + " |"]
+    lines.append("|---|" + "---|" * len(staleness))
+    for name in dict.fromkeys(result["algorithm"] for result in results):
+        cells: list[str] = []
+        for eta in staleness:
+            values = [r["after"][mode] for r in results if r["algorithm"] == name and r["staleness"] == eta]
+            cells.append(f"{fmean(values):.3f} +- {pstdev(values):.3f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="train steps of each run (512 answers each)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[0, 4, 8], help="versions between weights and batch"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS), help="algorithms")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--fileroot", type=Path, default=Path("runs"), help="root of the run folders")
+    parser.add_argument("--fresh", action="store_true", help="run again what was run before")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    fileroot = args.fileroot.resolve()
+    if args.one:
+        algorithm, staleness, seed, steps = json.loads(args.one)
+        run = Run(algorithm=algorithm, staleness=staleness, seed=seed, steps=steps)
+        target = fileroot / "learning" / "results" / f"{run.name}.json"
+        found = json.dumps(train(run, fileroot))
+        temporary = target.with_suffix(".part")
+        temporary.write_text(found)
+        temporary.replace(target)
+        return
+    if args.fresh:
+        shutil.rmtree(fileroot / "learning", ignore_errors=True)
+    for seed in range(args.seeds):
+        warm_up(seed, fileroot)
+    runs = [
+        Run(algorithm=name, staleness=eta, seed=seed, steps=args.steps)
+        for seed in range(args.seeds)
+        for name in args.only
+        for eta in args.staleness
+    ]
+    results = run_all(runs, fileroot, args.jobs)
+    before = {mode: fmean(result["before"][mode] for result in results) for mode in ("sampled", "greedy")}
+    print(f"before: sampled {before['sampled']:.3f}, greedy {before['greedy']:.3f}; {args.seeds} seeds, mean +- std\n")
+    for mode in ("sampled", "greedy"):
+        print(table(results, mode, args.staleness) + "\n")
+    print(json.dumps([{key: value for key, value in result.items() if key != "curve"} for result in results]))
+
+
+if __name__ == "__main__":
+    main()
