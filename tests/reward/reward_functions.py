@@ -42,6 +42,10 @@ def returns_text(prompt, completion, prompt_ids, completion_ids, **row):
     return "1.0"
 
 
+def details(prompt, completion, prompt_ids, completion_ids, details, **row):
+    return {name: float(value) if value in ("nan", "inf") else value for name, value in details.items()}
+
+
 def dies(prompt, completion, prompt_ids, completion_ids, **row):
     if completion == "die":
         os._exit(3)

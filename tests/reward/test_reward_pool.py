@@ -60,6 +60,22 @@ async def test_numbers_of_every_kind_become_floats(pool):
     assert result.seconds >= 0
 
 
+async def test_a_mapping_brings_its_score_and_other_numbers(pool):
+    found = await score(pool, "details", details={"score": 1, "acc": True, "pred": "42", "steps": [1], "ratio": 0.5})
+    assert (found.status, found.value, found.metrics) == ("ok", 1.0, {"acc": 1.0, "ratio": 0.5})
+    assert (await score(pool, "length")).metrics is None
+    for details, status, message in [
+        ({"acc": 1.0}, "error", "returned a mapping without 'score', with acc"),
+        ({}, "error", "returned a mapping without 'score', with nothing"),
+        ({"score": "1"}, "error", "returned score=a str instead of a number"),
+        ({"score": None, "acc": 1.0}, "error", "returned score=None instead of a number"),
+        ({"score": "nan"}, "not_finite", "returned score=nan"),
+        ({"score": 1.0, "acc": "inf", "last": 2.0}, "not_finite", "returned acc=inf"),
+    ]:
+        found = await score(pool, "details", details=details)
+        assert (found.status, found.value, found.message, found.metrics) == (status, 0.0, message, None)
+
+
 async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
     raised = await score(pool, "raises")
     assert raised.status == "error"

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from areal.api.config import GenerationHyperparameters
+from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import ConfigError, InputError
 from areal.workflow.multi_turn import MultiTurnWorkflow
 
@@ -15,9 +15,11 @@ RETRY = "<e>\n<s>user\nagain<e>\n<s>assistant\n"
 async def workflow_of(tokenizer):
     made = []
 
-    def make(max_turns=3, turn_discount=0.5, n_samples=1, **gconfig):
+    def make(max_turns=3, turn_discount=0.5, n_samples=1, reward=None, **gconfig):
         gconfig = GenerationHyperparameters(n_samples=n_samples, **gconfig)
-        made.append(MultiTurnWorkflow("exact", gconfig, tokenizer, max_turns, turn_discount, retry_message="again"))
+        reward_fn = "" if reward else "exact"
+        options = {"reward": reward, "retry_message": "again"}
+        made.append(MultiTurnWorkflow(reward_fn, gconfig, tokenizer, max_turns, turn_discount, **options))
         return made[-1]
 
     yield make
@@ -89,3 +91,15 @@ async def test_wrong_arguments_and_rows(workflow_of, engine_of):
         workflow_of(turn_discount=1.5)
     with pytest.raises(InputError, match="needs a column 'messages'"):
         await workflow_of().arun_episode(engine_of([]), {"prompt": "2+2="})
+
+
+async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_part_discounted(workflow_of, engine_of):
+    reward = RewardConfig(workers=1, by_source={"sums": {"exact": 1.0, "choice": 8.0}}, filter_on=["exact"])
+    engine = engine_of(["5<e>", "4<e>"])
+    group = await workflow_of(reward=reward).arun_episode(engine, ROW | {"data_source": "sums"})
+    assert [trajectory.reward for trajectory in group.trajectories] == [0.5]
+    assert group.filter_rewards == [0.5]
+    assert (group.stats["reward/exact"], group.stats["reward/choice"], group.stats["num_turns"]) == (1.0, 0.0, 2.0)
+    assert group.stats["reward_by_source/sums"] == 0.5
+    with pytest.raises(InputError, match="row 0 of a dataset"):
+        workflow_of(reward=reward).check_rows([ROW | {"data_source": "poems"}])

@@ -1,10 +1,12 @@
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import InputError, RewardError
+from areal.workflow.accept import mixed_rewards
 from areal.workflow.rlvr import RLVRWorkflow
 
 LENGTH_REWARD = f"{Path(__file__).parent / 'reward_for_rlvr.py'}:length_reward"
@@ -100,6 +102,60 @@ async def test_a_failing_reward_fails_the_episode_or_scores_zero(workflow_of, en
     group = await lenient.arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
     assert [t.reward for t in group.trajectories] == [41.0, 0.0]
     assert group.stats["reward_errors"] == 1
+
+
+async def test_several_functions_make_the_reward_and_the_filter_sees_its_part(workflow_of, engine_of):
+    reward = RewardConfig(workers=1, fns={LENGTH_REWARD: 1.0, "exact": 100.0}, filter_on=["exact"])
+    group = await workflow_of(2, reward_fn="", reward=reward).arun_episode(
+        engine_of(["4<e>", "44<e>"]), ROW | {"answer": 44}
+    )
+    assert [t.reward for t in group.trajectories] == [41.0, 142.0]
+    assert group.filter_rewards == [0.0, 100.0]
+    assert (group.stats["reward/length_reward"], group.stats["reward/exact"]) == (41.5, 0.5)
+    assert not mixed_rewards(dataclasses.replace(group, filter_rewards=[100.0, 100.0]))
+    assert mixed_rewards(group)
+
+
+async def test_a_greedy_answer_is_the_baseline_and_no_sample(workflow_of, engine_of):
+    engine = engine_of(["4<e>", "five", "greedy<e>"])
+    workflow = workflow_of(2, greedy_baseline=True)
+    group = await workflow.arun_episode(engine, ROW)
+    assert [request.gconfig.greedy for request in engine.requests] == [False, False, True]
+    assert engine.most_in_flight == 3
+    assert len({request.group_id for request in engine.requests}) == 1
+    assert [t.reward for t in group.trajectories] == [41.0, 44.0]
+    assert [t.baseline for t in group.trajectories] == [46.0, 46.0]
+    assert group.filter_rewards == [41.0, 44.0]
+    assert (group.stats["reward"], group.stats["output_tokens"], group.stats["finished"]) == (42.5, 3.0, 0.5)
+    assert (group.stats["greedy_reward"], group.stats["greedy_reward_errors"]) == (46.0, 0.0)
+
+    evaluation = workflow.for_evaluation(GenerationHyperparameters(n_samples=4))
+    plain = await evaluation.arun_episode(engine_of(["4<e>"]), ROW)
+    assert plain.trajectories[0].baseline is None
+    assert "greedy_reward" not in plain.stats
+
+
+async def test_a_greedy_answer_whose_reward_fails_is_counted_apart(workflow_of, engine_of):
+    reward = RewardConfig(on_error="zero", workers=1)
+    workflow = workflow_of(1, greedy_baseline=True, reward=reward)
+    group = await workflow.arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
+    assert [(t.reward, t.baseline) for t in group.trajectories] == [(41.0, 0.0)]
+    assert (group.stats["reward_errors"], group.stats["greedy_reward_errors"]) == (0.0, 1.0)
+    with pytest.raises(RewardError, match="bad answer"):
+        await workflow_of(1, greedy_baseline=True).arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
+
+
+def test_a_dataset_is_looked_through_for_sources_without_a_reward(workflow_of):
+    workflow = workflow_of(reward_fn="", reward=RewardConfig(by_source={"a": {"exact": 1.0}}))
+    rows = [{"prompt": "?", "data_source": source} for source in ("a", "a", "b")]
+    workflow.check_rows(rows[:2])
+    with pytest.raises(InputError, match="row 2 of a dataset .* data_source is 'b'"):
+        workflow.check_rows(rows)
+    with pytest.raises(InputError, match="no column 'data_source'"):
+        workflow.check_row({"prompt": "?"})
+    with pytest.raises(InputError, match="neither a column"):
+        workflow.check_rows([{"data_source": "a"}])
+    workflow.check_rows([])
 
 
 async def test_one_failed_request_cancels_its_siblings(workflow_of):

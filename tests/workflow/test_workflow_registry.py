@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.api.config import GenerationHyperparameters, PPOConfig, RewardConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ConfigError
 from areal.api.workflow import RolloutWorkflow
@@ -20,6 +22,13 @@ def test_registered_workflows_are_built(tokenizer):
     assert isinstance(build_workflow(multi, tokenizer), MultiTurnWorkflow)
 
 
+def test_functions_with_weights_take_the_place_of_the_short_form(tokenizer):
+    weighted = RewardConfig(by_source={"a": {"exact": 1.0}})
+    assert isinstance(build_workflow(config(reward=weighted), tokenizer), RLVRWorkflow)
+    with pytest.raises(ConfigError, match=r"reward.by_source.a='exactt'.*did you mean 'exact'"):
+        build_workflow(config(reward=RewardConfig(by_source={"a": {"exactt": 1.0}})), tokenizer)
+
+
 def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
@@ -29,12 +38,18 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
         "        self.gconfig, self.depth = gconfig, depth\n"
         "    async def arun_episode(self, engine, data):\n"
         "        return None\n"
+        "class Scores(RolloutWorkflow):\n"
+        "    def __init__(self, reward_fn):\n"
+        "        pass\n"
         "class Other:\n"
         "    pass\n"
     )
     workflow = build_workflow(config(workflow=f"{file}:Own", workflow_args={"depth": 3}), tokenizer)
     assert isinstance(workflow, RolloutWorkflow)
     assert (workflow.depth, workflow.gconfig.n_samples) == (3, 2)
+    weighted = RewardConfig(fns={"exact": 1.0})
+    with pytest.raises(ConfigError, match="takes no argument `reward`, so nothing would run them"):
+        build_workflow(config(workflow=f"{file}:Scores", reward=weighted), tokenizer)
     with pytest.raises(ConfigError, match="not a RolloutWorkflow"):
         build_workflow(config(workflow=f"{file}:Other"), tokenizer)
 
@@ -66,6 +81,8 @@ def test_mixed_rewards_rejects_groups_that_teach_nothing():
     assert accept(group(0.0, 1.0))
     assert not accept(group(1.0, 1.0))
     assert not accept(group(0.0))
+    assert not accept(replace(group(0.0, 1.0), filter_rewards=[2.0, 2.0]))
+    assert accept(replace(group(0.0, 0.0), filter_rewards=[2.0, 3.0]))
     assert resolve_accept_fn("") is None
     with pytest.raises(ConfigError, match="mixed_rewards"):
         resolve_accept_fn("mixed_reward")

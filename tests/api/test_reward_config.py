@@ -1,0 +1,96 @@
+"""Which reward functions with which weights: what a configuration may say, and what is refused before a run."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config
+from areal.api.config.reward import short_names
+from areal.api.errors import ConfigError
+
+MINIMAL = """
+experiment_name: sort
+trial_name: t0
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+gconfig: {n_samples: 4}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(text: str) -> GRPOConfig:
+        path = tmp_path / "x.yaml"
+        path.write_text(MINIMAL + text, encoding="utf-8")
+        return load_config(["--config", str(path)], GRPOConfig)
+
+    return load
+
+
+def test_functions_are_named_with_weights_for_all_rows_and_by_source(load):
+    reward = load(
+        "rollout: {should_accept_fn: mixed_rewards}\n"
+        "reward:\n"
+        "  fns: {exact: 1, 'some/dir.v2/task.py:score': 0.25, my.module:score: -0.5}\n"
+        "  by_source: {gsm8k/main: {gsm8k: 1.0, exact: 0}}\n"
+        "  filter_on: [exact, gsm8k]\n"
+    ).reward
+    assert reward.fns == {"exact": 1.0, "some/dir.v2/task.py:score": 0.25, "my.module:score": -0.5}
+    assert reward.by_source == {"gsm8k/main": {"gsm8k": 1.0, "exact": 0.0}}
+    assert reward.source_key == "data_source"
+
+
+def test_the_short_form_may_be_the_default_beside_sources(load):
+    assert load("reward_fn: exact\nreward: {by_source: {a: {gsm8k: 1}}, source_key: origin}").reward.names_functions
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward_fn: exact\nreward: {fns: {gsm8k: 1}}", "reward_fn: and reward.fns both say what scores an answer"),
+        ("reward: {fns: {exact: .nan}}", "reward.fns.exact: the weight nan is not a finite number"),
+        ("reward: {fns: {exact: much}}", "reward.fns: {'exact': 'much'} was given where mapping of text to number"),
+        ("reward: {fns: {exact: 0, format: 0}}", "reward.fns: gives every function the weight 0"),
+        ("reward: {by_source: {a: {}}}", "reward.by_source.a: names no function"),
+        ("reward: {source_key: origin}", "reward.source_key: is origin, but by_source is empty"),
+        ("reward: {by_source: {a: {exact: 1}}, source_key: ''}", "reward.source_key: is empty"),
+        ("reward: {fns: {exact: 1}, filter_on: [exact]}", "rollout.should_accept_fn is empty, so nothing filters"),
+        (
+            "rollout: {should_accept_fn: mixed_rewards}\nreward: {fns: {exact: 1}, filter_on: [format]}",
+            "reward.filter_on: 'format' is none of the reward functions (exact)",
+        ),
+        (
+            "rollout: {should_accept_fn: mixed_rewards}\nreward: {filter_on: [format]}",
+            "reward.filter_on: 'format' is none of the reward functions (none)",
+        ),
+        (
+            "rollout: {should_accept_fn: mixed_rewards}\nreward: {fns: {exact: 1, format: 0}, filter_on: [format]}",
+            "reward.filter_on: reward.fns gives none of format a weight other than 0",
+        ),
+        (
+            "rollout: {should_accept_fn: mixed_rewards}\nreward_fn: format\n"
+            "reward: {by_source: {a: {exact: 1}}, filter_on: [exact]}",
+            "reward.filter_on: reward_fn gives none of exact a weight",
+        ),
+        (
+            "reward: {fns: {'a/score.py:f': 1, 'b/score.py:f': 1}}",
+            "a/score.py:f would both be shown as score.f in the metrics",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(load, text, expected):
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert expected in str(caught.value)
+
+
+def test_metrics_show_the_shortest_name_that_tells_functions_apart():
+    assert short_names({"exact", "a/b.py:score", "my.pkg:f"}) == {
+        "exact": "exact",
+        "a/b.py:score": "score",
+        "my.pkg:f": "f",
+    }
+    shown = short_names({"x/math.py:score", "my.code:score", "math"})
+    assert shown == {"x/math.py:score": "math.score", "my.code:score": "code.score", "math": "math"}
+    assert short_names({"exact", "my.code:exact"}) == {"exact": "exact", "my.code:exact": "code.exact"}

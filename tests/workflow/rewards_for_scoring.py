@@ -1,0 +1,41 @@
+"""Reward functions of the tests of scoring, in a file of their own, so that workers import nothing else."""
+
+import time
+from pathlib import Path
+
+
+def length(prompt, completion, prompt_ids, completion_ids, **row):
+    return len(completion)
+
+
+def bangs(prompt, completion, prompt_ids, completion_ids, **row):
+    return completion.count("!")
+
+
+def detailed(prompt, completion, prompt_ids, completion_ids, **row):
+    return {"score": len(completion), "bangs": completion.count("!"), "loud": completion.isupper(), "pred": completion}
+
+
+def fails_on_bad(prompt, completion, prompt_ids, completion_ids, **row):
+    if completion == "bad":
+        raise ValueError("bad answer")
+    return 1.0
+
+
+def hangs_on_bad(prompt, completion, prompt_ids, completion_ids, **row):
+    while completion == "bad":
+        time.sleep(0.01)
+    return 1.0
+
+
+def waits(prompt, completion, prompt_ids, completion_ids, folder, **row):
+    Path(folder, "started").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.002)
+    return 1.0
+
+
+def fails_after_the_other_began(prompt, completion, prompt_ids, completion_ids, folder, **row):
+    while not Path(folder, "started").exists():
+        time.sleep(0.002)
+    raise ValueError("too bad")

@@ -1,0 +1,129 @@
+"""Several reward functions make one reward: weights, sources, what filters look at, and what a failed call means."""
+
+import asyncio
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import RewardConfig
+from areal.api.errors import ConfigError, InputError, RewardError
+from areal.workflow.scoring import Scorer
+
+FILE = str(Path(__file__).parent / "rewards_for_scoring.py")
+LENGTH, BANGS, DETAILED = f"{FILE}:length", f"{FILE}:bangs", f"{FILE}:detailed"
+
+
+@pytest.fixture
+async def scorer_of():
+    made = []
+
+    def make(reward_fn="", **options):
+        made.append(Scorer(reward_fn, RewardConfig(**({"workers": 1, "timeout_s": 200.0} | options))))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        await scorer.aclose()
+
+
+async def score(scorer, *answers, **row):
+    return await scorer.score("2+2=", [1, 2], [(answer, [3]) for answer in answers], row)
+
+
+async def test_the_reward_is_the_weighted_sum_and_every_function_is_a_metric(scorer_of):
+    scorer = scorer_of(fns={LENGTH: 0.5, BANGS: -2.0})
+    scores = await score(scorer, "ab", "abc!")
+    assert [found.reward for found in scores] == [1.0, 0.5 * 4 - 2.0 * 1]  # by hand: 2 letters; 4 characters, 1 bang
+    assert [found.metrics for found in scores] == [{"length": 2.0, "bangs": 0.0}, {"length": 4.0, "bangs": 1.0}]
+    assert scorer.stats({}, scores, reward=0.5) == {"reward/length": 3.0, "reward/bangs": 0.5}
+
+
+async def test_the_short_form_is_one_function_of_weight_one_without_metrics_of_its_own(scorer_of):
+    scorer = scorer_of(LENGTH)
+    scores = await score(scorer, "abc")
+    assert (scores[0].reward, scores[0].filter_reward, scores[0].metrics) == (3.0, 3.0, {})
+    assert scorer.stats({"data_source": "a"}, scores, reward=3.0) == {}
+
+
+async def test_a_mapping_gives_the_score_and_further_numbers(scorer_of):
+    scorer = scorer_of(fns={DETAILED: 2.0})
+    scores = await score(scorer, "HO!", "a!b")
+    assert [found.reward for found in scores] == [6.0, 6.0]
+    assert scores[0].metrics == {"detailed": 3.0, "detailed/bangs": 1.0, "detailed/loud": 1.0}  # pred is no number
+    assert scorer.stats({}, scores, reward=6.0)["reward/detailed/loud"] == 0.5
+    short = scorer_of(DETAILED)
+    assert (await score(short, "HO!"))[0].metrics == {"detailed/bangs": 1.0, "detailed/loud": 1.0}
+
+
+async def test_filters_look_at_the_functions_named_for_them(scorer_of):
+    filtered = await score(scorer_of(fns={LENGTH: 0.5, BANGS: 2.0}, filter_on=[BANGS]), "ab", "abc!")
+    assert [found.reward for found in filtered] == [1.0, 4.0]
+    assert [found.filter_reward for found in filtered] == [0.0, 2.0]
+    everything = await score(scorer_of(fns={LENGTH: 0.5, BANGS: 2.0}), "ab", "abc!")
+    assert [found.filter_reward for found in everything] == [1.0, 4.0]
+
+
+async def test_the_source_of_a_row_chooses_its_functions(scorer_of):
+    scorer = scorer_of(fns={LENGTH: 1.0}, by_source={"loud": {BANGS: 3.0}, "7": {BANGS: 1.0}}, source_key="origin")
+    assert (await score(scorer, "ab!", origin="loud"))[0].reward == 3.0
+    assert (await score(scorer, "ab!", origin=7))[0].reward == 1.0
+    other = await score(scorer, "ab!", origin="quiet")
+    assert (other[0].reward, other[0].metrics) == (3.0, {"length": 3.0})
+    assert scorer.stats({"origin": "quiet"}, other, reward=3.0) == {"reward/length": 3.0, "reward_by_source/quiet": 3.0}
+
+
+async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
+    scorer = scorer_of(by_source={"a": {LENGTH: 1.0}, "b": {BANGS: 1.0}})
+    with pytest.raises(InputError, match=r"a row's data_source is 'c', and reward.by_source knows only a, b: add it"):
+        await score(scorer, "x", data_source="c")
+    with pytest.raises(InputError, match=r"a row has no column 'data_source' .* only \['answer', 'prompt'\]"):
+        scorer.check_row({"prompt": "?", "answer": "!"})
+    rows = [{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}]
+    scorer.check_rows(rows[:2])
+    with pytest.raises(InputError, match=r"row 2 of a dataset cannot be scored: a row's data_source is 'c'"):
+        scorer.check_rows(rows)
+    scorer_of(LENGTH).check_rows([{"prompt": "no source, and none needed"}])
+    with pytest.raises(InputError, match="no column"):  # a typing error in source_key must not mean the default
+        scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"source": "a"})
+
+
+async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(scorer_of, caplog):
+    fns = {LENGTH: 1.0, f"{FILE}:fails_on_bad": 10.0, f"{FILE}:hangs_on_bad": 100.0}
+    with pytest.raises(
+        RewardError, match=r"rewards_for_scoring.py:fails_on_bad raised ValueError: bad answer .*: mend"
+    ):
+        await score(scorer_of(fns=dict(list(fns.items())[:2])), "good", "bad")
+    with caplog.at_level(logging.WARNING):
+        scores = await score(scorer_of(fns=fns, on_error="zero", timeout_s=3.0), "good", "bad", "fine")
+    assert [found.reward for found in scores] == [4.0 + 110.0, 3.0, 4.0 + 110.0]
+    assert [found.num_errors for found in scores] == [0, 2, 0]
+    assert scores[1].metrics == {"length": 3.0, "fails_on_bad": 0.0, "hangs_on_bad": 0.0}
+    told = [text for text in caplog.messages if "counted 0" in text]
+    assert sum("fails_on_bad raised" in text for text in told) == 1
+    assert sum("hangs_on_bad ran past its limit of 3 s" in text for text in told) == 1
+
+
+async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_path):
+    """With one worker behind each: the episode must not wait for a function whose number nobody needs."""
+    fns = {f"{FILE}:waits": 1.0, f"{FILE}:fails_after_the_other_began": 1.0}
+    scorer = scorer_of(fns=fns, workers=2)
+    with pytest.raises(RewardError, match="fails_after_the_other_began raised ValueError: too bad"):
+        await asyncio.wait_for(score(scorer, "x", folder=str(tmp_path)), 200.0)
+    (tmp_path / "go").touch()
+    assert (await score(scorer_of(LENGTH), "abc"))[0].reward == 3.0
+
+
+def test_what_does_not_say_what_scores_an_answer_is_refused():
+    for reward_fn, config, message in [
+        ("", RewardConfig(), "reward_fn is empty, and so is reward.fns"),
+        ("exact", RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
+        (math.log, RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
+        ("", RewardConfig(fns={"exactt": 1.0}), r"reward.fns='exactt' .*did you mean 'exact'"),
+        ("", RewardConfig(by_source={"a": {"exactt": 1.0}}), r"reward.by_source.a='exactt'"),
+        ("", RewardConfig(fns={"exact": 0.0}), "reward.fns: gives every function the weight 0"),
+        ("exact", RewardConfig(filter_on=["format"]), "'format' is none of the reward functions"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            Scorer(reward_fn, config)
