@@ -1,11 +1,12 @@
-"""Owns the per-token estimators of KL(policy || reference) from the log-probabilities of sampled tokens."""
+"""Owns the divergence KL(policy || reference) at each token: estimated from samples, or from whole distributions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from areal.algorithm.importance import log_ratio
+from areal.algorithm.aggregate import require_same_shape
+from areal.algorithm.importance import LOG_RATIO_LIMIT, log_ratio
 
 KL_LIMIT = 10.0
 """Estimates are cut to +-this, so that one token far from the reference cannot outweigh a batch."""
@@ -17,22 +18,74 @@ def kl_estimate(
     mask: Tensor,
     estimator: str = "k1",
     *,
+    base_logprobs: Tensor | None = None,
     limit: float | None = KL_LIMIT,
 ) -> Tensor:
     """Estimate KL(pi || pi_ref) at each token, sampled from pi (Schulman 2020, "Approximating KL divergence").
 
     With x = log pi - log pi_ref:  k1 = x (unbiased, of either sign);  k2 = x^2 / 2 (biased, low variance);
-    k3 = exp(-x) - 1 + x (unbiased, never negative). x is cut to +-20 before, the estimate to +-`limit` after
-    (None = not); gradients are 0 beyond the cuts. All [T], mask bool; 0 where the mask is off.
+    k3 = exp(-x) - 1 + x (unbiased, never negative);  abs = |x|.  x is cut to +-20 before, the estimate to +-`limit`
+    after (None = not); gradients are 0 beyond the cuts. All [T], mask bool; 0 where the mask is off.
+
+    A `+` behind the name (k1+, k2+, k3+, abs+) keeps the value and takes the gradient of x^2 / 2, that is x grad log
+    pi, whose mean over tokens sampled from pi is grad KL(pi || pi_ref); only the cut of x stops it.
+    `base_logprobs` [T], no gradient: the tokens were sampled from this policy instead. The estimate is multiplied by
+    pi / base, through which gradients flow too, before it is cut (DeepSeek-V3.2, section 3.1).
     Errors: ValueError for an unknown estimator or unequal shapes.
     """
     x = log_ratio(logprobs, ref_logprobs, mask)
-    if estimator == "k1":
-        estimate = x
-    elif estimator == "k2":
-        estimate = 0.5 * x.square()
-    elif estimator == "k3":
-        estimate = torch.expm1(-x) + x
-    else:
-        raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2 or k3")
-    return estimate if limit is None else estimate.clamp(-limit, limit)
+    estimate = _plain_estimate(x, estimator.removesuffix("+"))
+    if base_logprobs is not None:
+        estimate = estimate * log_ratio(logprobs, base_logprobs.detach(), mask).exp()
+    if limit is not None:
+        estimate = estimate.clamp(-limit, limit)
+    if not estimator.endswith("+"):
+        return estimate
+    carrier = 0.5 * x.square()
+    return estimate.detach() + (carrier - carrier.detach())
+
+
+def _plain_estimate(x: Tensor, estimator: str) -> Tensor:
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return 0.5 * x.square()
+        case "k3":
+            return torch.expm1(-x) + x
+        case "abs":
+            return x.abs()
+        case _:
+            raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2, k3 or abs")
+
+
+def distribution_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, is_whole: bool, limit: float | None = KL_LIMIT
+) -> Tensor:
+    """KL(pi || pi_ref) of the distributions at each position, from log-probabilities of the same k tokens in both.
+
+    sum_i p_i (log p_i - log q_i) over the k tokens. `is_whole`: they are the whole vocabulary, and this is exact.
+    Otherwise all other tokens make one further bucket of p = 1 - sum_i p_i, q = 1 - sum_i q_i: merging tokens loses
+    information, so this is never above the exact divergence (data-processing inequality) and never below 0.
+
+    logprobs and ref_logprobs [T, k] float, mask [T] bool -> [T], 0 where the mask is off. Log-ratios are cut to +-20,
+    a rest below what the dtype resolves near 1 counts as just that much, and the sum is cut to +-`limit` (None = not);
+    gradients are 0 beyond the cuts. A token impossible in both adds nothing. Errors: ValueError on unequal shapes.
+    """
+    require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    require_same_shape(mask=mask, rows=logprobs[:, 0])
+    # what is masked, and 0 log 0 with its infinite gradient, must not enter the graph at all
+    is_read = mask.unsqueeze(-1) & (logprobs != float("-inf"))
+    policy = torch.where(is_read, logprobs, float("-inf")).exp()
+    x = torch.where(is_read, logprobs, 0.0) - torch.where(is_read, ref_logprobs, 0.0)
+    divergence = (policy * x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum(-1)
+    if not is_whole:
+        reference = torch.where(mask.unsqueeze(-1), ref_logprobs, float("-inf")).exp()
+        rest, ref_rest = _rest(policy), _rest(reference)
+        divergence = divergence + torch.where(mask, rest * (rest.log() - ref_rest.log()), 0.0)
+    return divergence if limit is None else divergence.clamp(-limit, limit)
+
+
+def _rest(probabilities: Tensor) -> Tensor:
+    """What k probabilities leave of 1, at least what rounding could have left of nothing. [T, k] -> [T]"""
+    return (1.0 - probabilities.sum(-1)).clamp(min=8 * torch.finfo(probabilities.dtype).eps)
