@@ -67,6 +67,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["train_dataset.path=/no/rows.jsonl"], "train_dataset.path: /no/rows.jsonl does not exist"),
         (["train_dataset.path=FOLDER/two.jsonl"], "train_dataset.batch_size=4 is more than the 2 rows of"),
         (["reward_fn=FOLDER/mine.py:scored"], "mine.py defines no scored; did you mean score?"),
+        (["reward.by_source={a: {FOLDER/mine.py:scored: 1}}"], "defines no scored; did you mean score?"),
         (["workflow=FOLDER/none.py:Mine"], "there is no file"),
         (["FOLDER/broken.py"], "broken.py:2 is not valid Python"),
     ],

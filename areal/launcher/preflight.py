@@ -71,14 +71,15 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
 
 def _function_problems(config: BaseExperimentConfig) -> Iterator[str]:
     """What is wrong with functions given by file. Names and modules are looked up by the processes that use them."""
-    given = {"train_dataset.map_fn": config.train_dataset.map_fn}
+    given = [("train_dataset.map_fn", config.train_dataset.map_fn)]
     if isinstance(config, PPOConfig):
-        given |= {
-            "reward_fn": config.reward_fn,
-            "workflow": config.workflow,
-            "rollout.should_accept_fn": config.rollout.should_accept_fn,
-        }
-    for key, text in given.items():
+        given += [
+            ("reward_fn", config.reward_fn),
+            *((f"reward.{path}", name) for path, fns in config.reward.tables() for name in fns),
+            ("workflow", config.workflow),
+            ("rollout.should_accept_fn", config.rollout.should_accept_fn),
+        ]
+    for key, text in given:
         if not text.rpartition(":")[0].endswith(".py"):
             continue
         yield from _said(functools.partial(parse_function_path, text, key=key))

@@ -19,8 +19,8 @@ WORKFLOWS: dict[str, FunctionRef] = {
 
 
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
-    """The workflow a configuration names. It gets reward_fn, gconfig, tokenizer and reward if its constructor takes
-    them, and `workflow_args`."""
+    """The workflow a configuration names. It gets reward_fn, gconfig, tokenizer, reward and greedy_baseline if its
+    constructor takes them, and `workflow_args`."""
     made = load_function(resolve_function(config.workflow, WORKFLOWS, key="workflow"))
     parameters = inspect.signature(made).parameters
     given: dict[str, Any] = {
@@ -28,6 +28,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "gconfig": config.gconfig,
         "tokenizer": tokenizer,
         "reward": config.reward,
+        "greedy_baseline": config.actor.adv_estimator == "remax",
     }
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if config.reward.names_functions and not takes_all and "reward" not in parameters:
@@ -35,6 +36,11 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
             f"reward.fns and reward.by_source name functions, but workflow={config.workflow} takes no argument "
             "`reward`, so nothing would run them: let it take one and give it to areal.workflow.scoring.Scorer, or "
             "remove them"
+        )
+    if given["greedy_baseline"] and not takes_all and "greedy_baseline" not in parameters:
+        raise ConfigError(
+            f"actor.adv_estimator=remax compares answers with a greedy one, and workflow={config.workflow} draws none: "
+            "use workflow=rlvr, or let its constructor take greedy_baseline and set Trajectory.baseline"
         )
     if "reward_fn" in parameters and not config.reward_fn and not config.reward.names_functions:
         raise ConfigError(

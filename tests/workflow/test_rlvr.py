@@ -149,7 +149,7 @@ def test_a_dataset_is_looked_through_for_sources_without_a_reward(workflow_of):
     workflow = workflow_of(reward_fn="", reward=RewardConfig(by_source={"a": {"exact": 1.0}}))
     rows = [{"prompt": "?", "data_source": source} for source in ("a", "a", "b")]
     workflow.check_rows(rows[:2])
-    with pytest.raises(InputError, match="row 2 of a dataset .* data_source is 'b'"):
+    with pytest.raises(InputError, match=r"row 2 of a dataset .* data_source is 'b'"):
         workflow.check_rows(rows)
     with pytest.raises(InputError, match="no column 'data_source'"):
         workflow.check_row({"prompt": "?"})

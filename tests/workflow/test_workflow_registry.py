@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal.api.config import GenerationHyperparameters, PPOConfig, RewardConfig
+from areal.api.config import GenerationHyperparameters, PPOActorConfig, PPOConfig, RewardConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ConfigError
 from areal.api.workflow import RolloutWorkflow
@@ -27,6 +27,18 @@ def test_functions_with_weights_take_the_place_of_the_short_form(tokenizer):
     assert isinstance(build_workflow(config(reward=weighted), tokenizer), RLVRWorkflow)
     with pytest.raises(ConfigError, match=r"reward.by_source.a='exactt'.*did you mean 'exact'"):
         build_workflow(config(reward=RewardConfig(by_source={"a": {"exactt": 1.0}})), tokenizer)
+
+
+def test_remax_has_a_greedy_answer_drawn(tokenizer):
+    remax = PPOActorConfig(adv_estimator="remax")
+    assert build_workflow(config(reward_fn="exact", actor=remax), tokenizer)._greedy_baseline
+    assert not build_workflow(config(reward_fn="exact"), tokenizer)._greedy_baseline
+    turns = {"workflow": "multi_turn", "workflow_args": {"max_turns": 2, "turn_discount": 0.9}}
+    build_workflow(config(reward_fn="exact", **turns), tokenizer)
+    with pytest.raises(ConfigError, match="workflow=multi_turn draws none: use workflow=rlvr"):
+        build_workflow(config(reward_fn="exact", actor=remax, **turns), tokenizer)
+    with pytest.raises(ConfigError, match="greedy_baseline: rlvr takes no such argument from here"):
+        build_workflow(config(reward_fn="exact", workflow_args={"greedy_baseline": True}), tokenizer)
 
 
 def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
