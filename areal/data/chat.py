@@ -69,16 +69,20 @@ def render_chat(
 
 
 def tokens_between_turns(tokenizer: Tokenizer, user_message: str, *, enable_thinking: bool = False) -> list[int]:
-    """What follows an assistant's answer up to the next answer: its end, a user's message, the next header.
+    """What follows an assistant's answer up to the next answer: its end, a user's message, the next header."""
+    message = {"role": "user", "content": user_message}
+    return tokens_after_answer(tokenizer, [message], enable_thinking=enable_thinking)
+
+
+def tokens_after_answer(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], *, enable_thinking: bool = False
+) -> list[int]:
+    """What follows an assistant's answer up to the next one: its end, these messages, the next header.
 
     Taken from a rendering with a mark in the answer's place, so that the tokens of real answers are never made again.
     """
-    messages = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": _MARK},
-        {"role": "user", "content": user_message},
-    ]
-    text = render_chat(tokenizer, messages, add_generation_prompt=True, enable_thinking=enable_thinking)
+    marked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}, *messages]
+    text = render_chat(tokenizer, marked, add_generation_prompt=True, enable_thinking=enable_thinking)
     before, mark, after = text.rpartition(_MARK)
     if not mark or _MARK in before:
         raise InputError("the chat template does not show an earlier answer exactly once: it cannot carry more turns")

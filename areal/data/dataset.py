@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -13,12 +13,24 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.functions import FunctionRef, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.hub import load_hub_rows
+from areal.data.preference import EncodedPair, encode_pair
 from areal.data.sft import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
-__all__ = ["EncodedRow", "Row", "encode_sft_row", "gsm8k_row", "load_rows"]
+__all__ = [
+    "EncodedPair",
+    "EncodedRow",
+    "Row",
+    "encode_sft_row",
+    "gsm8k_row",
+    "load_pairs",
+    "load_rows",
+    "load_sft_rows",
+]
 
 Row = dict[str, Any]
+AnyT = TypeVar("AnyT")
+EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
 
 MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset")}
 
@@ -26,23 +38,33 @@ _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only ##
 
 
 def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer | None = None) -> list[Row]:
-    """The rows of a dataset in their order, mapped and filtered by length.
+    """The rows of a dataset in their order, mapped; those with too long a prompt left out or refused.
 
     A row that its map_fn turns into None is left out. InputError names the file and line, or the row, that is wrong.
+    Rows for training without rollouts are loaded by `load_sft_rows` and `load_pairs`, which cut token ids.
     """
-    rows = _raw_rows(config, config.split or default_split)
-    if config.map_fn:
-        rows = _mapped(rows, config)
+    rows = _mapped_rows(config, default_split)
     if config.max_length is not None:
+        if config.type != "rl":
+            raise ConfigError(f"max_length of dataset {config.path}: rows of type={config.type} are cut once encoded")
         if tokenizer is None:
             raise ConfigError(f"max_length={config.max_length} of dataset {config.path} needs a tokenizer: give one")
         rows = _short_enough(rows, config, tokenizer, config.max_length)
-    if isinstance(config, ValidDatasetConfig) and config.max_rows is not None:
-        rows = rows[: config.max_rows]
-    if not rows:
-        limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
-        raise InputError(f"dataset {config.path} has no rows{limit}")
-    return rows
+    return _first_rows(rows, config)
+
+
+def load_sft_rows(
+    config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, train_on: str = "last"
+) -> list[EncodedRow]:
+    """The encoded rows of a dataset of type sft, at most max_length tokens each. InputError names a wrong row."""
+    return _encoded(config, default_split, lambda row: encode_sft_row(row, tokenizer, train_on=train_on), _row_length)
+
+
+def load_pairs(
+    config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, use_margin: bool = False
+) -> list[EncodedPair]:
+    """The encoded pairs of a dataset of type rw, each side at most max_length tokens. InputError names a wrong row."""
+    return _encoded(config, default_split, lambda row: encode_pair(row, tokenizer, use_margin=use_margin), _pair_length)
 
 
 def gsm8k_row(row: Row) -> Row:
@@ -90,6 +112,11 @@ def _object(row: Any, place: str) -> Row:
     return row
 
 
+def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
+    rows = _raw_rows(config, config.split or default_split)
+    return _mapped(rows, config) if config.map_fn else rows
+
+
 def _mapped(rows: list[Row], config: DatasetConfig) -> list[Row]:
     function: Callable[[Row], Row | None] = load_function(resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"))
     mapped: list[Row] = []
@@ -113,10 +140,62 @@ def _mapped(rows: list[Row], config: DatasetConfig) -> list[Row]:
 def _short_enough(rows: list[Row], config: DatasetConfig, tokenizer: Tokenizer, limit: int) -> list[Row]:
     def length(index: int, row: Row) -> int:
         try:
-            if config.type == "sft":
-                return len(encode_sft_row(row, tokenizer).token_ids)
             return len(encode_prompt(row, tokenizer).token_ids)
         except InputError as error:
             raise InputError(f"{config.path}, row {index}: {error}") from error
 
-    return [row for index, row in enumerate(rows) if length(index, row) <= limit]
+    kept: list[Row] = []
+    for index, row in enumerate(rows):
+        num_tokens = length(index, row)
+        if num_tokens <= limit:
+            kept.append(row)
+        elif config.truncation == "error":
+            raise _too_long(config, index, num_tokens, limit)
+    return kept
+
+
+def _encoded(
+    config: DatasetConfig, default_split: str, encode: Callable[[Row], EncodedT], length: Callable[[EncodedT], int]
+) -> list[EncodedT]:
+    """Every row encoded, those above max_length treated as `truncation` says; without what has nothing to learn."""
+    encoded: list[EncodedT] = []
+    limit = config.max_length
+    for index, row in enumerate(_mapped_rows(config, default_split)):
+        try:
+            made = encode(row)
+        except InputError as error:
+            raise InputError(f"{config.path}, row {index}: {error}") from error
+        if limit is not None and length(made) > limit:
+            if config.truncation == "error":
+                raise _too_long(config, index, length(made), limit)
+            if config.truncation == "drop":
+                continue
+            made = made.shortened(limit, keep_end=config.truncation == "left")
+        if made.is_trainable:
+            encoded.append(made)
+    return _first_rows(encoded, config)
+
+
+def _row_length(row: EncodedRow) -> int:
+    return len(row.token_ids)
+
+
+def _pair_length(pair: EncodedPair) -> int:
+    return max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))
+
+
+def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) -> InputError:
+    return InputError(
+        f"{config.path}, row {index} has {num_tokens} tokens, more than max_length={limit}: raise it, shorten the row, "
+        "or choose another truncation"
+    )
+
+
+def _first_rows(rows: list[AnyT], config: DatasetConfig) -> list[AnyT]:
+    """As many as max_rows of a held-out set says. InputError when there are none."""
+    if isinstance(config, ValidDatasetConfig) and config.max_rows is not None:
+        rows = rows[: config.max_rows]
+    if not rows:
+        limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
+        raise InputError(f"dataset {config.path} has no rows{limit}")
+    return rows

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.allocation import check_supported
-from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig
 from areal.api.config.rollout import server_url
 from areal.api.config.servers import FOREIGN_SERVERS
 from areal.api.errors import ConfigError, LaunchError
@@ -294,10 +294,7 @@ def _memory(context: ProcessContext, config: BaseExperimentConfig, foreign: Serv
             return foreign_served_bytes(server_model(config), foreign.flags)
         if context.role == "server":
             return served_bytes(config.native, server_model(config), on_gpu=context.device != "cpu")
-        models = [model for model in (config.actor, config.critic, config.ref) if model is not None]
-    else:
-        models = [config.model] if isinstance(config, SFTConfig) else []
-    sizes = [trained_bytes(model, context.world_size) for model in models]
+    sizes = [trained_bytes(model, context.world_size) for model in config.models.values()]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
@@ -308,6 +305,8 @@ def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identitie
         samples, optimizer_steps = config.gconfig.n_samples, config.actor.ppo_n_minibatches
         concurrent = config.max_concurrent_rollouts
         staleness, on_stale = config.rollout.max_head_offpolicyness, config.rollout.on_stale
+    elif isinstance(config, RowsExperimentConfig):
+        samples = config.sequences_per_row
     per_epoch = None
     limits: list[int] = []
     if num_rows is not None:

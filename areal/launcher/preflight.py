@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal.api.config import BaseExperimentConfig, PPOConfig, SFTConfig, TrainEngineConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
 from areal.api.functions import parse_function_path, parse_python
 from areal.launcher.foreign_server import server_model
@@ -40,7 +40,7 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems.append(f"{script}: no such script")
     elif script is not None:
         problems += _said(lambda: parse_python(Path(script), given="script"))
-    for key, model in _models(config).items():
+    for key, model in config.models.items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
     if isinstance(config, PPOConfig) and not config.rollout.server_addrs and server_model(config) != config.actor.path:
         key = "vllm.model" if config.server_backend == "vllm" else f"{config.server_backend}.model_path"
@@ -102,19 +102,6 @@ def looks_local(path: str) -> bool:
     return named or Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
 
 
-def _models(config: BaseExperimentConfig) -> dict[str, TrainEngineConfig]:
-    if isinstance(config, SFTConfig):
-        return {"model": config.model}
-    if isinstance(config, PPOConfig):
-        models: dict[str, TrainEngineConfig | None] = {
-            "actor": config.actor,
-            "critic": config.critic,
-            "ref": config.ref,
-        }
-        return {key: model for key, model in models.items() if model is not None}
-    return {}
-
-
 def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str]:
     if not looks_local(path):
         return
@@ -159,7 +146,7 @@ def make_run_folder(paths: RunPaths) -> None:
 
 def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
     """ConfigError when the run folder is on a full disk or holds an earlier run that would be written over."""
-    needed = _SPARE_BYTES + 4 * sum(_weight_bytes(model) for model in _models(config).values())
+    needed = _SPARE_BYTES + 4 * sum(_weight_bytes(model) for model in config.models.values())
     free = shutil.disk_usage(paths.root).free
     if free < needed:
         raise ConfigError(

@@ -5,11 +5,12 @@ python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from pathlib import Path
 
-from areal.api.config import PPOConfig, SFTConfig
+from areal.api.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal.api.config.load import load_experiment
 from areal.system.process import run_main
 
@@ -19,6 +20,10 @@ def run_configured(argv: list[str]) -> None:
     config = load_experiment(argv)
     if isinstance(config, SFTConfig):
         run_sft(config)
+    elif isinstance(config, RWConfig):
+        run_reward_model(config)
+    elif isinstance(config, DPOConfig):
+        run_dpo(config)
     elif isinstance(config, PPOConfig):
         run_ppo(config)
     else:
@@ -42,19 +47,41 @@ def run_ppo(config: PPOConfig) -> None:
 
 
 def run_sft(config: SFTConfig) -> None:
-    from areal.data.dataset import load_rows
-    from areal.data.sft import encode_sft_row
+    from areal.data.dataset import load_sft_rows
     from areal.data.tokenizer import load_tokenizer
     from areal.trainer.sft import SFTTrainer
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
-    train = [encode_sft_row(row, tokenizer) for row in train_rows]
-    valid = None
-    if config.valid_dataset is not None:
-        valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
-        valid = [encode_sft_row(row, tokenizer) for row in valid_rows]
+    load = functools.partial(load_sft_rows, tokenizer=tokenizer, train_on=config.sft.train_on)
+    train = load(config.train_dataset, default_split="train")
+    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
     with SFTTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
+        trainer.train()
+
+
+def run_reward_model(config: RWConfig) -> None:
+    from areal.data.dataset import load_pairs
+    from areal.data.tokenizer import load_tokenizer
+    from areal.trainer.reward_model import RewardModelTrainer
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
+    load = functools.partial(load_pairs, tokenizer=tokenizer, use_margin=config.rw.use_margin)
+    train = load(config.train_dataset, default_split="train")
+    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
+    with RewardModelTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
+        trainer.train()
+
+
+def run_dpo(config: DPOConfig) -> None:
+    from areal.data.dataset import load_pairs
+    from areal.data.tokenizer import load_tokenizer
+    from areal.trainer.dpo import DPOTrainer
+
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    load = functools.partial(load_pairs, tokenizer=tokenizer)
+    train = load(config.train_dataset, default_split="train")
+    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
+    with DPOTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
         trainer.train()
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.config import GRPOConfig, SFTConfig
+from areal.api.config import GRPOConfig
+from areal.api.config.kinds import KINDS
 from areal.api.config.schema import leaf_paths
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"
@@ -36,7 +37,7 @@ def read_names() -> set[str]:
     return attributes_in(AREAL, without=DEFINITIONS)
 
 
-@pytest.mark.parametrize("cls", [GRPOConfig, SFTConfig], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
 def test_every_option_is_read(cls: type, read_names: set[str]) -> None:
     options = {path: path.rpartition(".")[2] for path, _ in leaf_paths(cls)}
     unread = sorted(path for path, name in options.items() if name not in read_names and name not in CHECKED_ONLY)

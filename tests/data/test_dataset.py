@@ -7,7 +7,7 @@ import pytest
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
-from areal.data.dataset import encode_sft_row, load_rows
+from areal.data.dataset import encode_sft_row, load_rows, load_sft_rows
 
 
 @pytest.fixture
@@ -23,6 +23,11 @@ def jsonl(tmp_path):
 def load(path, **fields):
     tokenizer = fields.pop("tokenizer", None)
     return load_rows(DatasetConfig(path=path, **fields), default_split="train", tokenizer=tokenizer)
+
+
+def load_sft(path, tokenizer, *, train_on="last", **fields):
+    config = DatasetConfig(path=path, type="sft", **fields)
+    return load_sft_rows(config, tokenizer, default_split="train", train_on=train_on)
 
 
 def test_lines_and_lists(jsonl):
@@ -60,9 +65,13 @@ def test_long_rows_are_left_out(jsonl, tokenizer):
         {"prompt": "a", "answer": "1"}, {"prompt": "a" * 50, "answer": "1"}, {"prompt": "a", "answer": "9" * 50}
     )
     assert len(load(path, max_length=10, tokenizer=tokenizer)) == 2
-    assert len(load(path, max_length=10, type="sft", tokenizer=tokenizer)) == 1
+    assert len(load_sft(path, tokenizer, max_length=10)) == 1
     with pytest.raises(InputError, match="has no rows of at most max_length=1 tokens"):
-        load(path, max_length=1, type="sft", tokenizer=tokenizer)
+        load_sft(path, tokenizer, max_length=1)
+    with pytest.raises(ConfigError, match="rows of type=sft are cut once encoded"):
+        load(path, max_length=10, type="sft", tokenizer=tokenizer)
+    with pytest.raises(InputError, match=r"row 1 has 50 tokens, more than max_length=10: raise it"):
+        load(path, max_length=10, truncation="error", tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         load(path, max_length=10)
 

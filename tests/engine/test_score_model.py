@@ -1,6 +1,7 @@
 """The reward model's engine: scores of whole sequences, against transformers on each sequence alone."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def theirs(path, batch) -> torch.Tensor:
     model.config.pad_token_id = None
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():
-        rows = [batch.input_ids[a:b].unsqueeze(0) for a, b in zip(bounds, bounds[1:], strict=False)]
+        rows = [batch.input_ids[a:b].unsqueeze(0) for a, b in pairwise(bounds)]
         return torch.cat([model(input_ids=row).logits[:, 0] for row in rows])
 
 

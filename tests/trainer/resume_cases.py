@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.batch import TrainBatch
-from areal.api.config import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig
+from areal.api.config import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
@@ -26,7 +26,7 @@ from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.critic import Critic
 from areal.trainer.recover import RecoverPoint, RecoverStore
-from areal.trainer.sft import train_one_batch
+from areal.trainer.sft import SFTTask
 
 VOCAB, NUM_STEPS, CUT = 11, 5, 2
 OPTIMIZER = OptimizerConfig(
@@ -63,7 +63,7 @@ def batch_of(step: int, rank: int) -> TrainBatch:
 def sft(path: Path, mesh: TrainerMesh) -> Life:
     config = PPOActorConfig(path=str(path), **MODEL)
     engine = build_train_engine(config, role="actor", total_steps=NUM_STEPS, mesh=mesh, seed=0)
-    return {"model": engine}, lambda batch: train_one_batch(engine, batch)
+    return {"model": engine}, SFTTask(engine, SFTOptions()).update
 
 
 def ppo(path: Path, mesh: TrainerMesh) -> Life:

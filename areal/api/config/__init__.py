@@ -3,7 +3,7 @@
 from areal.api.config.advantages import AdvantageOptions, NormConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig, SFTConfig
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.kl import KLOptions
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
@@ -21,6 +21,16 @@ from areal.api.config.observe import (
     WandBConfig,
 )
 from areal.api.config.off_policy import OffPolicyOptions
+from areal.api.config.offline import (
+    DPOConfig,
+    DPOOptions,
+    RowsExperimentConfig,
+    RWConfig,
+    RWOptions,
+    ScoreModelConfig,
+    SFTConfig,
+    SFTOptions,
+)
 from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.reward import RewardConfig
 from areal.api.config.rollout import InferenceEngineConfig
@@ -40,6 +50,8 @@ __all__ = [
     "Cadence",
     "ClusterSpecConfig",
     "DatasetConfig",
+    "DPOConfig",
+    "DPOOptions",
     "EvaluatorConfig",
     "FSDPEngineConfig",
     "FSDPWrapPolicy",
@@ -60,10 +72,15 @@ __all__ = [
     "PerfTracerConfig",
     "PolicyLossOptions",
     "RecoverConfig",
+    "RWConfig",
+    "RWOptions",
     "RewardConfig",
     "SFTConfig",
+    "RowsExperimentConfig",
     "SaverConfig",
+    "SFTOptions",
     "StatsLoggerConfig",
+    "ScoreModelConfig",
     "SwanlabConfig",
     "TensorBoardConfig",
     "TrainDatasetConfig",

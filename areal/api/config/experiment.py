@@ -9,7 +9,7 @@ from typing import Any
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
-from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problems, number
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
@@ -73,6 +73,11 @@ class BaseExperimentConfig:
         """The parsed allocation_mode."""
         return AllocationMode.parse(self.allocation_mode)
 
+    @property
+    def models(self) -> dict[str, TrainEngineConfig]:
+        """The models in the trainer by the name of their section; empty for classes that do not say."""
+        return {}
+
     def problems(self) -> Problems:
         for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
             if name in ("", ".", "..") or "/" in name or "\0" in name:
@@ -117,26 +122,6 @@ class BaseExperimentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(BaseExperimentConfig):
-    """Supervised fine-tuning."""
-
-    model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """The trained model."""
-
-    def problems(self) -> Problems:
-        yield from super().problems()
-        yield from _misplaced_data("sft", self.train_dataset, self.valid_dataset)
-        if self.model.optimizer is None:
-            yield "model.optimizer", "is null: the model would never learn; give at least {lr: 1e-5}"
-        if self.evaluator.stop_at or self.evaluator.modes != ["sampled"]:
-            yield "evaluator", "has modes or stop_at, but SFT generates nothing, it evaluates the loss: remove them"
-
-    @property
-    def _wants_servers(self) -> bool | None:
-        return False
-
-
-@dataclass(frozen=True, kw_only=True)
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning of a policy, with a critic or (GRPO) without."""
 
@@ -170,6 +155,11 @@ class PPOConfig(BaseExperimentConfig):
     """Several reward functions with weights, and the pool that runs them."""
 
     @property
+    def models(self) -> dict[str, TrainEngineConfig]:
+        models = {"actor": self.actor, "critic": self.critic, "ref": self.ref}
+        return {name: model for name, model in models.items() if model is not None}
+
+    @property
     def max_concurrent_rollouts(self) -> int:
         """Episodes in flight at most."""
         chosen = self.rollout.max_concurrent_rollouts
@@ -191,7 +181,7 @@ class PPOConfig(BaseExperimentConfig):
 
     def problems(self) -> Problems:
         yield from super().problems()
-        yield from _misplaced_data("rl", self.train_dataset, self.valid_dataset)
+        yield from misplaced_data("rl", self.train_dataset, self.valid_dataset)
         yield from self._must_be_equal()
         yield from self._sampling_problems()
         yield from self._server_problems()
@@ -234,7 +224,7 @@ class PPOConfig(BaseExperimentConfig):
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
 
     def _sampling_problems(self) -> Problems:
-        samples, norm = self.gconfig.n_samples, self.actor.reward_norm
+        samples = self.gconfig.n_samples
         if samples > 1 and self.gconfig.greedy:
             yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
         if samples == 1 and norm is not None and "group" in (norm.mean_level, norm.std_level):
@@ -295,13 +285,6 @@ class GRPOConfig(PPOConfig):
 
 def _unequal(path: str, value: object, other: str, expected: object) -> tuple[str, str]:
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
-
-
-def _misplaced_data(kind: str, train: DatasetConfig, valid: DatasetConfig | None) -> Problems:
-    """Rows of the other kind of training lack the columns this one reads."""
-    for path, dataset in (("train_dataset", train), ("valid_dataset", valid)):
-        if dataset is not None and dataset.type != kind:
-            yield f"{path}.type", f"{dataset.type} rows cannot be used here: set it to {kind}"
 
 
 def _no_room(max_new_tokens: int, path: str, context_length: int) -> str:

@@ -72,6 +72,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "is_critic": _FALSE,
         "weight_update_mode": _SILENT,  # only the actor's weights are published
     },
+    "ScoreModelConfig": {"is_critic": Accepts((False, True))},
     "PPOCriticConfig": {"is_critic": Accepts((False, True)), "mask_no_eos_with_zero": _SILENT},
     "PPOActorConfig": {
         "m2_threshold": _NULL,
@@ -81,7 +82,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "max_new_tokens": _SILENT,
         "importance_sampling_level": Accepts(("token",)),
         "prox_logp_method": Accepts(("recompute",)),
-        "dynamic_sampling": Accepts((False,), "rollout.should_accept_fn=mixed_rewards does it"),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
         "use_sapo_loss": _FALSE,

@@ -15,8 +15,9 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from yaml import YAMLError
 
 from areal.api.config.convert import Reader, with_defaults
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, SFTConfig
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import help_text
+from areal.api.config.kinds import help_of_kinds, kind_of, kind_of_section
 from areal.api.config.legacy import legacy_rule
 from areal.api.config.schema import fields_of, find_field
 from areal.api.config.validate import problems_of, raise_problems
@@ -38,29 +39,24 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
 
 
 def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = False) -> BaseExperimentConfig:
-    """The same for a launcher, which does not know the class: a `model` and no `actor` is SFT, all else GRPO.
+    """The same for a launcher, which does not know the class: the sections in the file tell it, see kinds.py.
 
     `allow_unknown_top_level` is for runs with a user's script: its own config class checks the keys it added.
     """
     line = _CommandLine.parse(argv)
     if line.help_section is not None:
-        is_sft = line.help_section.split(".")[0] == "model"
-        sys.stdout.write(help_text(SFTConfig if is_sft else GRPOConfig, line.help_section))
-        if not line.help_section:
-            sys.stdout.write("[model] the trained model of SFT, in place of gconfig and all below it: --help model\n")
+        cls = _kind(line, allow_unknown=True)[0] if line.files else kind_of_section(line.help_section)
+        sys.stdout.write(help_text(cls, line.help_section))
+        if not line.help_section and not line.files:
+            sys.stdout.write(help_of_kinds())
         raise SystemExit(0)
-    given = _given(line, GRPOConfig)
-    cls: type[BaseExperimentConfig] = GRPOConfig
-    if _is_sft(given):
-        cls, given = SFTConfig, _given(line, SFTConfig)
+    cls, given = _kind(line, allow_unknown=allow_unknown_top_level)
     return _build(cls, given, line.source, allow_unknown_top_level=allow_unknown_top_level)
 
 
 def script_keys(argv: Sequence[str]) -> dict[str, Any]:
     """The resolved top-level keys that only a user's script knows, for `save_config(..., extra=...)`."""
-    line = _CommandLine.parse(argv)
-    given = _given(line, GRPOConfig)
-    cls = SFTConfig if _is_sft(given) else GRPOConfig
+    cls, given = _kind(_CommandLine.parse(argv), allow_unknown=True)
     merged = OmegaConf.create(with_defaults(cls, given))
     _drop_broken_interpolations(merged)
     tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
@@ -93,21 +89,24 @@ class _CommandLine:
         words = list(argv[1:] if argv and argv[0].endswith(".py") else argv)
         files: list[str] = []
         overrides: list[str] = []
+        help_section: str | None = None
         while words:
             word = words.pop(0)
             if word in ("--help", "-h"):
-                section = words[0] if words and "=" not in words[0] and not words[0].startswith("-") else ""
-                return _CommandLine(help_section=section)
-            if word.startswith("--config="):
+                wanted = bool(words) and "=" not in words[0] and not words[0].startswith("-")
+                help_section = words.pop(0) if wanted else ""
+            elif word.startswith("--config="):
                 files.append(word.removeprefix("--config="))
             elif word == "--config":
                 if not words:
                     raise ConfigError("--config needs a file: --config FILE.yaml")
                 files.append(words.pop(0))
-            elif word.startswith("-"):
+            elif help_section is None and word.startswith("-"):
                 raise ConfigError(f"unknown flag {word}: options are written key.sub=value after --config FILE.yaml")
             else:
                 overrides.append(word)
+        if help_section is not None:
+            return _CommandLine(files, help_section=help_section)
         if not files:
             raise ConfigError("no configuration file given: add --config FILE.yaml (--help lists every option)")
         return _CommandLine(files, overrides)
@@ -128,8 +127,10 @@ def _given(line: _CommandLine, cls: type[Any]) -> dict[str, Any]:
     return tree
 
 
-def _is_sft(given: dict[str, Any]) -> bool:
-    return "model" in given and "actor" not in given
+def _kind(line: _CommandLine, *, allow_unknown: bool) -> tuple[type[BaseExperimentConfig], dict[str, Any]]:
+    """The kind of training and what the user wrote, its text options read as text."""
+    cls = kind_of(_given(line, GRPOConfig), allow_unknown=allow_unknown)
+    return cls, _given(line, cls)
 
 
 def _read_yaml(path: Path) -> DictConfig:

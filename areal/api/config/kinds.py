@@ -1,0 +1,70 @@
+"""Owns which kind of training a configuration file is for: the sections that stand in it decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.api.config.legacy import legacy_rule
+from areal.api.config.offline import DPOConfig, RWConfig, SFTConfig
+from areal.api.config.schema import fields_of
+from areal.api.errors import ConfigError
+
+Kind = type[BaseExperimentConfig]
+
+KINDS: dict[Kind, str] = {
+    GRPOConfig: "reinforcement learning (PPO, GRPO)",
+    SFTConfig: "supervised fine-tuning",
+    RWConfig: "a reward model",
+    DPOConfig: "DPO",
+}
+"""Every kind that runs without a script, in words. The first one takes what no section decides."""
+
+
+def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
+    """The class of the top-level keys `given`. ConfigError when they belong to several kinds.
+
+    `model` alone is a reward model with train_dataset.type=rw, else SFT; `actor` alone is DPO with it, else GRPO.
+    `allow_unknown`: keys may also be a script's own, so the kind with most keys is taken.
+    """
+    takers = {key: set(_takers(key)) for key in given}
+    telling = {key: kinds for key, kinds in takers.items() if kinds and len(kinds) < len(KINDS)}
+    possible = [kind for kind in KINDS if all(kind in kinds for kinds in telling.values())]
+    if not possible and allow_unknown:
+        return max(KINDS, key=lambda kind: sum(kind in kinds for kinds in telling.values()))
+    if not possible:
+        lines = [f"{key}: {' or '.join(KINDS[kind] for kind in _takers(key))}" for key in sorted(telling)]
+        raise ConfigError("\n  ".join(["sections of different kinds of training: keep those of one kind:", *lines]))
+    row_type = _row_type(given)
+    named = [kind for kind in possible if _row_type_of(kind) == row_type]
+    return named[0] if named else possible[0]
+
+
+def kind_of_section(path: str) -> Kind:
+    """The kind that has the dotted option `path`, the first of several; GRPO when none has."""
+    return next(iter(_takers(path.split(".")[0])), GRPOConfig)
+
+
+def help_of_kinds() -> str:
+    """Which sections show the options of the other kinds."""
+    lines = ["Other kinds of training, known by their sections (--help SECTION, or --config FILE.yaml --help):"]
+    base = fields_of(BaseExperimentConfig)
+    for kind, words in KINDS.items():
+        if kind is not GRPOConfig:
+            lines.append(f"  {words}: {', '.join(f'[{name}]' for name in fields_of(kind) if name not in base)}")
+    return "\n".join(lines) + "\n"
+
+
+def _takers(key: str) -> list[Kind]:
+    """The kinds that read a top-level key or accept it from a file of AReaL."""
+    return [kind for kind in KINDS if key in fields_of(kind) or legacy_rule(kind, key, "") is not None]
+
+
+def _row_type_of(kind: Kind) -> str:
+    return kind.row_type if issubclass(kind, SFTConfig | RWConfig | DPOConfig) else "rl"
+
+
+def _row_type(given: Mapping[str, Any]) -> str:
+    data = given.get("train_dataset")
+    return str(cast("dict[str, Any]", data).get("type", "")) if isinstance(data, dict) else ""
