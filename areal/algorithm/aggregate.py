@@ -14,15 +14,19 @@ from areal.api.metrics import Metric, Metrics
 Reduce = Callable[[Tensor], Tensor]
 """Sums a CPU float64 tensor over all data-parallel ranks; `TrainEngine.all_reduce` is one."""
 
-LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 """How per-token losses l_t of sequences s with n_s trained tokens become one scalar, over the global mini-batch:
 
 token-mean (DAPO)                  sum_t l_t / sum_s n_s
+token-sum                          sum_t l_t / L
 seq-mean-token-sum                 sum_s sum_t l_t / S
 seq-mean-token-mean (GRPO paper)   sum_s (sum_t l_t / n_s) / S
-seq-mean-token-sum-norm (Dr.GRPO)  sum_s (sum_t l_t / L) / S with a constant L
+seq-mean-token-sum-norm (Dr.GRPO)  sum_s (sum_t l_t / L) / S
 
-S counts the sequences with at least one trained token.
+S counts the sequences with at least one trained token, L is a constant number of tokens. Each is
+`loss_scale` * sum_t(`loss_weights` * l_t) / (sum over ranks of `local_denominator`).
 """
 
 
@@ -68,10 +72,10 @@ def local_denominator(
 ) -> Tensor:
     """This rank's part of the denominator of a mini-batch: its sum over ranks divides the weighted sum of losses.
 
-    mask [T] bool, sequence_index [T] int64 -> [1] float64 on the CPU. `max_tokens` is the constant L of
-    seq-mean-token-sum-norm; ValueError without it.
+    mask [T] bool, sequence_index [T] int64 -> [1] float64 on the CPU; 0 over all ranks = nothing to learn from.
+    `max_tokens` is the constant L of seq-mean-token-sum-norm; ValueError without it.
     """
-    if aggregation == "token-mean":
+    if aggregation in ("token-mean", "token-sum"):
         count = mask.sum()
     else:
         count = (trained_counts(mask, sequence_index, num_sequences) > 0).sum()
@@ -80,6 +84,15 @@ def local_denominator(
                 raise ValueError("seq-mean-token-sum-norm needs max_tokens, the constant length that divides")
             count = count * max_tokens
     return count.to(device="cpu", dtype=torch.float64).reshape(1)
+
+
+def loss_scale(aggregation: LossAggregation, denominator: float, max_tokens: int | None = None) -> float:
+    """Factor of the weighted sum of losses, besides the division by the global `denominator`: 1 but for token-sum.
+
+    token-sum is divided by a constant, which no sum over ranks can give: its denominator counts the tokens, so that an
+    empty mini-batch shows, and this factor takes the count away again. `max_tokens` is its constant L; None = 1.
+    """
+    return denominator / (max_tokens or 1) if aggregation == "token-sum" else 1.0
 
 
 @dataclass(frozen=True, slots=True)

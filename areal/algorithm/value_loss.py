@@ -18,19 +18,36 @@ class ValueLoss:
     clipped: Tensor  # [T] bool: the clipped error decides
 
 
-def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, eps_clip: float
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    eps_clip: float | None,
+    huber_delta: float | None = None,
 ) -> ValueLoss:
-    """Squared error to the return, pessimistic about moves of more than eps_clip (PPO implementation, Engstrom 2020).
+    """Error to the return, pessimistic about moves of more than eps_clip (PPO implementation, Engstrom 2020).
 
-    V' = V_old + clip(V - V_old, -eps_clip, eps_clip);  l = max((V - R)^2, (V' - R)^2) / 2.
+    V' = V_old + clip(V - V_old, -eps_clip, eps_clip);  l = max(h(V - R), h(V' - R)); eps_clip None: l = h(V - R).
+    h(e) = e^2 / 2, or with huber_delta d (Huber 1964)  e^2 / 2 where |e| <= d, else d (|e| - d / 2).
     All [T], mask bool; what stands outside the mask reaches neither value nor gradient, NaN inside it stays NaN.
     Errors: ValueError on unequal shapes.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     value = torch.where(mask, values, 0.0)
-    old = torch.where(mask, old_values, 0.0).detach()
     target = torch.where(mask, returns, 0.0).detach()
-    plain = 0.5 * (value - target).square()
-    bounded = 0.5 * (old + (value - old).clamp(-eps_clip, eps_clip) - target).square()
+    plain = _error_loss(value - target, huber_delta)
+    if eps_clip is None:
+        return ValueLoss(losses=plain, clipped=torch.zeros_like(mask))
+    old = torch.where(mask, old_values, 0.0).detach()
+    bounded = _error_loss(old + (value - old).clamp(-eps_clip, eps_clip) - target, huber_delta)
     return ValueLoss(losses=torch.maximum(plain, bounded), clipped=(mask & (bounded > plain)).detach())
+
+
+def _error_loss(error: Tensor, huber_delta: float | None) -> Tensor:
+    if huber_delta is None:
+        return 0.5 * error.square()
+    size = error.abs()
+    inner = size.clamp(max=huber_delta)
+    return inner * (size - 0.5 * inner)

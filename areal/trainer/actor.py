@@ -7,13 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
-from areal.api.metrics import Metrics, merge_metrics
+from areal.api.metrics import Metric, Metrics
 from areal.trainer.advantages import with_advantages
-from areal.trainer.minibatch import minibatches, prefixed, train_on_minibatches
+from areal.trainer.filters import with_filters
+from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
 
@@ -25,12 +27,23 @@ class PPOActor:
     update); otherwise `rollout_logprobs` (the servers').
     """
 
-    def __init__(self, engine: TrainEngine, config: PPOActorConfig, *, max_new_tokens: int | None = None) -> None:
-        """`max_new_tokens` is the limit of an answer, which the overlong penalty needs."""
+    def __init__(
+        self,
+        engine: TrainEngine,
+        config: PPOActorConfig,
+        *,
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+        frozen_steps: int = 0,
+    ) -> None:
+        """`max_new_tokens` is the limit of an answer, which the overlong penalty needs; `seed` the run's, from which
+        the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight."""
         self._engine = engine
         self._config = config
         self._max_new_tokens = max_new_tokens
-        self._rule = PolicyUpdate(config)
+        self._seed = seed
+        self._frozen_steps = frozen_steps
+        self._entropy_coef = config.entropy_coef
 
     def with_prox_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the policy's log-probabilities at the start of the update, when the loss needs them."""
@@ -59,11 +72,29 @@ class PPOActor:
             max_new_tokens=self._max_new_tokens,
         )
 
-    def update(self, batch: TrainBatch) -> Metrics:
-        """`ppo_n_minibatches` optimiser steps on this batch; a collective. Metrics of this rank's tokens."""
-        parts = minibatches(batch, self._config.ppo_n_minibatches)
-        metrics = train_on_minibatches(self._engine, parts, self._rule)
-        return prefixed("actor", merge_metrics(self._rule.names_only(), metrics))
+    def with_filters(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """Take what the policy shall not learn from out of its loss, and say how much that was."""
+        return with_filters(batch, self._config)
+
+    def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
+        """`ppo_epochs` times `ppo_n_minibatches` optimiser steps on this batch in train step `step`; a collective.
+
+        Metrics of this rank's tokens.
+        """
+        config, rule = self._config, PolicyUpdate(self._config, entropy_coef=self._entropy_coef)
+        passes = Passes(
+            num_minibatches=config.ppo_n_minibatches,
+            num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
+            seed=self._seed,
+            step=step,
+        )
+        metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
+        if config.adaptive_entropy is not None:
+            metrics["entropy_coef"] = Metric(self._entropy_coef)
+            if step >= config.adaptive_entropy.warmup_steps:
+                entropy = global_mean(self._engine, metrics["bonus_entropy"])
+                self._entropy_coef = adapted_entropy_coef(self._entropy_coef, entropy, config.adaptive_entropy)
+        return prefixed("actor", metrics)
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Every rank learns of bad numbers on any rank, so that all stop together instead of waiting for one."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.kl import kl_estimate
-from areal.algorithm.normalise import group_index
 from areal.api.batch import TrainBatch
 from areal.api.metrics import Metrics
+from areal.trainer.filters import in_uniform_group
 from areal.trainer.minibatch import prefixed
 
 
@@ -35,7 +34,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
         "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
         "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),
         "unfinished_ratio": TokenStat(~batch.finished, each),
-        "uniform_reward_ratio": TokenStat(_in_uniform_group(batch.rewards, batch.group_ids), each),
+        "uniform_reward_ratio": TokenStat(in_uniform_group(batch.rewards, batch.group_ids), each),
     }
     for name, values in (("advantage", batch.advantages), ("return", batch.returns), ("value", batch.values)):
         if values is not None:
@@ -62,11 +61,3 @@ def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
     if batch.ref_logprobs is not None:
         stats["ref_kl"] = TokenStat(kl_estimate(policy, batch.ref_logprobs, mask, "k3"), mask)
     return stats
-
-
-def _in_uniform_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Sequences whose whole group has one reward: they teach nothing under a group baseline. -> [S] bool"""
-    member = group_index(group_ids)
-    highest = torch.full_like(rewards, float("-inf")).scatter_reduce(0, member, rewards, "amax")
-    lowest = torch.full_like(rewards, float("inf")).scatter_reduce(0, member, rewards, "amin")
-    return (highest == lowest)[member]

@@ -3,53 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import TokenStat, local_denominator, loss_weights, to_metrics
-from areal.algorithm.value_loss import clipped_value_loss
+from areal.algorithm.aggregate import (
+    LossAggregation,
+    TokenStat,
+    local_denominator,
+    loss_scale,
+    loss_weights,
+    to_metrics,
+)
+from areal.algorithm.value_loss import value_loss
 from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import PPOCriticConfig
 from areal.api.engine import TrainEngine
-from areal.api.metrics import Metrics, merge_metrics
-from areal.trainer.minibatch import minibatches, prefixed, train_on_minibatches
+from areal.api.metrics import Metrics
+from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
 
 
 class Critic:
     """The value model on all trainer ranks; every method is called by every rank."""
 
-    def __init__(self, engine: TrainEngine, config: PPOCriticConfig) -> None:
+    def __init__(self, engine: TrainEngine, config: PPOCriticConfig, *, seed: int = 0) -> None:
+        """`seed` is the run's; the order of sequences in later epochs of a batch derives from it."""
         self._engine = engine
         self._config = config
+        self._seed = seed
+        self._aggregation: LossAggregation = cast("LossAggregation", config.loss_aggregation)
 
     def with_values(self, batch: TrainBatch) -> TrainBatch:
         """Add the values at the start of the update; a collective."""
         return replace(batch, values=_values_of(self._engine.forward(batch)))
 
-    def update(self, batch: TrainBatch) -> Metrics:
-        """`ppo_n_minibatches` optimiser steps towards `batch.returns`; a collective. Metrics of this rank's tokens."""
-        nothing, no_mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        names_only = self._metrics(nothing, nothing, nothing, no_mask, no_mask)
-        metrics = train_on_minibatches(self._engine, minibatches(batch, self._config.ppo_n_minibatches), self)
-        return prefixed("critic", merge_metrics(names_only, metrics))
+    def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
+        """`ppo_epochs` times `ppo_n_minibatches` optimiser steps towards `batch.returns` in train step `step`.
+
+        A collective. Metrics of this rank's tokens.
+        """
+        passes = Passes(
+            num_minibatches=self._config.ppo_n_minibatches,
+            num_epochs=self._config.ppo_epochs,
+            seed=self._seed,
+            step=step,
+        )
+        return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
-        """This rank's trained tokens of a minibatch, [1] float64."""
-        return local_denominator(mini.loss_mask, mini.sequence_index, mini.num_sequences)
+        """This rank's part of the denominator of a minibatch, [1] float64."""
+        return local_denominator(
+            mini.loss_mask, mini.sequence_index, mini.num_sequences, self._aggregation, self._config.loss_scale_tokens
+        )
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
-        """The loss of the micro-batches of a minibatch."""
-        return self._loss
+        """The loss of the micro-batches of a minibatch with this global denominator."""
+        scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
+        return partial(self._loss, scale=scale)
 
-    def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Sum of token losses of a micro-batch; the engine divides by the global denominator."""
-        batch, values = micro.batch, _values_of(outputs)
+    def names_only(self) -> Metrics:
+        """Every metric that an update reports, of no tokens."""
+        nothing, no_mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return self._metrics(nothing, nothing, nothing, no_mask, no_mask)
+
+    def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, scale: float) -> LossOutput:
+        """Sum of weighted token losses of a micro-batch; the engine divides by the global denominator."""
+        batch, values, config = micro.batch, _values_of(outputs), self._config
         if batch.values is None or batch.returns is None:
             raise ValueError("the batch has no values or returns: call with_values and with_advantages before update")
         mask = batch.loss_mask
-        result = clipped_value_loss(values, batch.values, batch.returns, mask, eps_clip=self._config.eps_clip)
-        weights = loss_weights(mask, batch.sequence_index, batch.num_sequences)
+        result = value_loss(
+            values, batch.values, batch.returns, mask, eps_clip=config.eps_clip, huber_delta=config.huber_delta
+        )
+        weights = scale * loss_weights(mask, batch.sequence_index, batch.num_sequences, self._aggregation)
         metrics = self._metrics(result.losses, values, batch.returns, result.clipped, mask)
         return LossOutput(loss=(weights * result.losses).sum(), metrics=metrics)
 

@@ -1,10 +1,13 @@
-"""Owns what the roles that train share: minibatches, their global denominators, names of metrics."""
+"""Owns what the roles that train share: minibatches, their global denominators, epochs, names of metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from areal.api.batch import LossFn, TrainBatch
@@ -12,15 +15,54 @@ from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.split import balanced_parts, take
 
+PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
+"""Metrics that are told epoch by epoch too, when there are several."""
 
-def minibatches(batch: TrainBatch, num_minibatches: int) -> list[TrainBatch]:
-    """Cut this rank's share into exactly `num_minibatches` parts of about equal token counts; some may be empty.
 
-    A pure function of the sequence lengths (a replay cuts alike); sequences keep their order within a part.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How a role goes through a train batch: a pure function of the batch and of where training stands."""
+
+    num_minibatches: int
+    num_epochs: int = 1
+    seed: int = 0
+    """The run's."""
+    step: int = 0
+    """The train step, from 0."""
+
+    def cut(self, batch: TrainBatch, epoch: int) -> list[TrainBatch]:
+        """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
+
+        Whole sequences, in their order within a part, about equal token counts. The first epoch goes by the lengths
+        alone. Each later one deals the sequences anew: parts differ by at most the longest sequence.
+        """
+        if self.num_minibatches == 1:
+            return [batch]
+        lengths = batch.sequence_lengths
+        if epoch == 0:
+            parts = balanced_parts(lengths, self.num_minibatches)
+        else:
+            # text, hashed by the generator itself: neighbouring steps and epochs have nothing in common
+            parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
+        return [take(batch, part) for part in parts]
+
+
+def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> list[list[int]]:
+    """Indices of `lengths` in exactly `num_parts` lists by chance; ascending inside each, some may be empty.
+
+    Each run of `num_parts` neighbours by length gives one to every part, so the sums of two parts differ by at most
+    the greatest length, and every sequence is as likely in any part.
     """
-    if num_minibatches == 1:
-        return [batch]
-    return [take(batch, part) for part in balanced_parts(batch.sequence_lengths, num_minibatches)]
+    by_length = list(range(len(lengths)))
+    dice.shuffle(by_length)  # which of equal lengths are neighbours is left to chance too
+    by_length.sort(key=lambda i: -lengths[i])
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for first in range(0, len(by_length), num_parts):
+        order = list(range(num_parts))
+        dice.shuffle(order)
+        for part, index in zip(order, by_length[first : first + num_parts], strict=False):
+            parts[part].append(index)
+    return [sorted(part) for part in parts]
 
 
 class UpdateRule(Protocol):
@@ -34,23 +76,51 @@ class UpdateRule(Protocol):
         """The loss of the micro-batches of a minibatch with these global denominators."""
         ...
 
+    def names_only(self) -> Metrics:
+        """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
+        ...
 
-def train_on_minibatches(engine: TrainEngine, parts: Iterable[TrainBatch], rule: UpdateRule) -> Metrics:
-    """One optimiser step a minibatch; a collective. Returns the metrics of this rank's tokens, merged.
+
+def train_on_minibatches(
+    engine: TrainEngine, batch: TrainBatch, passes: Passes, rule: UpdateRule, *, target_kl: float | None = None
+) -> Metrics:
+    """One optimiser step a minibatch, epoch by epoch; a collective. Returns the metrics of this rank's tokens, merged.
 
     The i-th minibatches of all ranks make one optimiser step with one denominator. One without any trained token on
-    any rank is left out on every rank: no gradient would still move the weights by momentum and decay.
+    any rank is left out on every rank: no gradient would still move the weights by momentum and decay. After the
+    minibatch whose mean approx_kl over all ranks is above `target_kl`, every rank leaves the rest out.
     """
-    metrics: Metrics = {}
-    num_steps = 0
-    for mini in parts:
-        denominators: list[float] = engine.all_reduce(rule.local_denominators(mini)).tolist()
-        if denominators[0] == 0:
-            continue
-        found = engine.forward_backward(mini, rule.loss_fn(denominators), denominator=denominators[0])
-        metrics = merge_metrics(metrics, found, engine.optimizer_step())
-        num_steps += 1
-    return metrics | {"optimizer_steps": Metric(float(num_steps), 1.0, "max")}
+    names = rule.names_only()
+    metrics: Metrics = dict(names)
+    num_steps, stopped = 0, False
+    for epoch in range(passes.num_epochs):
+        of_epoch: Metrics = dict(names)
+        for mini in [] if stopped else passes.cut(batch, epoch):
+            denominators: list[float] = engine.all_reduce(rule.local_denominators(mini)).tolist()
+            if denominators[0] == 0:
+                continue
+            found = merge_metrics(
+                names, engine.forward_backward(mini, rule.loss_fn(denominators), denominator=denominators[0])
+            )
+            metrics = merge_metrics(metrics, found, engine.optimizer_step())
+            of_epoch = merge_metrics(of_epoch, found)
+            num_steps += 1
+            stopped = target_kl is not None and global_mean(engine, found["approx_kl"]) > target_kl
+            if stopped:
+                break
+        if passes.num_epochs > 1:
+            metrics |= {f"epoch_{epoch}/{name}": of_epoch[name] for name in PER_EPOCH if name in of_epoch}
+    metrics["optimizer_steps"] = Metric(float(num_steps), 1.0, "max")
+    metrics["update_skipped"] = Metric(float(num_steps == 0), 1.0, "max")
+    if target_kl is not None:
+        metrics["stopped_by_kl"] = Metric(float(stopped), 1.0, "max")
+    return metrics
+
+
+def global_mean(engine: TrainEngine, metric: Metric) -> float:
+    """A mean over the tokens of all ranks, NaN when there is none; a collective."""
+    total, count = engine.all_reduce(torch.tensor([metric.total, metric.count], dtype=torch.float64)).tolist()
+    return total / count if count else float("nan")
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:

@@ -2,38 +2,72 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import cast
 
-from areal.algorithm.aggregate import TokenStat, local_denominator, loss_weights, to_metrics
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import (
+    LossAggregation,
+    TokenStat,
+    local_denominator,
+    loss_scale,
+    loss_weights,
+    to_metrics,
+)
 from areal.algorithm.correction import weighted
-from areal.algorithm.policy_loss import PolicyTokens, policy_loss
-from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.algorithm.importance import log_ratio
+from areal.algorithm.policy_loss import PolicyTokens, k3_from_samples, policy_loss
+from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_nll
+from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import PPOActorConfig
 from areal.api.metrics import Metrics
 from areal.trainer.off_policy import behaviour_weights, old_logprobs
 
 
+def output_spec(config: PPOActorConfig) -> OutputSpec:
+    """What the loss needs of the policy's engine beside log-probabilities."""
+    if not config.has_entropy_bonus:
+        return OutputSpec()
+    return OutputSpec(entropy_grad=config.entropy_clamp == 0, entropy_clamp=config.entropy_clamp)
+
+
 class PolicyUpdate:
-    """The policy's `UpdateRule`: what a minibatch is divided by, and the loss of its micro-batches."""
+    """The policy's `UpdateRule`: what a minibatch is divided by, and the loss of its micro-batches.
 
-    def __init__(self, config: PPOActorConfig) -> None:
+    loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H) / D
+           + positive_nll_coef sum over tokens of good answers of -log pi / their number,
+    with the weights w and the denominator D of `loss_aggregation`; both counts are of the minibatch on all ranks.
+    """
+
+    def __init__(self, config: PPOActorConfig, *, entropy_coef: float = 0.0) -> None:
+        """`entropy_coef` is the one of this train step."""
         self._config = config
+        self._entropy_coef = entropy_coef
+        self._aggregation: LossAggregation = cast("LossAggregation", config.loss_aggregation)
 
-    def local_denominators(self, mini: TrainBatch) -> torch.Tensor:
-        """This rank's part of the denominators of a minibatch, [1] float64."""
-        return local_denominator(mini.trained, mini.sequence_index, mini.num_sequences)
+    def local_denominators(self, mini: TrainBatch) -> Tensor:
+        """This rank's part of the denominators of a minibatch: of the whole, of the good answers. -> [2] float64."""
+        policy = local_denominator(
+            mini.trained, mini.sequence_index, mini.num_sequences, self._aggregation, self._config.loss_scale_tokens
+        )
+        good = positive_mask(mini.rewards, mini.trained, mini.sequence_index).sum()
+        return torch.cat([policy, good.to(device="cpu", dtype=torch.float64).reshape(1)])
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
         """The loss of the micro-batches of a minibatch with these global denominators."""
-        return self._loss
+        return partial(self._loss, denominators=denominators)
 
     def names_only(self) -> Metrics:
         """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
-        nothing = TokenOutputs(logprobs=torch.zeros(0), entropy=torch.zeros(0))
-        return self._token_loss(nothing, _empty_tokens()).metrics
+        nothing, tokens = torch.zeros(0), _empty_tokens()
+        outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
+        stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens)[1]
+        return to_metrics(stats | self._likelihood_loss(tokens, nothing)[1])
 
-    def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Sum of weighted token losses of a micro-batch; the engine divides by the global denominator."""
+    def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
+        """Sum of weighted token losses of a micro-batch; the engine divides by the first denominator."""
         if outputs.logprobs is None:
             raise ValueError("the actor's engine gave no log-probabilities: it was built as a critic")
         batch = micro.batch
@@ -48,18 +82,48 @@ class PolicyUpdate:
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
         )
-        return self._token_loss(outputs, tokens, behaviour_weights(batch, self._config))
+        losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
+        bonus, entropy_stats = self._entropy_loss(outputs, tokens)
+        scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
+        weights = scale * loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences, self._aggregation)
+        total = (weights * (losses + bonus)).sum()
+        likelihood, likelihood_stats = self._likelihood_loss(tokens, batch.rewards)
+        if denominators[1] > 0:  # the engine divides everything by the first denominator, this term has its own
+            total = total + likelihood.sum() * (denominators[0] / denominators[1])
+        return LossOutput(loss=total, metrics=to_metrics(stats | entropy_stats | likelihood_stats))
 
-    def _token_loss(
-        self, outputs: TokenOutputs, tokens: PolicyTokens, factors: torch.Tensor | None = None
-    ) -> LossOutput:
+    def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
+        """The policy-gradient loss of each token, [T], and what to log."""
         result = weighted(policy_loss(tokens, self._config), factors)
-        weights = loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences)
-        stats = {"loss": TokenStat(result.losses, tokens.mask), **result.stats}
-        stats["logprobs"] = TokenStat(tokens.logprobs, tokens.mask)
+        moved = log_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask).detach()
+        stats = {
+            "loss": TokenStat(result.losses, tokens.mask),
+            "approx_kl": TokenStat(k3_from_samples(moved), tokens.mask),  # target_kl needs it of every loss
+            **result.stats,
+            "logprobs": TokenStat(tokens.logprobs, tokens.mask),
+        }
+        return result.losses, stats
+
+    def _entropy_loss(self, outputs: TokenOutputs, tokens: PolicyTokens) -> tuple[Tensor | float, dict[str, TokenStat]]:
+        """-entropy_coef H of each token, [T], or 0 without a bonus, and what to log."""
+        stats: dict[str, TokenStat] = {}
         if outputs.entropy is not None:
             stats["entropy"] = TokenStat(outputs.entropy, tokens.mask)
-        return LossOutput(loss=(weights * result.losses).sum(), metrics=to_metrics(stats))
+        if not self._config.has_entropy_bonus:
+            return 0.0, stats
+        entropy = outputs.clamped_entropy if self._config.entropy_clamp else outputs.entropy
+        if entropy is None:
+            raise ValueError("the actor's engine gave no entropy for the bonus: build it with output_spec(config)")
+        stats["bonus_entropy"] = TokenStat(entropy, tokens.mask)
+        return self._entropy_coef * entropy_loss(entropy, tokens.mask), stats
+
+    def _likelihood_loss(self, tokens: PolicyTokens, rewards: Tensor) -> tuple[Tensor, dict[str, TokenStat]]:
+        """positive_nll_coef x -log pi of the tokens of good answers, [T], and what to log."""
+        coef = self._config.positive_nll_coef
+        if coef == 0:
+            return tokens.logprobs.new_zeros(()), {}
+        found = positive_nll(tokens.logprobs, rewards, tokens.mask, tokens.sequence_index)
+        return coef * found.losses, {"positive_nll": TokenStat(found.losses, found.mask)}
 
 
 def _empty_tokens() -> PolicyTokens:

@@ -110,17 +110,20 @@ class PPOLoop:
                 batch = reference.with_ref_logprobs(batch) if reference else batch
             with phase("values"):
                 batch = critic.with_values(batch) if critic else batch
+            with phase("filters"):
+                batch, filtered = actor.with_filters(batch)
             with phase("correction"):
                 batch, mismatch = actor.with_correction(batch)
             with phase("advantages"):
                 batch = actor.with_advantages(batch)
             with phase("update"):
-                metrics = actor.update(batch) | (critic.update(batch) if critic else {})
+                metrics = actor.update(batch, step=info.step)
+                metrics |= critic.update(batch, step=info.step) if critic else {}
             with phase("publish_weights"):
                 checksum = self._weights.publish(info.step + 1)
             if self._is_rank0:
                 self._batches.consumed(info.step, info.step + 1, checksum)
-            metrics = merge_metrics(metrics, mismatch, batch_metrics(batch), _share_metrics(share, began_s))
+            metrics = merge_metrics(metrics, filtered, mismatch, batch_metrics(batch), _share_metrics(share, began_s))
             with phase("after_step"):
                 ends = self._after_step(info, metrics, self._clock.end_step())
             if ends:
@@ -138,7 +141,9 @@ def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
 
 def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
     """Load the models this configuration names."""
-    optimizer_steps = length.total_steps * config.actor.ppo_n_minibatches
+    frozen_steps = 0 if config.critic is None else config.critic.warmup_steps
+    per_step = config.actor.ppo_n_minibatches * config.actor.ppo_epochs
+    optimizer_steps = max(length.total_steps - frozen_steps, 1) * per_step
     actor = build_train_engine(config.actor, role="actor", total_steps=optimizer_steps, mesh=mesh, seed=config.seed)
     trained: dict[str, TrainEngine] = {"actor": actor}
     frozen: dict[str, TrainEngine] = {}
@@ -147,12 +152,18 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
         frozen["ref"] = build_train_engine(config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
         reference = Reference(frozen["ref"])
     if config.critic is not None:
-        steps = length.total_steps * config.critic.ppo_n_minibatches
+        steps = length.total_steps * config.critic.ppo_n_minibatches * config.critic.ppo_epochs
         trained["critic"] = build_train_engine(
             config.critic, role="critic", total_steps=steps, mesh=mesh, seed=config.seed
         )
-        critic = Critic(trained["critic"], config.critic)
-    policy = PPOActor(actor, config.actor, max_new_tokens=config.gconfig.max_new_tokens)
+        critic = Critic(trained["critic"], config.critic, seed=config.seed)
+    policy = PPOActor(
+        actor,
+        config.actor,
+        max_new_tokens=config.gconfig.max_new_tokens,
+        seed=config.seed,
+        frozen_steps=frozen_steps,
+    )
     return PPORoles(actor=policy, reference=reference, critic=critic, trained=trained, frozen=frozen)
 
 

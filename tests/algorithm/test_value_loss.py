@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from areal.algorithm.value_loss import clipped_value_loss
+from areal.algorithm.value_loss import value_loss
 
 
 def draw(size, seed):
@@ -15,7 +15,7 @@ def draw(size, seed):
 
 def test_equals_the_formula():
     values, old, returns, mask = draw(80, 0)
-    result = clipped_value_loss(values, old, returns, mask, eps_clip=0.5)
+    result = value_loss(values, old, returns, mask, eps_clip=0.5)
     for t in range(80):
         v, o, r = values[t].item(), old[t].item(), returns[t].item()
         moved = o + min(max(v - o, -0.5), 0.5)
@@ -27,7 +27,7 @@ def test_equals_the_formula():
 def test_by_hand():
     # V 2 from old 0 with clip 0.5: V' = 0.5. R = 2: max(0, 1.125) clipped. R = -1: max(4.5, 1.125) not clipped
     values = torch.tensor([2.0, 2.0])
-    result = clipped_value_loss(
+    result = value_loss(
         values, torch.zeros(2), torch.tensor([2.0, -1.0]), torch.ones(2, dtype=torch.bool), eps_clip=0.5
     )
     assert result.losses.tolist() == [1.125, 4.5]
@@ -37,14 +37,14 @@ def test_by_hand():
 def test_gradient_equals_finite_differences():
     values, old, returns, mask = draw(40, 1)
     values.requires_grad_()
-    assert gradcheck(lambda v: clipped_value_loss(v, old, returns, mask, eps_clip=0.3).losses, (values,))
+    assert gradcheck(lambda v: value_loss(v, old, returns, mask, eps_clip=0.3).losses, (values,))
 
 
 def test_masked_garbage_reaches_neither_loss_nor_gradient():
     nan = float("nan")
     values = torch.tensor([nan, 1.0], requires_grad=True)
     mask = torch.tensor([False, True])
-    result = clipped_value_loss(values, torch.tensor([nan, 1.0]), torch.tensor([nan, 0.0]), mask, eps_clip=0.5)
+    result = value_loss(values, torch.tensor([nan, 1.0]), torch.tensor([nan, 0.0]), mask, eps_clip=0.5)
     result.losses.sum().backward()
     assert result.losses.tolist() == [0, 0.5]
     assert values.grad.tolist() == [0, 1]
@@ -52,8 +52,8 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient():
 
 def test_trained_nan_shows_and_empty_is_empty():
     one = torch.ones(1, dtype=torch.bool)
-    assert clipped_value_loss(
+    assert value_loss(
         torch.tensor([float("nan")]), torch.zeros(1), torch.zeros(1), one, eps_clip=1
     ).losses.isnan()
     nothing = torch.zeros(0)
-    assert clipped_value_loss(nothing, nothing, nothing, nothing.bool(), eps_clip=1.0).losses.tolist() == []
+    assert value_loss(nothing, nothing, nothing, nothing.bool(), eps_clip=1.0).losses.tolist() == []

@@ -243,7 +243,6 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
         ("actor.m2_threshold=0.04", "actor.m2_threshold"),
         ("actor.importance_sampling_level=sequence", "actor.importance_sampling_level"),
         ("actor.prox_logp_method=loglinear", "actor.prox_logp_method"),
-        ("actor.dynamic_sampling=true", "actor.dynamic_sampling"),
         ("actor.log_agent_stats=true", "actor.log_agent_stats"),
         ("actor.use_sapo_loss=true", "actor.use_sapo_loss"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload"),

@@ -8,7 +8,7 @@ from areal.api.config.inference import GenerationHyperparameters, NativeServerCo
 from areal.api.config.kl import KLOptions
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
-from areal.api.config.loss_assembly import AssemblyOptions
+from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions
 from areal.api.config.observe import (
     Cadence,
     EvaluatorConfig,
@@ -44,6 +44,7 @@ from areal.api.config.train import (
 from areal.api.config.validate import check_config
 
 __all__ = [
+    "AdaptiveEntropyConfig",
     "AdvantageOptions",
     "AssemblyOptions",
     "BaseExperimentConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from areal.api.config.advantages import AdvantageOptions
 from areal.api.config.fields import Problems, choice, number
 from areal.api.config.kl import KLOptions
-from areal.api.config.loss_assembly import AssemblyOptions
+from areal.api.config.loss_assembly import AGGREGATIONS, AssemblyOptions, scale_problems
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.train import TrainEngineConfig
@@ -40,6 +40,20 @@ class PPOCriticConfig(TrainEngineConfig):
     """The value model; the backbone of `path` with a new one-output head when it has none."""
 
     ppo_n_minibatches: int = number(4, low=1)
-    """Optimiser steps per train batch."""
-    eps_clip: float = number(0.5, above=0)
-    """Clip range of a value around its old value."""
+    """Optimiser steps per pass over a train batch."""
+    ppo_epochs: int = number(1, low=1)
+    """Passes over a train batch; from the second on its sequences are dealt to the minibatches anew."""
+    eps_clip: float | None = number(0.5, above=0)
+    """Clip range of a value around its old value; null = no clip."""
+    huber_delta: float | None = number(None, above=0)
+    """Error from which the loss of a value is linear (Huber) instead of e^2 / 2; null = nowhere: squared error."""
+    loss_aggregation: str = choice("token-mean", *AGGREGATIONS)
+    """How the token losses of a minibatch, on all ranks, become one number; docs/algorithms.md has the formulas."""
+    loss_scale_tokens: int | None = number(None, low=1)
+    """Constant length that divides: needed by seq-mean-token-sum-norm; with token-sum null = 1; no other takes one."""
+    warmup_steps: int = number(0, low=0)
+    """Train steps at the beginning that train the critic only, the policy keeps its weights."""
+
+    def problems(self) -> Problems:
+        yield from TrainEngineConfig.problems(self)
+        yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)

@@ -1,0 +1,97 @@
+"""Owns the shared-prefix filter: beginnings that answers of one prompt have in common although their rewards differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import require_same_shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One sequence from its first trained position to its last."""
+
+    first: int
+    """Where it begins in the packed batch."""
+    keys: Tensor  # [n] int64: next token and whether it is trained on, in one number
+    order: bytes
+    """The same in big-endian bytes, which sort as the numbers do."""
+    reward: float
+
+
+def contested_prefixes(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    sequence_index: Tensor,
+    cu_seqlens: Tensor,
+    group_ids: Tensor,
+    rewards: Tensor,
+    *,
+    min_tokens: int,
+) -> Tensor:
+    """Trained tokens that answers of one prompt share although their rewards differ. -> [T] bool
+
+    Per tokens input_ids, sequence_index [T] int64, loss_mask [T] bool; per sequence group_ids [S] int64, rewards [S].
+    Of each answer it is the longest beginning that another answer to the same prompt in the same group, with another
+    reward, has too; tokens in between that are not trained on must agree as well. Counted and returned are trained
+    tokens. A beginning of fewer than min_tokens does not count, nor one that is the whole answer: of an answer that
+    another goes on from, nothing would be left (cosmos-rl, min_filter_prefix_tokens). Groups may be interleaved.
+    """
+    require_same_shape(input_ids=input_ids, loss_mask=loss_mask, sequence_index=sequence_index)
+    prompts: dict[tuple[int, bytes], list[_Answer]] = {}
+    bounds, groups, scores = _numbers(cu_seqlens), _numbers(group_ids), _numbers(rewards)
+    for (start, end), group, reward in zip(pairwise(bounds), groups, scores, strict=True):
+        places = torch.nonzero(loss_mask[start:end]).flatten()
+        if not places.numel():
+            continue
+        first, last = start + int(places[0]), start + int(places[-1])
+        keys = 2 * input_ids[first + 1 : last + 2] + loss_mask[first : last + 1]
+        prompt = input_ids[start : first + 1].numpy().tobytes()
+        answer = _Answer(first, keys, keys.numpy().astype(">i8").tobytes(), reward)
+        prompts.setdefault((int(group), prompt), []).append(answer)
+    found = torch.zeros_like(loss_mask)
+    for answers in prompts.values():
+        answers.sort(key=lambda answer: answer.order)
+        for answer, length in zip(answers, _longest_contested(answers), strict=True):
+            trained = (answer.keys % 2).bool()
+            count = int(trained[:length].sum())
+            if min_tokens <= count < int(trained.sum()):
+                found[answer.first : answer.first + length] = trained[:length]
+    return found
+
+
+def _longest_contested(answers: Sequence[_Answer]) -> list[int]:
+    """For each of the sorted answers, the longest beginning shared with one of another reward.
+
+    Sorted, the common beginning of two answers is the shortest of those between neighbours on the way, so the nearest
+    answer with another reward on either side has the most in common.
+    """
+    shared = [_common_length(a.keys, b.keys) for a, b in pairwise(answers)]
+    best = [0] * len(answers)
+    for i in range(len(answers)):
+        for step in (-1, 1):
+            length, j = answers[i].keys.numel(), i
+            while 0 <= j + step < len(answers):
+                length = min(length, shared[min(j, j + step)])
+                j += step
+                if answers[j].reward != answers[i].reward:
+                    best[i] = max(best[i], length)
+                    break
+    return best
+
+
+def _numbers(values: Tensor) -> list[int]:
+    # torch leaves the type of the numbers open; rewards are floats, which compare as well
+    return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def _common_length(a: Tensor, b: Tensor) -> int:
+    size = min(a.numel(), b.numel())
+    differ = torch.nonzero(a[:size] != b[:size]).flatten()
+    return int(differ[0]) if differ.numel() else size

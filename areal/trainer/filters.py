@@ -1,0 +1,59 @@
+"""Owns the filters of a train batch: which answers and tokens the policy loss does not learn from.
+
+Each takes tokens out of `TrainBatch.policy_mask` only. They still happened: rewards, baselines, advantages, their
+norms and the critic go by `loss_mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.normalise import group_index
+from areal.algorithm.shared_prefix import contested_prefixes
+from areal.api.batch import TrainBatch
+from areal.api.config import PPOActorConfig
+from areal.api.metrics import Metric, Metrics
+
+
+def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch, Metrics]:
+    """The batch without the tokens that the configured filters take, and how many each took first.
+
+    Groups are whole on a rank, so nothing is asked of the others.
+    """
+    index = batch.sequence_index
+    taken: dict[str, Tensor] = {}
+    if config.mask_truncated:
+        taken["truncated"] = ~batch.finished[index]
+    if config.dynamic_sampling:
+        taken["uniform_group"] = in_uniform_group(batch.rewards, batch.group_ids)[index]
+    if config.shared_prefix_min_tokens is not None:
+        taken["shared_prefix"] = contested_prefixes(
+            batch.input_ids,
+            batch.loss_mask,
+            index,
+            batch.cu_seqlens,
+            batch.group_ids,
+            batch.rewards,
+            min_tokens=config.shared_prefix_min_tokens,
+        )
+    if not taken:
+        return batch, {}
+    kept, metrics = batch.trained, Metrics()
+    for name, tokens in taken.items():
+        gone = kept & tokens
+        metrics[f"filter/{name}_tokens"] = Metric(float(gone.sum()), 1.0, "sum")
+        metrics[f"filter/{name}_sequences"] = Metric(float(torch.unique(index[gone]).numel()), 1.0, "sum")
+        kept = kept & ~tokens
+    metrics["filter/kept_tokens"] = Metric(float(kept.sum()), 1.0, "sum")
+    return replace(batch, policy_mask=kept), metrics
+
+
+def in_uniform_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Sequences whose whole group has one reward: they teach nothing under a group baseline. -> [S] bool"""
+    member = group_index(group_ids)
+    highest = torch.full_like(rewards, float("-inf")).scatter_reduce(0, member, rewards, "amax")
+    lowest = torch.full_like(rewards, float("inf")).scatter_reduce(0, member, rewards, "amin")
+    return (highest == lowest)[member]
