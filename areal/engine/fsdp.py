@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from areal.api.batch import LossFn, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec
 from areal.api.data import WeightSpec
+from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
@@ -129,7 +130,10 @@ class FSDPEngine:
         return self._dtype if weight.is_floating_point() and name != FLOAT32_HEAD else weight.dtype
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
-        """False: Hugging Face export. True: recovery state. Whole or absent; a collective."""
+        """False: Hugging Face export. True: recovery state (of a model without an optimiser, its weights).
+
+        Whole or absent; a collective.
+        """
         if not with_optimizer:
             hf_model = self._model.model
             export_model(
@@ -142,23 +146,38 @@ class FSDPEngine:
                 mesh=self._mesh,
             )
             return
-        optimizer = self._require_optimizer()
+        optimizer = self._optimizer
         state = RecoveryState(
             weights={name: local_part(weight) for name, weight in self._model.named_tensors()},
-            optimizer=optimizer.state(),
-            num_steps=optimizer.num_steps,
+            optimizer={} if optimizer is None else optimizer.state(),
+            num_steps=0 if optimizer is None else optimizer.num_steps,
         )
         save_recovery(path, state, self._mesh)
 
     def load(self, path: Path, *, with_optimizer: bool) -> None:
         """False: weights of a Hugging Face checkpoint. True: everything that `save` wrote with True."""
         if with_optimizer:
-            optimizer = self._require_optimizer()
             state = load_recovery(path, self._mesh)
             self._load_weights(state.weights.items(), path, are_local=True)
-            optimizer.load_state(state.optimizer, state.num_steps)
+            if self._optimizer is not None:
+                self._optimizer.load_state(state.optimizer, state.num_steps)
         else:
             self._load_weights(read_weights(path), path, are_local=False)
+
+    def copy_weights(self, source: TrainEngine) -> None:
+        """Take over the weights of an engine of the same model on the same ranks, shard by shard, in own types."""
+        if not isinstance(source, FSDPEngine):
+            raise ValueError(f"weights can be copied from an FSDPEngine, not from {type(source).__name__}")
+        own = {name: local_part(weight) for name, weight in self._model.named_tensors()}
+        given = {name: local_part(weight) for name, weight in source._model.named_tensors()}
+        if {name: weight.shape for name, weight in own.items()} != {name: w.shape for name, w in given.items()}:
+            raise InputError("weights can be copied between engines of one model only: these have other weights")
+        for name, weight in own.items():
+            weight.copy_(given[name])
+
+    def reset_optimizer(self) -> None:
+        """Forget what the optimiser gathered (moments, their age); the schedule goes on."""
+        self._require_optimizer().clear_state()
 
     def offload(self) -> None:
         """Give the accelerator's memory back: weights and optimiser state go to the CPU until `onload`."""

@@ -82,6 +82,10 @@ class ScheduledOptimizer:
         self._optimizer.state.update(fresh)
         self.num_steps = num_steps
 
+    def clear_state(self) -> None:
+        """Begin anew, as after construction, but go on with the schedule."""
+        self._optimizer.state.clear()
+
     def move_state(self, device: torch.device) -> None:
         """Move all optimiser state to `device`."""
         for kinds in self._optimizer.state.values():
