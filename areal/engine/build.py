@@ -56,7 +56,7 @@ def build_train_engine(
         hf_model.get_submodule("score").float()  # also of a frozen model
         model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
     else:
-        model = PolicyModel(hf_model, config.temperature)
+        model = PolicyModel(hf_model, config.temperature, outputs)
     if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
     else:

@@ -164,7 +164,8 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden = grad_hidden.to(hidden.dtype)
             if rows is not None:
                 grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
-        return grad_hidden, grads.weight, grads.bias, None, None, None
+        grad_bias = None if grads.bias is None else grads.bias.to(bias.dtype)
+        return grad_hidden, grads.weight, grad_bias, None, None, None
 
 
 class _Forward:
@@ -289,14 +290,14 @@ class _Gradients:
         exact = _exact(hidden.dtype)
         self.hidden = torch.zeros(hidden.shape, dtype=exact, device=hidden.device) if needed[0] else None
         self.weight = torch.zeros_like(weight) if needed[1] else None
-        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+        self.bias = torch.zeros(bias.shape, dtype=exact, device=bias.device) if bias is not None and needed[2] else None
         self._rows: Tensor | None = None
 
     def add(self, grad: Tensor, tokens: slice, vocabulary: slice) -> None:
         """One block, [t, v]; a vocabulary block comes with all of its token blocks one after another."""
         is_last = tokens.stop == self._states.shape[0]
         if self.bias is not None:
-            self.bias[vocabulary] += grad.sum(0).to(self.bias.dtype)
+            self.bias[vocabulary] += grad.sum(0)
         grad = grad.to(self._weight.dtype)
         if self.hidden is not None:
             _add_product(self.hidden[tokens], grad, self._weight[vocabulary])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.errors import ArealError
 from areal.api.metrics import Metric
@@ -24,7 +24,10 @@ from areal.system.process import ProcessContext
 
 VOCAB = 23  # odd, so that two shards are uneven
 LENGTHS = [5, 9, 2, 9, 1, 14, 5, 7, 3]
+ALL = list(range(len(LENGTHS)))
+RICH_NAMES = ("logprobs", "entropy", "clamped_entropy", "candidate_logprobs", "candidate_ids")
 SGD = OptimizerConfig(type="sgd", lr=1.0, weight_decay=0.0, gradient_clipping=1e9)
+RICH = OutputSpec(entropy_grad=True, entropy_clamp=0.3, candidates=4)
 ADAM = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3, gradient_clipping=0.5)
 
 
@@ -74,10 +77,20 @@ def value_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput(loss=terms.sum(), metrics={"loss": Metric(terms.sum().item(), float(terms.numel()))})
 
 
-def make_engine(path: Path, mesh: TrainerMesh | None = None, *, role="actor", seed=0, total_steps=10, **options):
+def rich_loss(outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+    """Everything that RICH gives, each with weights of its own."""
+    mask, signs = micro.batch.loss_mask, micro.batch.returns
+    terms = signs * outputs.logprobs + signs.cos() * outputs.entropy + signs.sin() * outputs.clamped_entropy
+    spread = (outputs.candidate_logprobs * (micro.batch.candidate_ids + 1.0).sqrt()).sum(1)
+    return LossOutput(loss=(terms + 0.1 * spread)[mask].sum(), metrics={"loss": Metric(1.0)})
+
+
+def make_engine(
+    path: Path, mesh: TrainerMesh | None = None, *, role="actor", seed=0, total_steps=10, outputs=None, **options
+):
     config = TrainEngineConfig(path=str(path), **{"dtype": "float32", "optimizer": SGD} | options)
     return build_train_engine(
-        config, role=role, total_steps=total_steps, mesh=mesh or TrainerMesh.open(None), seed=seed
+        config, role=role, total_steps=total_steps, mesh=mesh or TrainerMesh.open(None), seed=seed, outputs=outputs
     )
 
 
@@ -134,6 +147,7 @@ def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
             save_file(weights_of(engine), folder / f"weights-{model}-{variant}-{mesh.rank}")
             save_file({"logprobs": engine.forward(mine).logprobs}, folder / f"after-{model}-{variant}-{mesh.rank}")
     _uneven(mesh, folder, batch)
+    _rich(mesh, folder, batch)
     _critic(mesh, folder, batch)
     _checkpoints(mesh, folder, batch)
     facts["errors"] = _errors(mesh, models)
@@ -147,6 +161,22 @@ def _uneven(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
     assert engine.forward(mine).logprobs.shape == mine.input_ids.shape
     train(engine, mine)
     save_file(weights_of(engine), folder / f"uneven-{mesh.rank}")
+
+
+def _rich(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
+    """Every output, shared out and all on rank 1, so that rank 0 computes dummies; over the whole vocabulary too."""
+    for model in ("qwen2", "qwen3"):
+        for name, mine in (("shared", share_of(batch, mesh)), ("uneven", take(batch, [] if mesh.rank == 0 else ALL))):
+            options = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=14), "gradient_checkpointing": True}
+            engine = make_engine(folder / "models" / model, mesh, outputs=RICH, **options)
+            outputs = engine.forward(mine)
+            found = {key: getattr(outputs, key) for key in RICH_NAMES}
+            save_file(found, folder / f"rich-forward-{model}-{name}-{mesh.rank}")
+            train(engine, replace(mine, candidate_ids=outputs.candidate_ids), loss_fn=rich_loss)
+            save_file(weights_of(engine), folder / f"rich-weights-{model}-{name}-{mesh.rank}")
+    engine = make_engine(folder / "models" / "qwen2", mesh, outputs=OutputSpec(candidates=0))
+    every = engine.forward(mine).candidate_logprobs
+    assert every.shape == (mine.num_tokens, VOCAB)
 
 
 def _critic(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,24 @@ def test_a_rank_without_sequences_takes_part(cases, folder):
     cases.train(engine, cases.make_batch())
     for rank in range(2):
         assert_same(load_file(folder / f"uneven-{rank}"), cases.weights_of(engine), 1e-6)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["shared", "uneven"])
+def test_every_output_is_the_same_on_two_ranks(cases, folder, model, name):
+    batch = cases.make_batch()
+    engine = cases.make_engine(folder / "models" / model, outputs=cases.RICH)
+    outputs = engine.forward(batch)
+    cases.train(engine, replace(batch, candidate_ids=outputs.candidate_ids), loss_fn=cases.rich_loss)
+    parts = balanced_parts(batch.sequence_lengths, 2) if name == "shared" else [[], cases.ALL]
+    for rank, part in enumerate(parts):
+        assert_same(load_file(folder / f"rich-weights-{model}-{name}-{rank}"), cases.weights_of(engine), 2e-6)
+        positions = [t for i in part for t in range(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))]
+        found = load_file(folder / f"rich-forward-{model}-{name}-{rank}")
+        for key in cases.RICH_NAMES:
+            expected = getattr(outputs, key)[positions]
+            assert found[key].dtype == expected.dtype
+            torch.testing.assert_close(found[key], expected, rtol=0, atol=5e-6, msg=key)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
