@@ -2,36 +2,108 @@
 
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
-from areal.algorithm.aggregate import TokenStat, local_denominator, loss_weights, to_metrics, trained_counts
+from areal.algorithm.aggregate import (
+    TokenStat,
+    local_denominator,
+    loss_scale,
+    loss_weights,
+    to_metrics,
+    trained_counts,
+)
 from areal.api.metrics import merge_metrics
 
 MASK = torch.tensor([1, 1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)
 INDEX = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
-LOSSES = torch.tensor([1.0, 2.0, 3.0, 99.0, 5.0, 99.0, 99.0, 7.0])
+LOSSES = torch.tensor([1.0, 2.0, 3.0, 99.0, 5.0, 99.0, 99.0, 7.0], dtype=torch.float64)
 # trained tokens a sequence: 3, 1, 0, 1; sums 6, 5, -, 7; 3 sequences have trained tokens
 BY_HAND = {
     "token-mean": 18 / 5,
+    "token-sum": 18 / 4,
     "seq-mean-token-sum": 18 / 3,
     "seq-mean-token-mean": (2 + 5 + 7) / 3,
     "seq-mean-token-sum-norm": 18 / (3 * 4),
 }
 
 
-@pytest.mark.parametrize("aggregation", BY_HAND)
-@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 0], [], [2, 1]]])
-def test_any_cut_gives_the_same_loss(aggregation, parts):
+def aggregated(mask, index, losses, num_sequences, aggregation, parts, *, length):
+    """The sums of all parts over one denominator, as an engine forms them."""
     total, denominator = 0.0, 0.0
     for part in parts:
-        rows = [t for s in part for t in range(8) if INDEX[t] == s]
-        index = torch.tensor([part.index(int(INDEX[t])) for t in rows], dtype=torch.int64)
-        mask, losses = MASK[rows], LOSSES[rows]
-        weights = loss_weights(mask, index, len(part), aggregation)
-        total += (weights * losses).sum().item()
-        denominator += local_denominator(mask, index, len(part), aggregation, max_tokens=4).item()
-    assert total / denominator == pytest.approx(BY_HAND[aggregation])
+        rows = [t for s in part for t in range(len(index)) if index[t] == s]
+        own = torch.tensor([part.index(int(index[t])) for t in rows], dtype=torch.int64)
+        weights = loss_weights(mask[rows], own, len(part), aggregation)
+        total += (weights * losses[rows]).sum().item()
+        denominator += local_denominator(mask[rows], own, len(part), aggregation, max_tokens=length).item()
+    return total / denominator * loss_scale(aggregation, denominator, length)
+
+
+@pytest.mark.parametrize("aggregation", BY_HAND)
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 0], [], [2, 1]]])
+def test_any_cut_gives_the_loss_worked_by_hand(aggregation, parts):
+    found = aggregated(MASK, INDEX, LOSSES, 4, aggregation, parts, length=4)
+    assert found == pytest.approx(BY_HAND[aggregation], rel=1e-6)
+
+
+@st.composite
+def cut_batches(draw):
+    """Sequences of losses and masks, at least one trained token, and a cut of the sequences into parts."""
+    rows = draw(
+        st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=6)
+    )
+    rows[0][0] = (rows[0][0][0], True)
+    num_parts = draw(st.integers(1, 4))
+    place = [draw(st.integers(0, num_parts - 1)) for _ in rows]
+    return rows, [[s for s in range(len(rows)) if place[s] == p] for p in range(num_parts)]
+
+
+def by_formula(rows, aggregation, length):
+    """The definitions of the docstring, sequence by sequence."""
+    kept = [[value for value, trained in row if trained] for row in rows]
+    kept = [values for values in kept if values]
+    everything = [value for values in kept for value in values]
+    match aggregation:
+        case "token-mean":
+            return sum(everything) / len(everything)
+        case "token-sum":
+            return sum(everything) / length
+        case "seq-mean-token-sum":
+            return sum(sum(values) for values in kept) / len(kept)
+        case "seq-mean-token-mean":
+            return sum(sum(values) / len(values) for values in kept) / len(kept)
+        case _:
+            return sum(sum(values) / length for values in kept) / len(kept)
+
+
+@pytest.mark.parametrize("aggregation", BY_HAND)
+@settings(max_examples=60, deadline=None)
+@given(cut_batches(), st.integers(1, 50))
+def test_any_cut_equals_the_formula(aggregation, drawn, length):
+    rows, parts = drawn
+    mask = torch.tensor([trained for row in rows for _, trained in row])
+    losses = torch.tensor([value for row in rows for value, _ in row], dtype=torch.float64)
+    index = torch.tensor([s for s, row in enumerate(rows) for _ in row])
+    found = aggregated(mask, index, losses, len(rows), aggregation, parts, length=length)
+    assert found == pytest.approx(by_formula(rows, aggregation, length), rel=1e-6, abs=1e-5)
+
+
+def test_a_sum_without_a_constant_is_the_plain_sum():
+    assert loss_scale("token-sum", 5.0) * 18 / 5 == pytest.approx(18)
+    assert all(loss_scale(name, 5.0, 7) == 1.0 for name in BY_HAND if name != "token-sum")
+
+
+@pytest.mark.parametrize("aggregation", BY_HAND)
+def test_nothing_trained_gives_weights_and_denominator_0(aggregation):
+    nothing = torch.zeros(8, dtype=torch.bool)
+    assert loss_weights(nothing, INDEX, 4, aggregation).tolist() == [0.0] * 8
+    assert local_denominator(nothing, INDEX, 4, aggregation, max_tokens=4).tolist() == [0.0]
+    empty = torch.zeros(0, dtype=torch.int64)
+    assert loss_weights(empty.bool(), empty, 0, aggregation).tolist() == []
+    assert local_denominator(empty.bool(), empty, 0, aggregation, max_tokens=4).tolist() == [0.0]
 
 
 def test_trained_counts():
