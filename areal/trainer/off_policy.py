@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from areal.algorithm.aggregate import Reduce
-from areal.algorithm.importance import behaviour_weights as token_weights
+from areal.algorithm.aggregate import Reduce, to_metrics
+from areal.algorithm.correction import correct
+from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
 from areal.api.batch import TrainBatch
-from areal.api.config import PPOActorConfig
+from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics
+from areal.trainer.minibatch import prefixed
 
 
 def needs_prox_logprobs(config: PPOActorConfig) -> bool:
@@ -27,21 +29,43 @@ def old_logprobs(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     return batch.prox_logprobs
 
 
+def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
+    """What is corrected, the short forms written out: use_decoupled_loss, behav_imp_weight_cap. None = nothing."""
+    if config.rollout_correction is not None:
+        return config.rollout_correction
+    if not config.use_decoupled_loss:
+        return None if config.m2_threshold is None else RolloutCorrectionConfig(mode="off")
+    if config.behav_imp_weight_cap is None:
+        return RolloutCorrectionConfig()
+    return RolloutCorrectionConfig(mode="mask", lower=0.0, upper=config.behav_imp_weight_cap)
+
+
 def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
     """Decide once for the whole batch which tokens the policy loss leaves out, and what weighs the others.
 
-    Also how far apart the policies are: the same metrics on every rank, of all ranks' tokens. A collective.
+    Also how far apart the policies are, of all ranks' tokens. A collective. Nothing is done, and nothing known, where
+    the loss is around the rollout policy: every ratio is 1.
     """
-    if not config.use_decoupled_loss:
+    if not needs_prox_logprobs(config):
         return batch, {}
-    found = token_weights(
-        old_logprobs(batch, config), batch.rollout_logprobs, batch.trained, config.behav_imp_weight_cap
-    )
-    return replace(batch, behaviour_weights=found.weights), {}
+    old, rollout, mask = old_logprobs(batch, config), batch.rollout_logprobs, batch.trained
+    spans = (mask, batch.sequence_index, batch.num_sequences)
+    metrics = mismatch_metrics(old, rollout, *spans, reduce=reduce)
+    options = correction_of(config)
+    if options is None:
+        return batch, prefixed("batch", metrics)
+    found = correct(old, rollout, *spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
+    metrics |= to_metrics(found.stats)
+    if options.mode != "off":
+        metrics["correction/ess"] = effective_sample_size(found.weights, found.kept, reduce=reduce)
+    corrected = replace(batch, behaviour_weights=found.weights)
+    if options.renormalize:
+        corrected = replace(corrected, policy_mask=found.kept)
+    return corrected, prefixed("batch", metrics)
 
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     """The factor of each token's loss, [T], or None when there is none. ValueError when it was not computed yet."""
-    if config.use_decoupled_loss and batch.behaviour_weights is None:
+    if correction_of(config) is not None and batch.behaviour_weights is None:
         raise ValueError("the batch has no behaviour_weights: call with_correction before update")
     return batch.behaviour_weights

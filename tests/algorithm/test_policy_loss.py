@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from areal.algorithm.correction import weighted
-from areal.algorithm.importance import behaviour_weights, log_ratio
+from areal.algorithm.correction import correct, weighted
+from areal.algorithm.importance import log_ratio
 from areal.algorithm.policy_loss import PolicyTokens, policy_loss
 from areal.api.config import PPOActorConfig
+from areal.trainer.off_policy import correction_of
 
 
 def ppo_clip_loss(tokens, **options):
@@ -17,8 +18,10 @@ def ppo_clip_loss(tokens, **options):
 
 
 def decoupled_ppo_loss(tokens, *, weight_cap=None, **options):
-    weights = behaviour_weights(tokens.old_logprobs, tokens.rollout_logprobs, tokens.mask, weight_cap).weights
-    return weighted(ppo_clip_loss(tokens, **options), weights)
+    correction = correction_of(PPOActorConfig(path="x", use_decoupled_loss=True, behav_imp_weight_cap=weight_cap))
+    spans = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
+    found = correct(tokens.old_logprobs, tokens.rollout_logprobs, *spans, correction)
+    return weighted(ppo_clip_loss(tokens, **options), found.weights)
 
 
 def make_tokens(logprobs, old=None, rollout=None, advantages=None, mask=None):
@@ -185,15 +188,6 @@ def test_shapes_that_would_broadcast_are_refused():
 def test_c_clip_must_exceed_one():
     with pytest.raises(ValueError, match="above 1"):
         ppo_clip_loss(make_tokens([0.0]), eps_clip=0.2, c_clip=1.0)
-
-
-def test_behaviour_weights_by_hand():
-    # log-weights log 2, log 0.5, (masked): cap 1.5 leaves out the first
-    prox = torch.tensor([2.0, 0.5, 9.0]).log()
-    result = behaviour_weights(prox, torch.zeros(3), torch.tensor([True, True, False]), cap=1.5)
-    assert result.weights.tolist() == pytest.approx([0, 0.5, 0])
-    assert result.kept.tolist() == [False, True, False]
-    assert result.above_cap.tolist() == [True, False, False]
 
 
 def test_log_ratio_is_cut_and_keeps_nan():

@@ -20,7 +20,7 @@ from areal.api.config.observe import (
     TensorBoardConfig,
     WandBConfig,
 )
-from areal.api.config.off_policy import OffPolicyOptions
+from areal.api.config.off_policy import CorrectionRule, OffPolicyOptions, RolloutCorrectionConfig
 from areal.api.config.offline import (
     DPOConfig,
     DPOOptions,
@@ -50,6 +50,7 @@ __all__ = [
     "BaseExperimentConfig",
     "Cadence",
     "ClusterSpecConfig",
+    "CorrectionRule",
     "DatasetConfig",
     "DPOConfig",
     "DPOOptions",
@@ -76,6 +77,7 @@ __all__ = [
     "RWConfig",
     "RWOptions",
     "RewardConfig",
+    "RolloutCorrectionConfig",
     "SFTConfig",
     "RowsExperimentConfig",
     "SaverConfig",

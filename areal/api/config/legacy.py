@@ -75,7 +75,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "ScoreModelConfig": {"is_critic": Accepts((False, True))},
     "PPOCriticConfig": {"is_critic": Accepts((False, True)), "mask_no_eos_with_zero": _SILENT},
     "PPOActorConfig": {
-        "m2_threshold": _NULL,
         "overlong_reward_penalty": _FALSE,
         "overlong_tokens": _SILENT,
         "overlong_penalty_factor": _SILENT,

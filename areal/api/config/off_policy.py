@@ -2,9 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, number
+from areal.api.config.fields import Problems, choice, number
+
+WEIGHT_LEVELS = {
+    "token": "token",
+    "segment": "segment_sum",
+    "sequence": "sequence_sum",
+    "geometric": "sequence_mean",
+}
+"""How the log-ratios of tokens make the weight of each level, in the words of the rules' levels."""
+
+RULE_LEVELS = ("token", *(f"{unit}_{how}" for unit in ("segment", "sequence") for how in ("sum", "mean", "max")))
+"""Over what, and how, a rule's metric is taken together."""
+
+
+def _bound_problems(lower: float | None, upper: float | None) -> Problems:
+    if lower is not None and upper is not None and lower >= upper:
+        yield "lower", f"{lower:g} is not below upper={upper:g}: lower it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionRule:
+    """One further bound on how far the policies may be apart; every rule looks at the ratios as they were measured."""
+
+    metric: str = choice("ratio", "ratio", "k1", "k2", "k3")
+    """ratio = old / rollout policy; k1, k2, k3 = estimates of KL(rollout, old), in nats."""
+    level: str = choice("token", *RULE_LEVELS)
+    """Over what the metric is taken: a token, or sum, mean or max over a segment or a sequence (of logs, for ratio)."""
+    lower: float | None = number(None)
+    """Smallest allowed value; null = no bound on this side."""
+    upper: float | None = number(None)
+    """Largest allowed value; null = no bound on this side."""
+    action: str = choice("mask", "mask", "clamp")
+    """mask = leave out what lies outside the bounds; clamp = move the weight to the bound (metric: ratio only)."""
+
+    def problems(self) -> Problems:
+        if self.lower is None and self.upper is None:
+            yield "upper", "is null like lower, so the rule allows everything: give at least one bound"
+        yield from _bound_problems(self.lower, self.upper)
+        if self.metric != "k1":  # the others are never negative
+            for name, bound in (("lower", self.lower), ("upper", self.upper)):
+                if bound is not None and bound <= 0:
+                    yield (
+                        name,
+                        f"{bound:g} makes no sense, since metric={self.metric} is never below 0: raise it",
+                    )
+        if self.action == "clamp" and self.metric != "ratio":
+            yield "action", f"clamp moves a ratio, which metric={self.metric} is not: use mask, or metric: ratio"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Weights w = old policy / rollout policy on the policy loss, and which tokens are too far apart to learn from."""
+
+    apply_weights: bool = True
+    """Multiply the loss by the weights; false = only log them (the bounds of mode=mask, veto and rules still mask)."""
+    level: str = choice("token", *WEIGHT_LEVELS)
+    """Ratio of a token, a segment (run of trained tokens, a turn) or sequence; geometric = mean token of a sequence."""
+    mode: str = choice("truncate", "truncate", "mask", "clamp", "off")
+    """truncate = at most upper; clamp = into [lower, upper]; mask = outside of it left out; off = no weights."""
+    upper: float | None = number(None, above=0)
+    """Largest weight; null = no bound on this side."""
+    lower: float | None = number(None, low=0)
+    """Smallest weight of mode mask and clamp; null = 1 / upper, 0 = no bound on this side."""
+    veto_threshold: float | None = number(None, low=1e-8, below=1)
+    """One trained token with a ratio below this leaves out its whole sequence; null = no veto."""
+    renormalize: bool = False
+    """Tokens left out leave the denominator of the loss too; false = they stay in it, so the rest counts no more."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the tokens that are left, of all ranks."""
+    rules: list[CorrectionRule] = field(default_factory=list[CorrectionRule])
+    """Further bounds; what any of them leaves out is left out."""
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """(smallest, largest) weight that `mode` allows; None = any."""
+        if self.mode == "truncate" or self.lower is not None or self.upper is None:
+            return self.lower, self.upper
+        return 1.0 / self.upper, self.upper
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens can be left out."""
+        has_mask_rule = any(rule.action == "mask" for rule in self.rules)
+        return self.mode == "mask" or self.veto_threshold is not None or has_mask_rule
+
+    def problems(self) -> Problems:
+        yield from self._mode_problems()
+        if self.mode == "off":
+            dead = {
+                "apply_weights": not self.apply_weights,
+                "level": self.level != "token",
+                "upper": self.upper is not None,
+                "lower": self.lower is not None,
+                "batch_normalize": self.batch_normalize,
+            }
+            for name, is_set in dead.items():
+                if is_set:
+                    yield name, "has no effect with mode=off, which has no weights: remove it or choose another mode"
+        elif self.batch_normalize and not self.apply_weights:
+            yield "batch_normalize", "has no effect with apply_weights=false: remove one of them"
+        for i, rule in enumerate(self.rules):
+            if rule.action != "clamp":
+                continue
+            if self.mode == "off" or not self.apply_weights:
+                yield f"rules[{i}].action", "clamp moves weights, and there are none: use mask or remove the rule"
+            elif rule.level != WEIGHT_LEVELS[self.level]:
+                yield (
+                    f"rules[{i}].level",
+                    f"{rule.level} differs from the weights of level={self.level}, which clamp moves: "
+                    f"use {WEIGHT_LEVELS[self.level]}",
+                )
+
+    def _mode_problems(self) -> Problems:
+        if self.mode == "truncate" and self.lower is not None:
+            yield "lower", "has no effect with mode=truncate: remove it or use mode: clamp"
+        if self.mode in ("mask", "clamp"):
+            if self.upper is None and not self.lower:
+                yield "upper", f"is needed by mode={self.mode}: give it or lower"
+            elif self.lower is None and self.upper is not None and self.upper <= 1:
+                yield "upper", f"{self.upper:g} is not above 1, so 1 / upper is no lower bound for it: give lower"
+            yield from _bound_problems(*self.bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +137,10 @@ class OffPolicyOptions:
     """Decoupled PPO: clip around the policy at the start of the update, weight by its ratio to the behaviour policy."""
     behav_imp_weight_cap: float | None = number(None, above=1)
     """Decoupled loss: tokens whose proximal/behaviour ratio is above this are left out; null = no cap."""
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """Weights and masks against stale rollouts; null = none, or with use_decoupled_loss the weights of each token."""
+    m2_threshold: float | None = number(None, above=0)
+    """M2PO: leave out the tokens with the largest squared log-ratios until their mean is at most this; null = off."""
 
     def off_policy_problems(self) -> Problems:
         """What is wrong with these options together."""
@@ -25,3 +149,35 @@ class OffPolicyOptions:
                 "behav_imp_weight_cap",
                 "has an effect only with use_decoupled_loss=true: set that or remove the cap",
             )
+        around_rollout = not (self.use_decoupled_loss or self.recompute_logprob)
+        for name, is_set in (
+            ("rollout_correction", self.rollout_correction is not None),
+            ("m2_threshold", self.m2_threshold is not None),
+        ):
+            if is_set and around_rollout:
+                yield (
+                    name,
+                    "compares the old policy of the loss with the rollout policy, which here are the same: set "
+                    "use_decoupled_loss or recompute_logprob to true, or remove it",
+                )
+        if self.rollout_correction is not None:
+            yield from self._correction_problems(self.rollout_correction)
+
+    def _correction_problems(self, given: RolloutCorrectionConfig) -> Problems:
+        if self.behav_imp_weight_cap is not None:
+            yield (
+                "behav_imp_weight_cap",
+                "cannot be combined with rollout_correction: write it there as "
+                f"{{mode: mask, lower: 0, upper: {self.behav_imp_weight_cap:g}}}",
+            )
+        if self.use_decoupled_loss and (given.mode == "off" or not given.apply_weights):
+            yield (
+                "use_decoupled_loss",
+                "is the loss with weights, and rollout_correction has none (mode=off or apply_weights=false): set "
+                "recompute_logprob to true in its place",
+            )
+        masks = given.masks or self.m2_threshold is not None
+        if given.renormalize and not masks:
+            yield "rollout_correction.renormalize", "has no effect, since nothing is left out: remove it"
+        if given.mode == "off" and not masks:
+            yield "rollout_correction", "does nothing: choose another mode, or give veto_threshold or rules"
