@@ -1,12 +1,18 @@
 """Which reward functions with which weights: what a configuration may say, and what is refused before a run."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from areal.api.config import GRPOConfig, load_config
+from areal.api.config import GRPOConfig, RewardConfig, load_config
 from areal.api.config.reward import short_names
+from areal.api.config.schema import fields_of
 from areal.api.errors import ConfigError
+from areal.reward.table import reward_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 MINIMAL = """
 experiment_name: sort
@@ -22,7 +28,10 @@ gconfig: {n_samples: 4}
 def load(tmp_path: Path):
     def load(text: str) -> GRPOConfig:
         path = tmp_path / "x.yaml"
-        path.write_text(MINIMAL + text, encoding="utf-8")
+        tree = yaml.safe_load(MINIMAL)
+        for key, value in yaml.safe_load(text).items():
+            tree[key] = tree.get(key, {}) | value if isinstance(value, dict) else value
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return load_config(["--config", str(path)], GRPOConfig)
 
     return load
@@ -94,3 +103,26 @@ def test_metrics_show_the_shortest_name_that_tells_functions_apart():
     shown = short_names({"x/math.py:score", "my.code:score", "math"})
     assert shown == {"x/math.py:score": "math.score", "my.code:score": "code.score", "math": "math"}
     assert short_names({"exact", "my.code:exact"}) == {"exact": "exact", "my.code:exact": "code.exact"}
+
+
+def page_rows() -> list[tuple[str, str]]:
+    """(name, YAML) of every row of the table of rewards."""
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Rewards\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    return [(cells[0].strip(), "\n".join(re.findall(r"`([^`]+)`", cells[3]))) for cells in rows]
+
+
+@pytest.mark.parametrize(("name", "text"), page_rows(), ids=[name for name, _ in page_rows()])
+def test_the_configuration_of_every_row_of_the_page_loads(load, name, text):
+    config = load(text)
+    if config.reward_fn or config.reward.names_functions:
+        reward_table(config.reward_fn, config.reward)  # every name is a registered one
+    else:
+        assert config.rollout.should_accept_fn
+
+
+def test_the_page_tells_of_every_option_of_rewards():
+    written = " ".join(text for _, text in page_rows())
+    missing = {name for name in fields_of(RewardConfig) if name not in written}
+    assert len(page_rows()) > 5
+    assert missing == {"workers"}  # how many processes is no question of semantics
