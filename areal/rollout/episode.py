@@ -70,9 +70,21 @@ def judge(
         for trajectory in group.trajectories:
             check_trajectory(trajectory)
     check_stats(group)
+    _check_filter_rewards(group)
     if accept is not None and not accept(group):
         return Rejected(reason="filter")
     return encoded
+
+
+def _check_filter_rewards(group: TrajectoryGroup) -> None:
+    """TrajectoryError when filters would look at numbers of other trajectories than the group's, or at none at all."""
+    given, wanted = len(group.filter_rewards), len(group.trajectories)
+    if given not in (0, wanted):
+        raise TrajectoryError(
+            f"the group has {given} filter_rewards for {wanted} trajectories: give one for each, or none"
+        )
+    if not all(math.isfinite(value) for value in group.filter_rewards):
+        raise TrajectoryError("filter_rewards holds a number that is not finite")
 
 
 def check_stats(group: TrajectoryGroup) -> None:

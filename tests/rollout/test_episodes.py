@@ -10,6 +10,7 @@ import pytest
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
 from areal.rollout.batching import build_shares, split_balanced
+from areal.rollout.episode import judge
 from areal.rollout.ledger import Ledger
 from areal.rollout.ledger_log import MemoryLog
 from areal.rollout.payload import (
@@ -200,6 +201,20 @@ async def test_the_filter_rejects_and_another_prompt_takes_the_place(kit):
     )
     assert blob is not None
     assert ledger.state.reasons.keys() == {"rejected: filter"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [([1.0], "1 filter_rewards for 2"), ([1.0, float("nan")], "not finite"), ([1.0, 2.0], "")]
+)
+def test_what_filters_look_at_is_one_finite_number_a_trajectory(values, message):
+    group = TrajectoryGroup(trajectories=[GOOD, GOOD], filter_rewards=values)
+    if message:
+        with pytest.raises(TrajectoryError, match=message):
+            judge(0, group, accept=None, check_format=False)
+    else:
+        seen = []
+        assert judge(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), check_format=False)
+        assert seen == [[1.0, 2.0]]
 
 
 async def test_a_filter_that_raises_fails_the_episode(kit):
