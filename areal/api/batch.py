@@ -49,6 +49,9 @@ class TrainBatch:
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
+    prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
+    ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's
+    ref_full_kl: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, KL of whole distributions
 
     def mapped(
         self,

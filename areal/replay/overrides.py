@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from areal.api.errors import ConfigError
 
-UPDATED = ("actor", "critic", "ref")
-"""Sections of the models: everything in them may change, but for the keys below."""
+UPDATED = ("actor", "critic", "ref", "ref_reset_steps", "ref_reset_optimizer")
+"""Sections of the models, in which everything may change but for the keys below, and what goes on between models."""
 
 _IN_MODELS = {
     "weight_update_mode": "a replay sends weights nowhere",

@@ -121,8 +121,8 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
             stack.callback(engine.close)
         lead = roles.trained["actor"]
         if order.start_step:
-            store = RecoverStore(run.paths.recover, config.recover, roles.trained)
-            store.load(checkpoint_of(run.paths, order.start_step))
+            store = RecoverStore(run.paths.recover, config.recover, roles.recovered)
+            roles.actor.load_state(store.load(checkpoint_of(run.paths, order.start_step)).actor)
         else:
             require_initial_weights(run, config, roles, is_rank0=is_rank0)
         weights = ChecksummedWeights(lead, is_rank0=is_rank0)

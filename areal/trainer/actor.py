@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
@@ -15,9 +16,11 @@ from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
 from areal.trainer.advantages import with_advantages
 from areal.trainer.filters import with_filters
+from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
+from areal.trainer.recover import ActorState
 
 
 class PPOActor:
@@ -44,15 +47,36 @@ class PPOActor:
         self._seed = seed
         self._frozen_steps = frozen_steps
         self._entropy_coef = config.entropy_coef
+        self._kl_control = KLController(config.kl_ctl, config.kl_control)
+        self._kl_coef = config.kl_ctl
+        """Of the batch whose advantages were made last."""
+
+    def state(self) -> ActorState:
+        """What of this role outlives a step: the coefficients that adapt."""
+        found: dict[str, float] = {}
+        if self._kl_control.is_adaptive:
+            found["kl_ctl"] = self._kl_control.coefficient
+        if self._config.adaptive_entropy is not None:
+            found["entropy_coef"] = self._entropy_coef
+        return ActorState(coefficients=found)
+
+    def load_state(self, state: ActorState) -> None:
+        """Go on with what `state` gave. What it lacks, and what does not adapt (any more), is as configured."""
+        if self._kl_control.is_adaptive:
+            self._kl_control.coefficient = state.coefficients.get("kl_ctl", self._config.kl_ctl)
+        if self._config.adaptive_entropy is not None:
+            self._entropy_coef = state.coefficients.get("entropy_coef", self._config.entropy_coef)
 
     def with_prox_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the policy's log-probabilities at the start of the update, when the loss needs them."""
-        if not needs_prox_logprobs(self._config):
+        """Add what the policy says at the start of the update, when the loss or the KL to the reference needs it."""
+        is_needed = needs_prox_logprobs(self._config)
+        if not is_needed and num_candidates(self._config) is None:
             return batch
-        logprobs = self._engine.forward(batch).logprobs
-        if logprobs is None:
+        outputs = self._engine.forward(batch)
+        if outputs.logprobs is None:
             raise ValueError("the actor's engine gave no log-probabilities: it was built as a critic")
-        return replace(batch, prox_logprobs=logprobs)
+        batch = replace(batch, prox_logprobs=outputs.logprobs) if is_needed else batch
+        return with_candidates(batch, outputs, self._config)
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """What is done about stale tokens, decided over the whole batch, and what to log of it; a collective."""
@@ -64,10 +88,16 @@ class PPOActor:
         Raises InputError on every rank when a trained token or a reward of any rank is not finite.
         """
         self._require_finite(batch)
+        self._kl_coef = self._kl_control.coefficient
+        kl = kl_penalty(batch, self._config) if self._kl_control.is_adaptive else None
+        if kl is not None:  # the coefficient of the next batch
+            self._kl_control.observe(
+                kl, batch.loss_mask, batch.sequence_index, batch.num_sequences, reduce=self._engine.all_reduce
+            )
         return with_advantages(
             batch,
             self._config,
-            kl_coef=self._config.kl_ctl,
+            kl_coef=self._kl_coef,
             reduce=self._engine.all_reduce,
             max_new_tokens=self._max_new_tokens,
         )
@@ -89,6 +119,8 @@ class PPOActor:
             step=step,
         )
         metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
+        if batch.ref_logprobs is not None:
+            metrics["kl_coef"] = Metric(self._kl_coef)
         if config.adaptive_entropy is not None:
             metrics["entropy_coef"] = Metric(self._entropy_coef)
             if step >= config.adaptive_entropy.warmup_steps:
@@ -98,8 +130,8 @@ class PPOActor:
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Every rank learns of bad numbers on any rank, so that all stop together instead of waiting for one."""
-        names = ["rewards", "baselines", "rollout_logprobs", "prox_logprobs", "ref_logprobs", "values"]
-        trained = [batch.rollout_logprobs, batch.prox_logprobs, batch.ref_logprobs, batch.values]
+        names = ["rewards", "baselines", "rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "values"]
+        trained = [batch.rollout_logprobs, batch.prox_logprobs, batch.ref_logprobs, batch.ref_full_kl, batch.values]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
         for values in trained:
             found = torch.zeros((), dtype=torch.int64) if values is None else _num_bad(values, batch.loss_mask)

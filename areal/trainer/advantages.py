@@ -18,10 +18,10 @@ from areal.algorithm.advantage import (
 from areal.algorithm.aggregate import Reduce, trained_counts
 from areal.algorithm.baselines import best_of_group, length_weighted, valid_sample_scale
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
-from areal.algorithm.kl import kl_estimate
 from areal.algorithm.normalise import normalise
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
+from areal.trainer.kl_term import kl_penalty
 
 
 def with_advantages(
@@ -37,7 +37,7 @@ def with_advantages(
     rewards = centred(shaped(batch, config, max_new_tokens), batch, config, recipe, reduce=reduce)
     if config.mask_no_eos_with_zero:
         rewards = withhold_unfinished(rewards, batch.finished)
-    kl = _kl_to_reference(batch, config) if kl_coef else None
+    kl = kl_penalty(batch, config) if kl_coef else None
     result = generalised_advantages(
         token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef),
         batch.values,
@@ -99,13 +99,6 @@ def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | No
         tail_tokens=config.overlong_tokens,
         factor=config.overlong_penalty_factor,
     )
-
-
-def _kl_to_reference(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
-    if batch.ref_logprobs is None:
-        return None
-    policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
-    return kl_estimate(policy, batch.ref_logprobs, batch.loss_mask, config.kl_estimator)
 
 
 def bootstrap_values(batch: TrainBatch) -> Tensor | None:

@@ -18,7 +18,7 @@ from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, metric_values
 from areal.observe.trackers import Tracker
 from areal.trainer.cadence import CadenceState
-from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
 from areal.trainer.saver import Saver
 
@@ -33,6 +33,8 @@ class StepHooks:
     """Evaluation metrics of rank 0 -> end training."""
     committed: Callable[[int, Path], None]
     """A recovery checkpoint after so many steps is complete; called on rank 0."""
+    actor_state: Callable[[], ActorState] = ActorState
+    """What of the policy's role goes into a recovery checkpoint besides its engine."""
 
 
 class AfterStep:
@@ -110,6 +112,7 @@ class AfterStep:
             cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
             elapsed_s=elapsed_s,
             goal_reached=goal_reached,
+            actor=self._hooks.actor_state(),
         )
         for tracker in self._trackers:
             tracker.flush()

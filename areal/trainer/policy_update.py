@@ -23,20 +23,23 @@ from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_n
 from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import PPOActorConfig
 from areal.api.metrics import Metrics
+from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.off_policy import behaviour_weights, old_logprobs
 
 
 def output_spec(config: PPOActorConfig) -> OutputSpec:
     """What the loss needs of the policy's engine beside log-probabilities."""
+    candidates = num_candidates(config)
     if not config.has_entropy_bonus:
-        return OutputSpec()
-    return OutputSpec(entropy_grad=config.entropy_clamp == 0, entropy_clamp=config.entropy_clamp)
+        return OutputSpec(candidates=candidates)
+    clamp = config.entropy_clamp
+    return OutputSpec(entropy_grad=clamp == 0, entropy_clamp=clamp, candidates=candidates)
 
 
 class PolicyUpdate:
     """The policy's `UpdateRule`: what a minibatch is divided by, and the loss of its micro-batches.
 
-    loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H) / D
+    loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL) / D
            + positive_nll_coef sum over tokens of good answers of -log pi / their number,
     with the weights w and the denominator D of `loss_aggregation`; both counts are of the minibatch on all ranks.
     """
@@ -64,6 +67,7 @@ class PolicyUpdate:
         nothing, tokens = torch.zeros(0), _empty_tokens()
         outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
         stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens)[1]
+        stats |= kl_loss(outputs, None, self._config)[1]
         return to_metrics(stats | self._likelihood_loss(tokens, nothing)[1])
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
@@ -86,11 +90,12 @@ class PolicyUpdate:
         bonus, entropy_stats = self._entropy_loss(outputs, tokens)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         weights = scale * loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences, self._aggregation)
-        total = (weights * (losses + bonus)).sum()
+        divergence, kl_stats = kl_loss(outputs, batch, self._config)
+        total = (weights * (losses + bonus + divergence)).sum()
         likelihood, likelihood_stats = self._likelihood_loss(tokens, batch.rewards)
         if denominators[1] > 0:  # the engine divides everything by the first denominator, this term has its own
             total = total + likelihood.sum() * (denominators[0] / denominators[1])
-        return LossOutput(loss=total, metrics=to_metrics(stats | entropy_stats | likelihood_stats))
+        return LossOutput(loss=total, metrics=to_metrics(stats | entropy_stats | kl_stats | likelihood_stats))
 
     def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
         """The policy-gradient loss of each token, [T], and what to log."""

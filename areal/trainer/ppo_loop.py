@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, StepInfo
 from areal.api.engine import TrainEngine
@@ -21,6 +22,7 @@ from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
+from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
@@ -35,10 +37,12 @@ from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.critic import Critic
 from areal.trainer.evaluator import Evaluator
+from areal.trainer.kl_term import num_candidates, uses_reference
+from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
-from areal.trainer.reference import Reference
+from areal.trainer.reference import Reference, ReferenceResets
 from areal.trainer.saver import Saver
 from areal.trainer.weights import WeightPublisher, build_weight_publisher, checksum_of
 
@@ -53,6 +57,12 @@ class PPORoles:
     trained: dict[str, TrainEngine]
     """Engines that learn, by role, the actor first."""
     frozen: dict[str, TrainEngine]
+
+    @property
+    def recovered(self) -> dict[str, TrainEngine]:
+        """Engines whose weights change, so that a recovery checkpoint must hold them."""
+        keeps = self.reference is None or self.reference.is_frozen
+        return self.trained if keeps else self.trained | {"ref": self.frozen["ref"]}
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
@@ -119,6 +129,7 @@ class PPOLoop:
             with phase("update"):
                 metrics = actor.update(batch, step=info.step)
                 metrics |= critic.update(batch, step=info.step) if critic else {}
+                metrics |= reference.after_update(info.step + 1) if reference else {}
             with phase("publish_weights"):
                 checksum = self._weights.publish(info.step + 1)
             if self._is_rank0:
@@ -144,13 +155,25 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
     frozen_steps = 0 if config.critic is None else config.critic.warmup_steps
     per_step = config.actor.ppo_n_minibatches * config.actor.ppo_epochs
     optimizer_steps = max(length.total_steps - frozen_steps, 1) * per_step
-    actor = build_train_engine(config.actor, role="actor", total_steps=optimizer_steps, mesh=mesh, seed=config.seed)
+    actor = build_train_engine(
+        config.actor,
+        role="actor",
+        total_steps=optimizer_steps,
+        mesh=mesh,
+        seed=config.seed,
+        outputs=output_spec(config.actor),
+    )
     trained: dict[str, TrainEngine] = {"actor": actor}
     frozen: dict[str, TrainEngine] = {}
     reference = critic = None
-    if config.ref is not None and config.actor.kl_ctl > 0:
-        frozen["ref"] = build_train_engine(config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
-        reference = Reference(frozen["ref"])
+    if config.ref is not None and uses_reference(config.actor):
+        outputs = OutputSpec(candidates=num_candidates(config.actor))
+        frozen["ref"] = build_train_engine(
+            config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed, outputs=outputs
+        )
+        reference = Reference(frozen["ref"], config.actor, resets=_resets_of(config, actor))
+    elif config.ref is not None:
+        get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0, nothing needs it")
     if config.critic is not None:
         steps = length.total_steps * config.critic.ppo_n_minibatches * config.critic.ppo_epochs
         trained["critic"] = build_train_engine(
@@ -165,6 +188,12 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
         frozen_steps=frozen_steps,
     )
     return PPORoles(actor=policy, reference=reference, critic=critic, trained=trained, frozen=frozen)
+
+
+def _resets_of(config: PPOConfig, policy: TrainEngine) -> ReferenceResets | None:
+    if config.ref_reset_steps is None:
+        return None
+    return ReferenceResets(policy=policy, every_steps=config.ref_reset_steps, with_optimizer=config.ref_reset_optimizer)
 
 
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:
@@ -205,7 +234,7 @@ def _connect(
 ) -> PPOLoop:
     """Recover or start anew, and meet the controller."""
     is_rank0, paths = context.index == 0, RunPaths.of(config)
-    recover = RecoverStore(paths.recover, config.recover, roles.trained)
+    recover = RecoverStore(paths.recover, config.recover, roles.recovered)
     source = recover.start_from(after_failure=context.recover)
     point = recover.load(source) if source else None
     start_step = point.step if point else 0
@@ -223,6 +252,7 @@ def _connect(
             evaluate=evaluator.evaluate if has_valid else None,
             goal_reached=evaluator.goal_reached,
             committed=client.committed,
+            actor_state=roles.actor.state,
         ),
         is_rank0=is_rank0,
     )
@@ -231,6 +261,7 @@ def _connect(
         _record_initial_weights(paths, roles, is_rank0=is_rank0)
     else:
         after_step.continue_from(point)
+        roles.actor.load_state(point.actor)
     progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
     if not progress.is_complete:
         if point is not None or context.run_id > 0 or config.actor.init_from_scratch:

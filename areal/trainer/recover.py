@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import orjson
@@ -25,7 +25,18 @@ NEXT = "next"
 """Folder in which a checkpoint is written before it is renamed to its step."""
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "state.json"
-_FORMAT = 2
+_FORMAT = 3
+_READABLE = (2, _FORMAT)
+"""Format 2 has no `RecoverPoint.actor`: what adapts begins with its configured value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorState:
+    """What of the policy's role outlives a step, besides its engine. Equal on all ranks."""
+
+    coefficients: dict[str, float] = field(default_factory=dict[str, float])
+    """Coefficients that adapt from step to step, by the name of the option they begin with; those that stay are not
+    in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +50,8 @@ class RecoverPoint:
     """Seconds of training so far."""
     goal_reached: dict[str, float]
     """The evaluator.stop_at that this step reached; empty = none."""
+    actor: ActorState = field(default_factory=ActorState)
+    """As it is before the next step."""
 
     def ends(self, config: BaseExperimentConfig) -> bool:
         """Whether the goal that `config` sets is reached, so that there is nothing left to train."""
@@ -92,7 +105,8 @@ class RecoverStore:
             for role, engine in self._engines.items():
                 engine.load(path / role, with_optimizer=True)
             set_rng_state((path / self._rng_file()).read_bytes())
-            point = RecoverPoint(**state["point"])
+            facts = state["point"]
+            point = RecoverPoint(**facts | {"actor": ActorState(**facts.get("actor", {}))})
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} does not fit this run: {error}; use the configuration it was written with, or change "
@@ -102,7 +116,9 @@ class RecoverStore:
         return point
 
     def _check(self, state: dict[str, object]) -> None:
-        expected = {"format": _FORMAT, "trainer ranks": self._lead.dp_size, "models": list(self._engines)}
+        if state.get("format") not in _READABLE:
+            raise InputError(f"its format is {state.get('format')}, not {_FORMAT}")
+        expected = {"trainer ranks": self._lead.dp_size, "models": list(self._engines)}
         for name, value in expected.items():
             if state.get(name) != value:
                 raise InputError(f"its {name} is {state.get(name)}, not {value}")

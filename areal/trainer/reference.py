@@ -1,22 +1,69 @@
-"""Owns the frozen reference policy's role: log-probabilities that the KL penalty is measured against."""
+"""Owns the reference policy's role: what the KL is measured against, and when the policy takes its place."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from areal.api.batch import TrainBatch
+from areal.api.config import PPOActorConfig
 from areal.api.engine import TrainEngine
+from areal.api.errors import ConfigError
+from areal.api.metrics import Metric, Metrics
+from areal.trainer.kl_term import with_divergence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceResets:
+    """Every so often the reference becomes the policy as it is then."""
+
+    policy: TrainEngine
+    every_steps: int
+    """Train steps."""
+    with_optimizer: bool
+    """The policy's optimiser begins anew each time; its schedule goes on."""
 
 
 class Reference:
-    """A policy that is never trained, on all trainer ranks."""
+    """A policy that is not trained, on all trainer ranks; every method is called by every rank."""
 
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(
+        self, engine: TrainEngine, config: PPOActorConfig | None = None, *, resets: ReferenceResets | None = None
+    ) -> None:
+        """`config`: the policy's; None where nothing takes the divergence of whole distributions. `resets` None: always
+        the same weights. ConfigError when the weights of the two models cannot be copied."""
+        if resets is not None:
+            _require_same_model(engine, resets.policy)
         self._engine = engine
+        self._config = config
+        self._resets = resets
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the weights never change, so that no recovery checkpoint needs them."""
+        return self._resets is None
 
     def with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add the reference's log-probabilities; a collective."""
-        logprobs = self._engine.forward(batch).logprobs
-        if logprobs is None:
+        """Add the reference's log-probabilities, and the divergence of whole distributions; a collective."""
+        outputs = self._engine.forward(replace(batch, prox_candidate_logprobs=None))  # it has no use for those
+        if outputs.logprobs is None:
             raise ValueError("the reference's engine gave no log-probabilities: it was built as a critic")
-        return replace(batch, ref_logprobs=logprobs)
+        batch = replace(batch, ref_logprobs=outputs.logprobs)
+        return batch if self._config is None else with_divergence(batch, outputs, self._config)
+
+    def after_update(self, steps_done: int) -> Metrics:
+        """Take over the policy's weights when it is time. `steps_done` train steps, the one just done included."""
+        resets = self._resets
+        if resets is None:
+            return {}
+        is_due = steps_done % resets.every_steps == 0
+        if is_due:
+            self._engine.copy_weights(resets.policy)
+            if resets.with_optimizer:
+                resets.policy.reset_optimizer()
+        return {"ref_reset": Metric(float(is_due), 1.0, "max")}
+
+
+def _require_same_model(engine: TrainEngine, policy: TrainEngine) -> None:
+    shapes = [{spec.name: spec.shape for spec in one.weight_specs()} for one in (engine, policy)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError("ref_reset_steps copies the policy into the reference, but ref.path is another kind of model")

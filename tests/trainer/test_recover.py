@@ -1,6 +1,7 @@
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from areal.api.config import RecoverConfig
 from areal.api.errors import ConfigError, InputError
-from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 
 
 class FakeEngine:
@@ -70,6 +71,20 @@ def test_what_was_saved_is_what_is_loaded_for_actor_and_critic(make_store, make_
     assert source is not None
     assert store.load(source) == point(3)
     assert (fresh["actor"].state, fresh["critic"].state) == ("a3", "c3")
+
+
+def test_coefficients_that_adapt_are_loaded_to_the_bit(make_store, tmp_path):
+    coefficients = {"kl_ctl": 0.1 * 1.0000000000000002**7 / 3, "entropy_coef": 5e-324}
+    saved = replace(point(1), actor=ActorState(coefficients=coefficients))
+    assert make_store(tmp_path).load(make_store(tmp_path).save(saved)) == saved
+
+
+def test_a_checkpoint_from_before_there_were_coefficients_loads_without_any(make_store, tmp_path):
+    path = make_store(tmp_path).save(replace(point(1), actor=ActorState(coefficients={"kl_ctl": 1.0})))
+    state = json.loads((path / "state.json").read_bytes())
+    del state["point"]["actor"]
+    (path / "state.json").write_text(json.dumps(state | {"format": 2}))
+    assert make_store(tmp_path).load(path) == point(1)
 
 
 def draws() -> list[float]:
@@ -209,10 +224,10 @@ def test_what_does_not_fit_is_refused_in_one_line(make_store, make_engine, toolb
         two_ranks.load(path)
     state = json.loads((path / "state.json").read_bytes())
     (path / "state.json").write_text(json.dumps(state | {"format": 1}))
-    with pytest.raises(InputError, match="its format is 1, not 2"):
+    with pytest.raises(InputError, match="its format is 1, not 3"):
         make_store(tmp_path).load(path)
     (path / "state.json").write_text(json.dumps({"step": 3, "num_ranks": 1}))
-    with pytest.raises(InputError, match="its format is None, not 2"):
+    with pytest.raises(InputError, match="its format is None, not 3"):
         make_store(tmp_path).load(path)
 
 

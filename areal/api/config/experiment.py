@@ -12,7 +12,9 @@ from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problems, number
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
+from areal.api.config.kl import reference_problems
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
+from areal.api.config.loss_assembly import filter_problems
 from areal.api.config.observe import (
     EvaluatorConfig,
     PerfTracerConfig,
@@ -142,7 +144,11 @@ class PPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     """The policy."""
     ref: TrainEngineConfig | None = None
-    """Frozen reference policy of the KL penalty; null = none, and actor.kl_ctl is then not used."""
+    """Reference policy that the KL is measured against; null = none, and actor.kl_ctl is then not used."""
+    ref_reset_steps: int | None = number(None, low=1)
+    """The reference becomes the policy as it is then after every so many train steps; null = it never changes."""
+    ref_reset_optimizer: bool = False
+    """With each reset of the reference the policy's optimiser forgets its moments; its schedule goes on."""
     critic: PPOCriticConfig | None = None
     """Value model; null = none (GRPO)."""
     workflow: str = "rlvr"
@@ -194,8 +200,23 @@ class PPOConfig(BaseExperimentConfig):
             )
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
+        yield from ((f"actor.{name}", text) for name, text in filter_problems(self.actor, self.gconfig))
+        if self.critic is not None and self.critic.warmup_steps >= (self.total_train_steps or math.inf):
+            yield (
+                "critic.warmup_steps",
+                f"{self.critic.warmup_steps} leaves the policy no step of total_train_steps={self.total_train_steps}: "
+                "lower it",
+            )
         if self.critic is not None and self.critic.optimizer is None:
             yield "critic.optimizer", "is null: the critic would never learn; give at least {lr: 1e-5}"
+        if self.critic is not None and self.actor.adv_estimator != "gae":
+            yield "critic", f"is not used by actor.adv_estimator={self.actor.adv_estimator}: remove it, or use gae"
+        yield from reference_problems(
+            self.actor,
+            has_ref=self.ref is not None,
+            reset_steps=self.ref_reset_steps,
+            reset_optimizer=self.ref_reset_optimizer,
+        )
         if self.ref is not None and self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
 
@@ -227,9 +248,9 @@ class PPOConfig(BaseExperimentConfig):
         samples = self.gconfig.n_samples
         if samples > 1 and self.gconfig.greedy:
             yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
-        if samples == 1 and norm is not None and "group" in (norm.mean_level, norm.std_level):
+        if samples == 1 and self.actor.compares_groups:
             yield (
-                "actor.reward_norm",
+                "actor.adv_estimator" if self.actor.reward_norm is None else "actor.reward_norm",
                 "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
             )
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:

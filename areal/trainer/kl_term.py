@@ -1,0 +1,110 @@
+"""Owns where the divergence from the reference enters the policy's training: its reward, its loss, what both need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import TokenStat
+from areal.algorithm.kl import distribution_kl, kl_estimate
+from areal.api.batch import TokenOutputs, TrainBatch
+from areal.api.config import PPOActorConfig
+from areal.trainer.off_policy import old_logprobs
+
+
+def uses_reference(config: PPOActorConfig) -> bool:
+    """Whether anything is weighed by the divergence from the reference."""
+    return config.kl_ctl > 0 or config.kl_loss_coef > 0
+
+
+def num_candidates(config: PPOActorConfig) -> int | None:
+    """`OutputSpec.candidates` that policy and reference must give: of how many tokens, 0 = all, None = of none."""
+    in_reward = config.kl_ctl > 0 and config.kl_estimator == "full"
+    return config.kl_top_k if in_reward or _is_full_loss(config) else None
+
+
+def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
+    """Keep what the policy says of its likeliest tokens at the start of the update. `outputs`: its `forward`.
+
+    Unchanged when nothing takes the divergence of whole distributions. ValueError when the engine gave no candidates.
+    """
+    count = num_candidates(config)
+    if count is None:
+        return batch
+    if outputs.candidate_logprobs is None:
+        raise ValueError("the actor's engine gave no candidates: build it with output_spec(config)")
+    ids = outputs.candidate_ids if count else None  # all of the vocabulary needs no list of itself
+    return replace(batch, candidate_ids=ids, prox_candidate_logprobs=outputs.candidate_logprobs)
+
+
+def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
+    """Add the divergence of whole distributions before the update. `outputs`: the reference's `forward` of this batch.
+
+    The policy's [T, k] numbers have then served; the reference's stay when the loss takes that divergence too.
+    """
+    if num_candidates(config) is None:
+        return batch
+    batch = replace(batch, ref_candidate_logprobs=outputs.candidate_logprobs)
+    divergence = _full(batch.prox_candidate_logprobs, batch, batch.loss_mask, config)
+    kept = batch.ref_candidate_logprobs if _is_full_loss(config) else None
+    return replace(batch, ref_full_kl=divergence, prox_candidate_logprobs=None, ref_candidate_logprobs=kept)
+
+
+def kl_penalty(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
+    """KL(policy || reference) at each answer token before the update, for the reward. -> [T], None without reference.
+
+    The policy is the trainer's at the start of the update where the batch holds it, else the servers'.
+    """
+    if batch.ref_logprobs is None:
+        return None
+    if config.kl_estimator == "full":
+        return batch.ref_full_kl
+    policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
+    return kl_estimate(policy, batch.ref_logprobs, batch.loss_mask, config.kl_estimator)
+
+
+def kl_loss(
+    outputs: TokenOutputs, batch: TrainBatch | None, config: PPOActorConfig
+) -> tuple[Tensor | float, dict[str, TokenStat]]:
+    """kl_loss_coef KL(policy || reference) of each trained token, [T], or 0 without such a term, and what to log.
+
+    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: of no tokens, for the names.
+    ValueError when the reference was not asked.
+    """
+    if config.kl_loss_coef == 0:
+        return 0.0, {}
+    if batch is None:
+        return 0.0, {"kl_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
+    mask = batch.trained
+    if _is_full_loss(config):
+        estimate = _full(outputs.candidate_logprobs, batch, mask, config)
+    elif outputs.logprobs is None or batch.ref_logprobs is None:
+        raise ValueError("the batch has no ref_logprobs: call with_ref_logprobs before update")
+    else:
+        base = _base_of(batch, config)
+        name = config.kl_loss_estimator
+        estimate = kl_estimate(outputs.logprobs, batch.ref_logprobs, mask, name, base_logprobs=base)
+    return config.kl_loss_coef * estimate, {"kl_loss": TokenStat(estimate, mask)}
+
+
+def _base_of(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
+    """The policy that the loss's divergence is corrected for having sampled the tokens."""
+    match config.kl_loss_correction:
+        case "old":
+            return old_logprobs(batch, config)
+        case "rollout":
+            return batch.rollout_logprobs
+        case _:
+            return None
+
+
+def _is_full_loss(config: PPOActorConfig) -> bool:
+    return config.kl_loss_coef > 0 and config.kl_loss_estimator == "full"
+
+
+def _full(policy: Tensor | None, batch: TrainBatch, mask: Tensor, config: PPOActorConfig) -> Tensor:
+    if policy is None or batch.ref_candidate_logprobs is None:
+        raise ValueError("the batch has no candidates: call with_prox_logprobs and with_ref_logprobs before")
+    return distribution_kl(policy, batch.ref_candidate_logprobs, mask, is_whole=config.kl_top_k == 0)
