@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problems, choice, number
+from areal.api.config.inference import GenerationHyperparameters
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How token losses become one scalar; `areal.algorithm.aggregate` has the formulas."""
@@ -98,3 +99,25 @@ class AssemblyOptions:
             )
         if self.target_kl is not None and self.ppo_n_minibatches * self.ppo_epochs == 1:
             yield "target_kl", "has no effect on a single optimiser step: raise ppo_epochs or ppo_n_minibatches"
+
+
+def filter_problems(options: AssemblyOptions, sampling: GenerationHyperparameters) -> Problems:
+    """Filters that the sampling leaves without effect, or that would leave nothing; paths below the actor."""
+    if sampling.n_samples == 1:
+        if options.dynamic_sampling:
+            yield (
+                "dynamic_sampling",
+                "leaves out groups of equal rewards, and gconfig.n_samples=1 makes groups of one, which all are: raise "
+                "gconfig.n_samples or remove it",
+            )
+        if options.shared_prefix_min_tokens is not None:
+            yield (
+                "shared_prefix_min_tokens",
+                "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
+            )
+    elif (options.shared_prefix_min_tokens or 0) >= sampling.max_new_tokens:
+        yield (
+            "shared_prefix_min_tokens",
+            f"{options.shared_prefix_min_tokens} is as long as an answer can be (gconfig.max_new_tokens="
+            f"{sampling.max_new_tokens}), and an answer that is shared as a whole stays: lower it",
+        )

@@ -1,0 +1,85 @@
+"""Options of the loss assembly that have no effect, or no meaning, in their combination are refused by name."""
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config
+from areal.api.config.convert import Reader, with_defaults
+from areal.api.config.loss_assembly import AGGREGATIONS, AssemblyOptions
+from areal.api.errors import ConfigError
+
+FILE = """
+experiment_name: sort
+trial_name: t0
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+gconfig: {n_samples: 4, max_new_tokens: 64}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+critic: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+
+
+def test_the_defaults_are_areals():
+    options = AssemblyOptions()
+    assert (options.ppo_n_minibatches, options.ppo_epochs, options.loss_aggregation) == (4, 1, "token-mean")
+    assert not options.has_entropy_bonus
+    assert not list(options.assembly_problems())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.loss_aggregation=seq-mean-token-sum-norm", "actor.loss_scale_tokens=64"],
+        ["actor.loss_aggregation=token-sum"],
+        ["critic.loss_aggregation=token-sum", "critic.loss_scale_tokens=64"],
+        ["actor.entropy_coef=0.01", "actor.entropy_clamp=0.2"],
+        ["actor.entropy_coef=0.001", "actor.adaptive_entropy={entropy_low: 0.1, entropy_high: 0.5}"],
+        ["actor.target_kl=0.05"],
+        ["actor.target_kl=0.05", "actor.ppo_n_minibatches=1", "actor.ppo_epochs=2"],
+        ["actor.dynamic_sampling=true", "actor.mask_truncated=true", "actor.shared_prefix_min_tokens=63"],
+        ["critic.eps_clip=null", "critic.huber_delta=10", "critic.ppo_epochs=2", "critic.warmup_steps=5"],
+        ["critic.warmup_steps=5", "total_train_steps=6"],
+    ],
+)
+def test_these_load(load, overrides):
+    load(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.loss_aggregation=seq-mean-token-sum-norm"], "actor.loss_scale_tokens: is null"),
+        (["critic.loss_aggregation=seq-mean-token-sum-norm"], "critic.loss_scale_tokens: is null"),
+        (["actor.loss_scale_tokens=64"], "actor.loss_scale_tokens: has no effect with loss_aggregation=token-mean"),
+        (["actor.loss_aggregation=mean"], "use one of token-mean, token-sum, seq-mean-token-sum"),
+        (["actor.entropy_clamp=0.2"], "actor.entropy_clamp: has no effect without an entropy bonus"),
+        (["actor.entropy_coef=0.01", "actor.entropy_clamp=1.0"], "actor.entropy_clamp: 1.0 is not allowed"),
+        (["actor.adaptive_entropy={coef_low: 0.001}"], "actor.entropy_coef: 0 is outside of adaptive_entropy.coef_low"),
+        (["actor.entropy_coef=1", "actor.adaptive_entropy={}"], "actor.entropy_coef: 1 is outside"),
+        (["actor.adaptive_entropy={entropy_low: 2}"], "actor.adaptive_entropy.entropy_low: 2.0 is above entropy_high"),
+        (["actor.adaptive_entropy={coef_low: 1}"], "actor.adaptive_entropy.coef_low: 1.0 is above coef_high"),
+        (["actor.target_kl=0.1", "actor.ppo_n_minibatches=1"], "actor.target_kl: has no effect on a single optimiser"),
+        (["actor.dynamic_sampling=true", "gconfig.n_samples=1"], "actor.dynamic_sampling: leaves out groups of equal"),
+        (["actor.shared_prefix_min_tokens=2", "gconfig.n_samples=1"], "actor.shared_prefix_min_tokens: compares"),
+        (["actor.shared_prefix_min_tokens=64"], "actor.shared_prefix_min_tokens: 64 is as long as an answer can be"),
+        (["critic.warmup_steps=6", "total_train_steps=6"], "critic.warmup_steps: 6 leaves the policy no step"),
+    ],
+)
+def test_these_are_refused_by_name(load, overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    assert expected in str(caught.value)
+
+
+def test_every_aggregation_can_be_configured():
+    for name in AGGREGATIONS:
+        scale = {"loss_scale_tokens": 8} if name.endswith("norm") else {}
+        reader = Reader(AssemblyOptions, with_defaults(AssemblyOptions, {"loss_aggregation": name, **scale}))
+        assert not list(reader.read(AssemblyOptions).assembly_problems())
+        assert not reader.issues
