@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import phase
 from areal.trainer.pairs import mean_metrics, num_pairs, pairs_to_batch, places_of, with_whole_pairs
-from areal.trainer.reference import Reference
 from areal.trainer.row_loop import RowTask, RowTrainer, one_step
 
 
@@ -83,7 +82,7 @@ class DPOTask:
         if self._reference is None:
             return batch
         with phase("ref_logprobs"):
-            return Reference(self._reference).with_ref_logprobs(batch)
+            return replace(batch, ref_logprobs=_logprobs(self._reference.forward(batch)))
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Sum of pair losses of a micro-batch; the engine divides by the number of pairs on all ranks."""
@@ -92,11 +91,10 @@ class DPOTask:
         return LossOutput(loss=losses.sum(), metrics=self._metrics(losses, answers))
 
     def _answers(self, batch: TrainBatch, pairs: PairPlaces, outputs: TokenOutputs) -> _Answers:
-        if outputs.logprobs is None:
-            raise ValueError("DPO needs a language model, and the engine was built with another head")
-        own = self._reduced(outputs.logprobs, batch)
+        logprobs = _logprobs(outputs)
+        own = self._reduced(logprobs, batch)
         ref = torch.zeros_like(own) if batch.ref_logprobs is None else self._reduced(batch.ref_logprobs, batch)
-        means, _ = sequence_means(outputs.logprobs, batch.loss_mask, batch.sequence_index, batch.num_sequences)
+        means, _ = sequence_means(logprobs, batch.loss_mask, batch.sequence_index, batch.num_sequences)
         return _Answers(
             chosen=own[pairs.chosen],
             rejected=own[pairs.rejected],
@@ -161,3 +159,9 @@ class DPOTrainer(RowTrainer[EncodedPair]):
             ref = with_whole_pairs(config.ref)
             reference = build_train_engine(ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
         return DPOTask(engine, reference, config.dpo)
+
+
+def _logprobs(outputs: TokenOutputs) -> Tensor:
+    if outputs.logprobs is None:
+        raise ValueError("DPO needs language models, and an engine was built with another head")
+    return outputs.logprobs

@@ -1,0 +1,127 @@
+"""Training on rows through the real engine: values and gradients by the papers' formulas, however the rows are cut."""
+
+import importlib.util
+import json
+import multiprocessing
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal.api.errors import ConfigError
+from areal.engine.mesh import TrainerMesh
+
+CASES = Path(__file__).with_name("row_cases.py")
+SPEC = importlib.util.spec_from_file_location("row_cases", CASES)
+cases = importlib.util.module_from_spec(SPEC)
+sys.modules["row_cases"] = cases
+SPEC.loader.exec_module(cases)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    cases.write_models(folder / "models")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> dict:
+    """One rank, one micro-batch: what every cut must give."""
+    return {kind: cases.step_of(kind, folder / "models", TrainerMesh.open(None), cases.CUTS[0]) for kind in cases.KINDS}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_loss_and_gradient_are_those_of_the_formula_on_each_sequence_alone(folder, whole, kind):
+    loss, model = cases.slow_loss(kind, folder / "models")
+    loss.backward()
+    metrics, held_out, gradient = whole[kind]
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert held_out["eval/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert max(float(value.abs().max()) for value in expected.values()) > 0.01
+    assert_same(gradient, expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("cut", cases.CUTS[1:], ids=str)
+def test_micro_batches_do_not_matter(folder, whole, kind, cut):
+    metrics, held_out, gradient = cases.step_of(kind, folder / "models", TrainerMesh.open(None), cut)
+    assert metrics == pytest.approx(whole[kind][0], abs=1e-5)
+    assert held_out == pytest.approx(whole[kind][1], abs=1e-5)
+    assert_same(gradient, whole[kind][2], 1e-6)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder) -> list[dict]:
+    """What two processes found."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    ranks = [
+        context.Process(
+            target=runpy.run_path, args=(str(CASES), {"RANK": rank, "FOLDER": str(folder)}, "areal_two_ranks")
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=280)
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_two_ranks_do_not_matter(folder, whole, two_ranks, kind):
+    for rank in range(2):
+        for index in range(2):
+            metrics, held_out = two_ranks[rank][f"{kind}-{index}"]
+            assert metrics == pytest.approx(whole[kind][0], abs=1e-5)
+            assert held_out == pytest.approx(whole[kind][1], abs=1e-5)
+            assert_same(load_file(folder / f"gradient-{kind}-{index}-{rank}"), whole[kind][2], 1e-6)
+
+
+def test_odd_batches_are_refused(folder):
+    """Somebody's own batch, not one that was made from pairs."""
+    task = cases.make_task("reward", folder / "models", TrainerMesh.open(None), cases.CUTS[0])
+    odd = cases.make_task("sft", folder / "models", TrainerMesh.open(None), cases.CUTS[0]).batch_of(
+        [cases.make_pairs()[0].chosen]
+    )
+    with pytest.raises(ConfigError, match=r"granularity=2 does not divide the number of sequences"):
+        task.update(odd)
+
+
+def test_accuracy_margin_and_rewards_are_of_the_pairs(folder, whole):
+    """Against the slow scores and log-probabilities."""
+    metrics = whole["dpo"][0]
+    assert metrics["rewards/margin"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"], abs=1e-5)
+    model = cases.AutoModelForCausalLM.from_pretrained(folder / "models" / "policy", dtype=torch.float64)
+    reference = cases.AutoModelForCausalLM.from_pretrained(folder / "models" / "reference", dtype=torch.float64)
+    sums = {
+        (name, side): [sum(cases.slow_logprobs(one, getattr(pair, side))).item() for pair in cases.make_pairs()]
+        for name, one in (("own", model), ("ref", reference))
+        for side in ("chosen", "rejected")
+    }
+    rewards = {
+        s: [0.5 * (a - b) for a, b in zip(sums["own", s], sums["ref", s], strict=True)] for s in ("chosen", "rejected")
+    }
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    assert metrics["logps/chosen"] == pytest.approx(mean(sums["own", "chosen"]), abs=1e-4)
+    assert metrics["logps/rejected"] == pytest.approx(mean(sums["own", "rejected"]), abs=1e-4)
+    assert metrics["rewards/chosen"] == pytest.approx(mean(rewards["chosen"]), abs=1e-4)
+    assert metrics["rewards/rejected"] == pytest.approx(mean(rewards["rejected"]), abs=1e-4)
+    right = [float(a > b) for a, b in zip(rewards["chosen"], rewards["rejected"], strict=True)]
+    assert metrics["accuracy"] == pytest.approx(mean(right))
+    assert 0 < mean(right) < 1
