@@ -11,6 +11,7 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
     "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
     "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
     "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
+    "code": FunctionRef(name="code_reward", module="areal.reward.code"),
 }
 
 

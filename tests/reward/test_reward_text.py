@@ -57,7 +57,7 @@ def test_names_functions_and_paths_are_resolved(tmp_path):
     ("text", "message"),
     [
         ("gsm8", "did you mean 'gsm8k'"),
-        ("", "registered are choice, exact"),
+        ("", "registered are choice, code, exact"),
         ("nowhere.mod:f", "no module nowhere.mod"),
         ("nowhere.py:f", "there is no file"),
         ("a:b:c d", "neither a registered name"),

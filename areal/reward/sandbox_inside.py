@@ -1,0 +1,151 @@
+"""Owns the two processes of a sandbox: the keeper, which areal starts, and the program's, which the keeper forks.
+
+The program's process confines itself and then runs foreign code. The keeper runs none: it waits for the end of that
+process or for the word to end it (SIGTERM, also sent by the kernel when the reward worker dies), kills whatever was
+started below it, and passes the exit code on. Neither loads more of areal than this file imports.
+
+Started as `python -m areal.reward.sandbox_inside CHANNEL PARENT_PID`, CHANNEL being the descriptor of a socket, on
+which a line of JSON says what to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from areal.reward import sandbox_roles
+from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, set_limits
+from areal.reward.sandbox_syscalls import refuse_system_calls
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(argv: list[str]) -> NoReturn:
+    channel, parent = int(argv[0]), int(argv[1])
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # waited for; a program gets its own mask back
+    orders = json.loads(_read_line(channel))
+    limits, folder = orders["limits"], orders["folder"]
+    outside = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)  # later all of it is read-only
+    if orders["isolate"] and (problem := _problem_of(lambda: enter_namespaces(folder, limits["folder_bytes"]))):
+        _refuse(channel, f"namespaces: {problem}")
+    _end_with(parent, signal.SIGTERM)
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(outside)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        _end_with(keeper, signal.SIGKILL)
+        _run(orders, channel)
+    os.close(channel)
+    status = _keep(child, until_s=time.monotonic() + orders["keep_s"])
+    _sweep()
+    # Who started us does this too, unless it was killed.
+    if orders["isolate"]:
+        leave_folder(folder)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.basename(folder), dir_fd=outside)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _problem_of(step: Any) -> str:
+    """Why a step towards isolation could not be done; empty = done."""
+    if sys.platform != "linux":
+        return f"not on {sys.platform}"
+    try:
+        step()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return ""
+
+
+def _refuse(channel: int, problem: str) -> NoReturn:
+    """Say that a wall cannot be had, and run nothing without it."""
+    os.write(channel, json.dumps({"missing": problem}).encode() + b"\n")
+    os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def _end_with(parent: int, number: int) -> None:
+    """Get a signal when the process that started this one ends; end now when it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() not in (parent, 0):  # 0 = outside of our namespace
+        os._exit(1)
+
+
+def _read_line(channel: int) -> bytes:
+    """One line; nothing is behind it, since its sender waits for an answer before the next."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(channel, 1 << 16)
+        if not data:
+            os._exit(1)
+        line += data
+    return bytes(line)
+
+
+def _keep(child: int, *, until_s: float) -> int:
+    """Wait for the program's end, or end it at the signal or when its time is over. Its wait status."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    while True:
+        got = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, max(0.0, until_s - time.monotonic()))
+        if got is None or got.si_signo == signal.SIGTERM:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == child:
+            return status
+
+
+def _sweep() -> None:
+    """Kill all that descends from us: the orphans of a killed process become our children, and are killed in turn."""
+    while True:
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+                children = [int(text) for text in file.read().split()]
+        except OSError:
+            children = []  # within namespaces nothing is left, and /proc is hidden
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0 if children else os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not children:
+            return
+
+
+def _run(orders: dict[str, Any], channel: int) -> NoReturn:
+    """Confine this process and run what the orders say; ends with the program's exit code."""
+    os.chdir(orders["folder"])
+    with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(orders["source"])
+    os.environ.clear()
+    os.environ.update({"HOME": orders["folder"], "TMPDIR": orders["folder"], "OPENBLAS_NUM_THREADS": "1"})
+    sys.path[:] = [path for path in sys.path if path != orders["root"]] + orders["packages"]
+    sys.set_int_max_str_digits(0)
+    set_limits(orders["limits"])
+    drop_capabilities()
+    if orders["refuse"] and (problem := _problem_of(refuse_system_calls)):
+        _refuse(channel, f"system calls: {problem}")
+    os.write(channel, b'{"missing": ""}\n')
+    sandbox_roles.play(orders["role"], channel)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,206 @@
+"""Owns what runs inside a sandbox: a whole program, a server of a program's functions, or the judge of assertions.
+
+A judge never shares a process with the program it judges. It reaches the program's functions by messages and gets plain
+values back, so that a program can neither change what is asserted nor what equality means. Both speak lines of JSON:
+
+    to the program   {"op", "target": name or number of an object, "args", "kwargs"}
+    back             {"value"} or {"error": [kind, text]}
+    to the judge     {"test": source, "names": what the program defines}
+    back             any number of questions to the program, then {"passed": bool, "message"}
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import operator
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from areal.reward.sandbox_values import decoded, encoded
+
+_FOREIGN_NAMES = ("numpy",)
+"""Modules beyond the standard library that a judge loads when the program has done so."""
+_MAX_TEXT = 500
+
+
+def play(role: str, channel: int) -> None:
+    """Run program.py of the current folder in its role: program, functions, or judge (which has none)."""
+    builtins.exit = builtins.quit = sys.exit  # pyright: ignore[reportAttributeAccessIssue] - as in a script
+    if role == "program":
+        os.close(channel)
+        sys.argv[:] = ["program.py"]
+        runpy.run_path("program.py", run_name="__main__")
+    elif role == "functions":
+        Functions(channel).serve()
+    else:
+        Judge(channel).serve()
+
+
+class Lines:
+    """Lines of JSON over a descriptor."""
+
+    def __init__(self, channel: int) -> None:
+        self._file = open(channel, "rb", closefd=False)  # noqa: SIM115 - as long as the process
+        self._channel = channel
+
+    def read(self) -> Any | None:
+        line = self._file.readline()
+        return json.loads(line) if line else None
+
+    def write(self, message: Any) -> None:
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self._channel, data) :]
+
+
+class Functions:
+    """Answers questions about what program.py defined."""
+
+    def __init__(self, channel: int) -> None:
+        self._lines = Lines(channel)
+        self._objects: list[Any] = []
+        self._names: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        try:
+            self._names = runpy.run_path("program.py", run_name="program")
+            answer: Any = {"value": {name: self._kind(value) for name, value in self._names.items()}}
+        except BaseException as error:  # noqa: BLE001 - whatever a program does
+            answer = _described(error)
+        self._lines.write(answer)
+        while (question := self._lines.read()) is not None:
+            try:
+                answer = {"value": encoded(self._answer(question), self._keep)}
+            except BaseException as error:  # noqa: BLE001
+                answer = _described(error)
+            self._lines.write(answer)
+
+    def _kind(self, value: Any) -> Any:
+        """What a judge should make of a name: a module, or a value (maybe an object that stays here)."""
+        if isinstance(value, ModuleType):
+            return {"module": value.__name__}
+        return {"value": encoded(value, self._keep)}
+
+    def _keep(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+    def _answer(self, question: dict[str, Any]) -> Any:
+        target, op = question["target"], question["op"]
+        args = [decoded(item, self._objects.__getitem__) for item in question["args"]]
+        named = {name: decoded(item, self._objects.__getitem__) for name, item in question["kwargs"].items()}
+        subject = self._named(target) if isinstance(target, str) else self._objects[target]
+        if op == "call":
+            return subject(*args, **named)
+        operations = {"get": getattr, "item": operator.getitem, "len": len, "iter": iter, "next": next, "str": str}
+        return operations[op](subject, *args)
+
+    def _named(self, name: str) -> Any:
+        """A function by its name, or the method of that name of a class Solution without arguments."""
+        if name not in self._names and "Solution" in self._names:
+            return getattr(self._names["Solution"](), name)
+        if name not in self._names:
+            raise NameError(name)
+        return self._names[name]
+
+
+class Judge:
+    """Runs tests; names of the program stand for objects that live in the program's process."""
+
+    def __init__(self, channel: int) -> None:
+        self._lines = Lines(channel)
+
+    def serve(self) -> None:
+        while (order := self._lines.read()) is not None:
+            try:
+                with open("test.py", "w", encoding="utf-8") as file:
+                    file.write(order["test"])
+                runpy.run_path("test.py", init_globals=self._globals(order), run_name="test")
+                verdict = {"passed": True, "message": ""}
+            except BaseException as error:  # noqa: BLE001 - whatever a test or the program raises
+                verdict = {"passed": False, "message": ": ".join(_described(error)["error"])}
+            self._lines.write(verdict)
+
+    def _globals(self, order: dict[str, Any]) -> dict[str, Any]:
+        names: dict[str, Any] = {}
+        for name, kind in order["names"].items():
+            if "module" in kind:
+                if kind["module"].split(".")[0] in sys.stdlib_module_names | set(_FOREIGN_NAMES):
+                    names[name] = importlib.import_module(kind["module"])
+            # What a program calls `abs` or `math` must not stand in for what the tests mean by it.
+            elif not name.startswith("__") and not hasattr(builtins, name) and name not in sys.stdlib_module_names:
+                names[name] = decoded(kind["value"], self._remote)
+        if order["entry_point"]:
+            names["candidate"] = names.get(order["entry_point"], Remote(self, order["entry_point"]))
+        return names
+
+    def _remote(self, number: int) -> Remote:
+        return Remote(self, number)
+
+    def ask(self, op: str, target: str | int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        sent = [encoded(item, _number_of) for item in args]
+        named = {name: encoded(item, _number_of) for name, item in named.items()}
+        self._lines.write({"op": op, "target": target, "args": sent, "kwargs": named})
+        answer = self._lines.read()
+        if answer is None:
+            os._exit(1)
+        if "error" in answer:
+            kind, text = answer["error"]
+            known = getattr(builtins, str(kind), None)
+            if isinstance(known, type) and issubclass(known, Exception):
+                raise known(text)
+            raise RuntimeError(f"{kind}: {text}")
+        return decoded(answer["value"], self._remote)
+
+
+class Remote:
+    """An object of the program. Equal to nothing but itself, whatever the program says."""
+
+    __slots__ = ("_judge", "target")
+
+    def __init__(self, judge: Judge, target: str | int) -> None:
+        self._judge, self.target = judge, target
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._judge.ask("call", self.target, args, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._judge.ask("get", self.target, (name,), {})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._judge.ask("item", self.target, (key,), {})
+
+    def __len__(self) -> int:
+        return self._judge.ask("len", self.target, (), {})
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._judge.ask("iter", self.target, (), {})
+
+    def __next__(self) -> Any:
+        return self._judge.ask("next", self.target, (), {})
+
+    def __str__(self) -> str:
+        return self._judge.ask("str", self.target, (), {})
+
+
+def _number_of(value: Any) -> int:
+    """What the program calls one of its own objects."""
+    if isinstance(value, Remote) and isinstance(value.target, int):
+        return value.target
+    raise TypeError(f"a {type(value).__name__} of a test cannot be given to the program, plain data only")
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    try:
+        text = str(error)[:_MAX_TEXT]
+    except BaseException:  # noqa: BLE001 - an exception of the program's own making
+        text = ""
+    return {"error": [type(error).__name__, text]}

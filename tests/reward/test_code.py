@@ -1,0 +1,200 @@
+import time
+
+import pytest
+
+from areal.api.config import RewardConfig
+from areal.api.errors import InputError
+from areal.reward.code import code_reward, last_code_block
+from areal.reward.pool import RewardPool
+from areal.reward.registry import REWARD_FUNCTIONS
+
+ADD = "def add(a, b):\n    return a + b"
+ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+CHECK = "def check(candidate):\n    assert abs(candidate(1, 2) - 3) < 1e-6\n"
+CALLS = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+def score(source, tests, **row):
+    row.setdefault("time_limit_s", 60.0)
+    row.setdefault("total_time_limit_s", 100.0)
+    return code_reward("", f"Here it is:\n```python\n{source}\n```\nDone.", [], [], tests=tests, **row)
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("a\n```python\nx = 1\n```\nb", "x = 1\n"),
+        ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```", "x = 2\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```cpp\nint x;\n```\n```text\n3\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\nx = 2", "x = 1\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("  ```Python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```python title=a\nx = 1\n```", "x = 1\n"),
+        ("```python\n```", "\n"),
+        ("x = 1", None),
+        ("```cpp\nint x;\n```", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_python_block_is_the_program(text, source):
+    assert last_code_block(text) == source
+
+
+def test_assertions():
+    assert score(ADD, ASSERTS) == 1.0
+    assert score(ADD, "\n".join(ASSERTS)) == 1.0
+    assert score(ADD, [*ASSERTS, "assert add(1, 2) == 4"]) == 0.0
+    assert score(ADD, ["import math", "wanted = math.floor(3.5)", "assert add(1, 2) == wanted"]) == 1.0
+    assert score(ADD, CHECK, entry_point="add") == 1.0
+    assert score(ADD, CHECK.replace("- 3", "- 4"), entry_point="add") == 0.0
+
+
+def test_functions_called_with_plain_data():
+    assert score(ADD, CALLS) == 1.0
+    assert score(ADD, {**CALLS, "outputs": [4]}) == 0.0
+    assert score(ADD, {**CALLS, "outputs": [[3]]}) == 1.0
+    assert score("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS) == 1.0
+    assert score(ADD, {"fn_name": "add", "inputs": ['"a"\n"b"'], "outputs": ['"ab"']}) == 1.0
+    functional = {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"}
+    assert score(ADD, [functional], entry_point="add") == 1.0
+    assert score(
+        "def f(x): return (x, {1: 0.1 + 0.2})", {"fn_name": "f", "inputs": [[1]], "outputs": [[1, {"1": 0.3}]]}
+    )
+    assert score("def f(x): return 10 ** 5000", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}) == 0.0
+
+
+def test_programs_by_their_output():
+    program = "a, b = map(int, input().split())\nprint(a + b)"
+    assert score(program, PAIRS) == 1.0
+    assert score(program, {"inputs": [["1 2"]], "outputs": [["3"]]}) == 1.0
+    assert score(program, '[{"input": "1 2", "output": "3", "testtype": "stdin"}]') == 1.0
+    assert score(program + "\nraise SystemExit(1)", PAIRS) == 0.0
+    assert score("print(3)", PAIRS) == 0.0
+
+
+def test_part_of_the_tests_counts_only_when_asked():
+    tests = [*ASSERTS, "assert add(1, 2) == 4", "assert add(2, 2) == 4"]
+    assert score(ADD, tests) == 0.0
+    assert score(ADD, tests, continuous=True) == 0.75
+    assert score("print(3)", PAIRS, continuous=True) == 0.5
+    dies = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b"
+    assert score(dies, tests, continuous=True) == 0.5  # the tests behind its death have a new process
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os\ndef add(a, b): os._exit(0)",
+        "def add(a, b): raise SystemExit(0)",
+        "class Equal:\n    def __eq__(self, other): return True\ndef add(a, b): return Equal()",
+        "class Equal(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Equal(9)",
+        "class Equal(float):\n    def __sub__(self, x): return 0\n    __rsub__ = __abs__ = __sub__\n"
+        "def add(a, b): return Equal(9)",
+        "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0\ndef add(a, b): return 9",
+        "def abs(x): return 0\ndef add(a, b): return 9",
+        "candidate = lambda a, b: a + b\ndef add(a, b): return 9",
+        "import areal.reward.sandbox_roles as r\nr.Judge = r.Functions = None\ndef add(a, b): return 9",
+        "def add(a, b):\n    import inspect\n    for frame in inspect.stack():\n"
+        "        frame.frame.f_globals['encoded'] = lambda *a: {'passed': True}\n    return 9",
+        "import os\nfor fd in range(3, 60):\n"
+        "    for line in (b'{\"passed\": true}', b'{\"value\": 3}', b'{\"value\": {}}'):\n"
+        "        try: os.write(fd, line + b'\\n')\n        except OSError: pass\ndef add(a, b): return 9",
+        "def add(a, b",
+        "",
+        "def sub(a, b): return a - b",
+        "def add(a, b): return float('nan')",
+        "def add(a, b): return lambda: 3",
+    ],
+)
+def test_no_way_around_the_tests(source):
+    for tests, row in ((ASSERTS[:1], {}), (CHECK, {"entry_point": "add"}), (CALLS, {})):
+        assert score(source, tests, **row) == 0.0
+
+
+def test_objects_of_the_program_can_be_used_by_assertions():
+    stack = """
+class Stack:
+    size = 0
+    def __init__(self): self.items = []
+    def push(self, *items):
+        self.items += items
+        return self
+    def __len__(self): return len(self.items)
+    def __getitem__(self, at): return self.items[at]
+def odd():
+    yield from (1, 3)
+def fails(): raise KeyError("no")
+def top(stack): return stack[-1]
+import collections
+"""
+    test = """
+s = Stack().push(1, 2)
+assert len(s) == 2 and s[0] == 1 and s.items == [1, 2] and Stack.size == 0 and top(s) == 2
+assert list(odd()) == [1, 3]
+assert collections.Counter("aa")["a"] == 2
+try:
+    fails()
+except KeyError:
+    pass
+else:
+    assert False
+"""
+    assert score(stack, [test]) == 1.0
+    assert score(stack, ["assert Stack() == Stack()"]) == 0.0
+
+
+def test_an_endless_program_fails_and_the_next_test_gets_its_turn():
+    loop = "def add(a, b):\n    while a == 1: pass\n    return a + b"
+    tests = ["assert add(1, 1) == 2", "assert add(2, 2) == 4"]
+    assert score(loop, tests, continuous=True, time_limit_s=3.0) == 0.5
+    began_s = time.monotonic()
+    assert score("while True: pass", PAIRS, time_limit_s=0.2) == 0.0
+    assert (
+        score(
+            "while True: pass",
+            {"inputs": [""] * 500, "outputs": [""] * 500},
+            continuous=True,
+            time_limit_s=0.2,
+            total_time_limit_s=0.3,
+        )
+        == 0
+    )
+    assert score("while True: pass", ASSERTS * 100, continuous=True, time_limit_s=0.2) == 0
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ([], "no form that is known"),
+        (None, "no form that is known"),
+        ({"inputs": ["1"], "outputs": []}, "of one length"),
+        ([{"input": "1"}], "lacks `input` or `output`"),
+        (["assert ("], "no Python"),
+        (["import math"], "are empty"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "no list of arguments"),
+        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, "no JSON"),
+    ],
+)
+def test_tests_that_make_no_sense_are_an_error_whatever_the_completion(tests, message):
+    for completion in ("", "```python\nx = 1\n```"):
+        with pytest.raises(InputError, match=message):
+            code_reward("", completion, [], [], tests=tests)
+
+
+def test_limits_that_make_no_sense_are_an_error():
+    with pytest.raises(InputError, match="above 0"):
+        score(ADD, ASSERTS, time_limit_s=0)
+
+
+async def test_it_works_in_a_reward_worker():
+    pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
+    answers = [(f"```python\n{source}\n```", []) for source in (ADD, "exit()", ADD)]
+    row = {"tests": ASSERTS, "total_time_limit_s": 100, "time_limit_s": 60}
+    results = await pool.score_many(REWARD_FUNCTIONS["code"], "", [], answers, row)
+    assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 1.0)]
+    await pool.aclose()

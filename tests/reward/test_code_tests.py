@@ -1,0 +1,137 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.reward.code_tests import AssertTest, CallTest, ProgramTest, parse_tests, same_output, same_result
+from areal.reward.sandbox_values import decoded, encoded
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ("3\n", "3", True),
+        ("a  \nb\n\n\n", "a\nb", True),
+        ("a  b", "a b", True),  # words
+        ("0.3000000001", "0.3", True),
+        ("1", "1.0", True),
+        ("1.0", "1", False),  # a whole number asked for is no decimal
+        ("1000001", "1000000", False),
+        ("x 1.0000001", "x 1.0", True),
+        ("x 1.1", "x 1.0", False),
+        ("1e3", "1000.0", True),
+        ("nan", "nan", True),
+        ("inf", "1.0", False),
+        ("Yes", "YES", False),
+        ("a\n\nb", "a\nb", False),
+        ("3\n4", "3", False),
+        ("", "", True),
+        ("", "3", False),
+        (" 3", "3", True),
+    ],
+)
+def test_outputs(given, wanted, same):
+    assert same_output(given, wanted, 1e-6) is same
+
+
+def test_without_tolerance_decimals_are_equal_as_numbers():
+    assert same_output("1.50", "1.5", 0.0)
+    assert not same_output("1.5000001", "1.5", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        (3, 3, True),
+        (3.0, 3, True),
+        (3, 4, False),
+        (0.1 + 0.2, 0.3, True),
+        ((1, [2]), [1, [2]], True),
+        ([1, 2], [1, 2, 3], False),
+        ({1: "a"}, {"1": "a"}, True),
+        ({"a": 1}, {"b": 1}, False),
+        (True, 1, False),
+        (True, True, True),
+        (None, None, True),
+        (None, 0, False),
+        ("3", 3, False),
+        ({1, 2}, [1, 2], False),
+        (5, [5], True),
+        ([5], 5, False),
+        (10**400, 1.0, False),
+        ("ab", ["a", "b"], False),
+    ],
+)
+def test_results(given, wanted, same):
+    assert same_result(given, wanted, 1e-6) is same
+
+
+def test_what_tests_imports_or_defines_comes_before_each_of_the_others():
+    found = parse_tests(["import math", "assert f(1)", "assert f(2)"], "")
+    assert found == [AssertTest(source="import math\nassert f(1)"), AssertTest(source="import math\nassert f(2)")]
+    assert parse_tests("def check(candidate): pass", "f") == [
+        AssertTest(source="def check(candidate): pass\ncheck(candidate)\n")
+    ]
+
+
+def test_pairs_and_calls():
+    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}', "") == [ProgramTest(stdin="1", stdout="2")]
+    assert parse_tests({"inputs": ["1\n[2]"], "outputs": ["[3]"], "fn_name": "f"}, "") == [
+        CallTest(function="f", args=[1, [2]], result=[3])
+    ]
+    assert parse_tests([{"input": "[1]", "output": "1", "testtype": "functional"}], "g") == [
+        CallTest(function="g", args=[[1]], result=1)
+    ]
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+    ),
+)
+
+
+@given(plain)
+def test_plain_values_arrive_as_they_were(value):
+    def never(_):
+        raise AssertionError
+
+    back = decoded(json.loads(json.dumps(encoded(value, never))), never)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_what_derives_from_plain_data_arrives_plain_and_the_rest_by_number():
+    class Loud(int):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = int.__hash__
+
+    kept = []
+    keep = lambda value: kept.append(value) or len(kept) - 1  # noqa: E731
+    assert type(decoded(encoded(Loud(3), keep), kept.__getitem__)) is int
+    thing = object()
+    assert encoded([thing], keep) == [{"object": 0}]
+    assert decoded({"object": 0}, kept.__getitem__) is thing
+    assert decoded(encoded(1 << 20_000, keep), kept.__getitem__) == 1 << 20_000
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"set": [[]]}, {"what": 1}, {"tuple": 3}, {"dict": [1]}, {"int": "x"}, {"a": 1, "b": 2}]
+)
+def test_data_that_stand_for_nothing_are_errors(data):
+    with pytest.raises((ValueError, TypeError)):
+        decoded(data, lambda number: number)

@@ -1,0 +1,270 @@
+"""What a hostile program can and cannot do. Each wall is also tried alone, with the others left out."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.reward import sandbox as module
+from areal.reward.sandbox import Isolation, Sandbox, SandboxEnded, SandboxLimits
+
+ROOT = Path(__file__).parents[2]
+NO_WALLS = Isolation(namespaces=False, system_calls=False)
+NO_NAMESPACES = Isolation(namespaces=False)
+NO_FILTER = Isolation(system_calls=False)
+
+
+def run(source, *, stdin=b"", isolation=None, limits=None, wait_s=100.0):
+    with Sandbox(
+        "program",
+        source,
+        limits=limits or SandboxLimits(),
+        isolation=isolation or module.available_isolation(),
+        keep_s=200,
+        stdin=stdin,
+    ) as sandbox:
+        return sandbox.wait_started().output(until_s=time.monotonic() + wait_s)
+
+
+@pytest.fixture(scope="module")
+def walls():
+    module.available_isolation.cache_clear()
+    return module.available_isolation()
+
+
+@pytest.fixture(scope="module")
+def namespaces(walls):
+    if not walls.namespaces:
+        pytest.skip("this machine has no namespaces for us")
+
+
+@pytest.fixture(scope="module")
+def call_filter(walls):
+    if not walls.system_calls:
+        pytest.skip("this machine has no filter of system calls")
+
+
+def test_a_program_reads_writes_and_exits():
+    assert run("print(int(input()) + 1)", stdin=b"41\n") == module.Output(stdout=b"42\n", exit_code=0)
+    assert run("import sys; print(1); sys.exit(3)") == module.Output(stdout=b"1\n", exit_code=3)
+    assert run("exit()").exit_code == 0
+    assert run("def f(:").exit_code == 1
+    assert run("1 / 0").exit_code == 1
+    assert run("import os; print(7, flush=True); os._exit(0)").stdout == b"7\n"
+    assert run("if __name__ == '__main__': print(2 ** 20000 % 7, len(str(10 ** 5000)))").stdout == b"4 5001\n"
+
+
+def test_threads_event_loops_and_installed_packages_work():
+    assert run("import threading as t; x = t.Thread(target=print, args=(1,)); x.start(); x.join()").stdout == b"1\n"
+    assert run("import asyncio; asyncio.run(asyncio.sleep(0)); print(1)").stdout == b"1\n"
+    assert run("import numpy; print(numpy.ones(3).sum())").stdout == b"3.0\n"
+
+
+def test_files_go_into_its_own_folder_which_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    source = "import tempfile; open('a', 'w').write('x'); print(open('a').read(), tempfile.mkdtemp())"
+    for isolation in (None, NO_WALLS):
+        output = run(source, isolation=isolation)
+        assert output.stdout.startswith(b"x " + bytes(tmp_path))
+        assert output.exit_code == 0
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolation", [None, NO_WALLS])
+def test_nothing_of_our_environment_and_descriptors_is_there(monkeypatch, isolation):
+    monkeypatch.setenv("AREAL_SECRET", "hunter2")
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        os.set_inheritable(mine.fileno(), True)
+        source = (
+            "import os\nprint(sorted(os.environ))\nfor fd in range(3, 60):\n"
+            "  try:\n    os.fstat(fd); print(fd)\n  except OSError: pass\n"
+        )
+        assert run(source, isolation=isolation).stdout == b"['HOME', 'OPENBLAS_NUM_THREADS', 'TMPDIR']\n"
+
+
+def test_the_environment_of_other_processes_cannot_be_read(namespaces):
+    source = "import os; print(os.listdir('/proc')); open(f'/proc/{PID}/environ', 'rb')".replace(
+        "{PID}", str(os.getpid())
+    )
+    assert run(source) == module.Output(stdout=b"[]\n", exit_code=1)
+
+
+@pytest.mark.parametrize("isolation", [Isolation(), NO_FILTER])
+def test_nothing_outside_its_folder_can_be_written(namespaces, tmp_path, isolation):
+    existing = tmp_path / "existing"
+    existing.write_text("mine")
+    source = f"""
+import os, errno, ctypes
+def tried(step):
+    try:
+        step()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "DONE"
+print(tried(lambda: open({str(existing)!r}, "w")), tried(lambda: open({str(tmp_path / "new")!r}, "w")))
+print(tried(lambda: os.unlink({str(existing)!r})), tried(lambda: os.mkdir("/dev/shm/x")))
+libc = ctypes.CDLL(None)
+print(libc.mount(b"none", b"/", None, 32 | 4096, None), libc.umount2({str(tmp_path)!r}.encode(), 2))
+print(tried(lambda: open({str(existing)!r}, "a")))
+"""
+    assert run(source, isolation=isolation).stdout == b"EROFS EROFS\nEROFS EROFS\n-1 -1\nEROFS\n"
+    assert existing.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [existing]
+
+
+@pytest.mark.parametrize("isolation", [NO_NAMESPACES, NO_FILTER])
+def test_no_socket_reaches_us(namespaces, call_filter, isolation):
+    source = (
+        "import socket, sys; s = socket.socket(); s.settimeout(9); s.connect(('127.0.0.1', int(input()))); print('in')"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1]).encode()
+        assert run(source, stdin=port, isolation=NO_WALLS).stdout == b"in\n"  # the test can tell
+        assert run(source, stdin=port, isolation=isolation).stdout == b""
+
+
+def test_a_unix_socket_of_another_process_is_out_of_reach(call_filter, tmp_path):
+    source = "import socket; s = socket.socket(socket.AF_UNIX); s.connect(input()); print('in')"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        assert run(source, stdin=bytes(tmp_path / "s"), isolation=NO_WALLS).stdout == b"in\n"
+        assert run(source, stdin=bytes(tmp_path / "s")).stdout == b""
+
+
+def test_no_process_can_be_started_and_none_be_sent_a_signal(call_filter):
+    source = """
+import os, subprocess
+def tried(step):
+    try:
+        step()
+    except OSError as error:
+        return error.errno
+for step in (os.fork, lambda: subprocess.run(["true"]), lambda: os.execv("/bin/true", ["true"]), os.setsid,
+             lambda: os.kill(os.getppid() or 1, 0), lambda: os.posix_spawn("/bin/true", ["true"], {})):
+    print(tried(step), end=" ")
+"""
+    assert run(source, isolation=NO_NAMESPACES).stdout == b"1 1 1 1 1 1 "
+
+
+def test_a_bomb_of_processes_is_gone_with_its_program(namespaces):
+    """Without the filter, at most 30 processes of it: the namespace takes them all along."""
+    source = "import os, time\nfor _ in range(30):\n  if os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nprint(1)"
+    before = set(psutil.pids())
+    assert run(source, isolation=NO_FILTER) == module.Output(stdout=b"1\n", exit_code=0)
+    assert not [p for p in set(psutil.pids()) - before if is_sandbox(p)]
+
+
+def test_a_daemon_is_gone_with_its_program():
+    """With neither namespaces nor the filter: its keeper finds it."""
+    source = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+"""
+    before = set(psutil.pids())
+    assert run(source, isolation=NO_WALLS).exit_code == 0
+    assert run(source + "time.sleep(1000)", isolation=NO_WALLS, wait_s=1.0).exit_code is None
+    assert not [p for p in set(psutil.pids()) - before if is_sandbox(p)]
+
+
+def is_sandbox(pid):
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "areal.reward.sandbox_inside" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+SHIELDED = """
+import signal, time
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("isolation", [None, NO_WALLS])
+def test_an_endless_program_is_ended(isolation):
+    assert run("while True: pass", isolation=isolation, wait_s=0.1).exit_code is None
+    assert run("import time; time.sleep(1000)", isolation=isolation, wait_s=0.1).exit_code is None
+    assert run(SHIELDED, isolation=isolation, wait_s=0.1).exit_code is None
+    assert run("while True: pass", isolation=isolation, limits=SandboxLimits(cpu_s=1)).exit_code not in (0, None)
+
+
+def test_memory_output_and_files_have_a_limit():
+    assert run("x = bytes(3 << 30)").exit_code == 1
+    flood = run("while True: print('x' * 1000)")
+    assert flood.exit_code is None
+    assert len(flood.stdout) < 2 << 20
+    assert run("open('f', 'wb').write(bytes(20 << 20))").exit_code != 0
+    limits = SandboxLimits(folder_bytes=1 << 20)
+    if module.available_isolation().namespaces:
+        assert run("for k in range(9): open(f'f{k}', 'wb').write(bytes(1 << 19))", limits=limits).exit_code != 0
+    assert run("import resource as r; r.setrlimit(r.RLIMIT_CPU, (r.RLIM_INFINITY,) * 2)").exit_code == 1
+
+
+def test_a_sandbox_ends_with_the_process_that_started_it(tmp_path):
+    source = """
+import os, sys, time
+from areal.reward.sandbox import *
+s = Sandbox("functions", "", limits=SandboxLimits(), isolation=available_isolation(), keep_s=1000)
+s.wait_started().receive(until_s=time.monotonic() + 100)
+print(s.pid, flush=True)
+time.sleep(1000)
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, cwd=ROOT, env=env)
+    assert parent.stdout is not None
+    keeper = psutil.Process(int(parent.stdout.readline()))
+    program = keeper.children()[0]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for process in (program, keeper):
+        process.wait(timeout=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sandbox_that_nobody_ends_ends_itself():
+    with Sandbox(
+        "functions", "", limits=SandboxLimits(), isolation=module.available_isolation(), keep_s=0.3
+    ) as sandbox:
+        sandbox.wait_started().receive(until_s=time.monotonic() + 100)
+        with pytest.raises(SandboxEnded, match="ended early"):
+            sandbox.receive(until_s=time.monotonic() + 100)
+
+
+def test_a_wall_that_is_missing_is_told_once_and_the_others_stand(namespaces, call_filter, monkeypatch, caplog):
+    """As where the machine gives namespaces of users but forbids mounts in them."""
+    real = module.Sandbox.receive
+
+    def without(self, *, until_s):
+        message = real(self, until_s=until_s)
+        return {"missing": "namespaces: forbidden"} if self.isolation.namespaces else message
+
+    monkeypatch.setattr(module.Sandbox, "receive", without)
+    module.available_isolation.cache_clear()
+    assert module.available_isolation() == NO_NAMESPACES
+    assert module.available_isolation() == NO_NAMESPACES
+    assert [r.getMessage() for r in caplog.records] == [
+        "programs of completions run under limits, but not isolated from this machine, which lacks namespaces: "
+        "forbidden (docs/rewards.md)"
+    ]
+    monkeypatch.undo()
+    module.available_isolation.cache_clear()
+
+
+def test_no_program_runs_without_the_walls_that_were_asked_for(namespaces):
+    with pytest.raises(module.IsolationMissing, match="namespaces: Invalid argument"):
+        run("print(1)", isolation=Isolation(), limits=SandboxLimits(folder_bytes=-1))
