@@ -1,0 +1,87 @@
+"""The policy's whole update on a real engine: what a single process does, and what each of two ranks does.
+
+The two ranks run this file through runpy with `RANK` and `FOLDER` set; the test loads it as a module.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from engine_cases import LENGTHS, SGD, make_batch, make_engine, weights_of
+from safetensors.torch import save_file
+
+from areal.api.batch import TrainBatch
+from areal.api.config import MicroBatchSpec, NormConfig, PPOActorConfig
+from areal.api.config.loss_assembly import AGGREGATIONS
+from areal.api.metrics import metric_values
+from areal.data.split import take
+from areal.engine.mesh import TrainerMesh
+from areal.system.discovery import FileNameRegistry
+from areal.system.process import ProcessContext
+from areal.trainer.actor import PPOActor
+from areal.trainer.policy_update import output_spec
+from areal.trainer.reduce import reduce_metrics
+
+SHARES = {"uneven": [[0, 3, 6], [1, 2, 4, 5, 7, 8]], "empty": [[], list(range(9))]}
+"""Groups are s % 3, so that these keep them whole."""
+
+
+def options(aggregation: str, **others) -> PPOActorConfig:
+    """Every term and every filter on."""
+    scale = {"loss_scale_tokens": 6} if aggregation in ("token-sum", "seq-mean-token-sum-norm") else {}
+    defaults = {
+        "path": "x", "kl_ctl": 0.0, "ppo_n_minibatches": 1, "use_decoupled_loss": True, "behav_imp_weight_cap": 2.0,
+        "entropy_coef": 0.3, "entropy_clamp": 0.2, "positive_nll_coef": 0.4, "mask_truncated": True,
+        "dynamic_sampling": True, "shared_prefix_min_tokens": 1,
+        "reward_norm": NormConfig(mean_level="group", std_level="batch"),
+    }  # fmt: skip
+    return PPOActorConfig(**defaults | scale | {"loss_aggregation": aggregation} | others)
+
+
+def rewarded_batch() -> TrainBatch:
+    """Nine sequences in three groups: two with mixed rewards, one uniform; two answers cut."""
+    batch = make_batch()
+    return replace(
+        batch,
+        advantages=None,
+        returns=None,
+        rollout_logprobs=torch.where(batch.loss_mask, -3.0 + 0.5 * batch.advantages, 0.0),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5, 1.0, 1.0, 2.0, 1.0]),
+        group_ids=torch.arange(len(LENGTHS)) % 3,
+        finished=torch.arange(len(LENGTHS)) % 4 != 1,
+    )
+
+
+def update(path: Path, mesh: TrainerMesh | None, batch: TrainBatch, config: PPOActorConfig, **engine_options):
+    """One train step on `batch`; (weights after it, metrics of all ranks)."""
+    engine = make_engine(path, mesh, outputs=output_spec(config), optimizer=SGD, **engine_options)
+    actor = PPOActor(engine, config)
+    batch = actor.with_prox_logprobs(batch)
+    batch, filtered = actor.with_filters(batch)
+    batch, _ = actor.with_correction(batch)
+    metrics = actor.update(actor.with_advantages(batch)) | filtered
+    return weights_of(engine), metric_values(reduce_metrics(metrics, engine))
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    context = ProcessContext(
+        role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
+        recover=False, device="cpu",
+    )  # fmt: skip
+    mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=200)
+    facts = {}
+    for aggregation in AGGREGATIONS:
+        for name, shares in SHARES.items():
+            share = take(rewarded_batch(), shares[rank])
+            spec = MicroBatchSpec(max_tokens_per_mb=15)
+            weights, metrics = update(folder / "models" / "qwen3", mesh, share, options(aggregation), mb_spec=spec)
+            save_file(weights, folder / f"{aggregation}-{name}-{rank}")
+            facts[f"{aggregation}-{name}"] = metrics
+    (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
+    mesh.close()
+
+
+if __name__ == "areal_loss_ranks":
+    run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
