@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, require_same_shape
-from areal.algorithm.importance import log_ratio
 from areal.api.config import PolicyLossOptions
 
 
@@ -30,6 +29,8 @@ class PolicyTokens:
     mask: Tensor  # bool
     sequence_index: Tensor  # [T] int64
     num_sequences: int
+    chosen: Tensor | None = None
+    """[T] bool: tokens that a loss treats apart, chosen over the whole batch before the update."""
 
     def __post_init__(self) -> None:
         require_same_shape(
@@ -39,6 +40,7 @@ class PolicyTokens:
             advantages=self.advantages,
             mask=self.mask,
             sequence_index=self.sequence_index,
+            chosen=self.mask if self.chosen is None else self.chosen,
         )
 
 
@@ -53,51 +55,6 @@ class PolicyLoss:
 PolicyLossFn = Callable[[PolicyTokens, PolicyLossOptions], PolicyLoss]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClippedObjective:
-    """The PPO objective of each token and where its clips took effect."""
-
-    losses: Tensor  # [T]
-    log_ratio: Tensor  # [T] theta - old, no gradient
-    clipped: Tensor  # [T] bool: the clip of the ratio decides (gradient 0)
-    dual_clipped: Tensor  # [T] bool: the dual clip decides (gradient 0)
-
-
-def clipped_objective(
-    tokens: PolicyTokens, *, eps_clip: float, eps_clip_higher: float | None = None, c_clip: float | None = None
-) -> ClippedObjective:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with asymmetric and dual clip, as a loss.
-
-    rho = exp(log pi_theta - log pi_old);  l = max(-A rho, -A clip(rho, 1 - eps_clip, 1 + eps_clip_higher)).
-    eps_clip_higher None = eps_clip (DAPO raises it, arXiv 2503.14476); a negative epsilon removes that side.
-    c_clip > 1 adds the dual clip (Ye et al. 2020, arXiv 1912.09729): l = min(l, c |A|), which only bites where A < 0.
-    NaN in a trained token gives a NaN loss. Errors: ValueError when c_clip <= 1.
-    """
-    if c_clip is not None and c_clip <= 1:
-        raise ValueError(f"c_clip must be above 1, got {c_clip}")
-    higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    low = 1.0 - eps_clip if eps_clip >= 0 else 0.0
-    high = 1.0 + higher if higher >= 0 else float("inf")
-    advantages = torch.where(tokens.mask, tokens.advantages, 0.0)
-    ratio_log = log_ratio(tokens.logprobs, tokens.old_logprobs.detach(), tokens.mask)
-    ratio = ratio_log.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(low, high)
-    losses = torch.maximum(plain, bounded)
-    clipped = tokens.mask & (bounded > plain)
-    dual_clipped = torch.zeros_like(clipped)
-    if c_clip is not None:
-        bound = c_clip * advantages.abs()
-        dual_clipped = tokens.mask & (losses > bound)
-        losses = torch.minimum(losses, bound)
-    return ClippedObjective(
-        losses=torch.where(tokens.mask, losses, 0.0),
-        log_ratio=ratio_log.detach(),
-        clipped=clipped.detach(),
-        dual_clipped=dual_clipped.detach(),
-    )
-
-
 def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """The loss that `options.policy_loss` names: `loss` of `areal.algorithm.losses.NAME`, with its own options."""
     module = importlib.import_module(f"areal.algorithm.losses.{options.policy_loss}")
@@ -105,18 +62,19 @@ def policy_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     return compute(tokens, options)
 
 
-def ratio_stats(tokens: PolicyTokens, objective: ClippedObjective) -> dict[str, TokenStat]:
-    """What every loss with a clipped ratio logs."""
-    ratio = objective.log_ratio.exp()
-    return {
-        "importance_weight": TokenStat(ratio, tokens.mask),
-        "importance_weight_max": TokenStat(ratio, tokens.mask, "max"),
-        "approx_kl": TokenStat(k3_from_samples(objective.log_ratio), tokens.mask),
-        "clip_ratio": TokenStat(objective.clipped, tokens.mask),
-        "dual_clip_ratio": TokenStat(objective.dual_clipped, tokens.mask),
-    }
+def weighted_log_likelihood(tokens: PolicyTokens, weights: Tensor, advantages: Tensor) -> Tensor:
+    """-w A log pi of each token, [T]: a policy gradient whose weights are constants; 0 where the mask is off."""
+    logprobs = torch.where(tokens.mask, tokens.logprobs, 0.0)
+    return torch.where(tokens.mask, -weights.detach() * advantages * logprobs, 0.0)
 
 
 def k3_from_samples(log_new_over_old: Tensor) -> Tensor:
     """Low-variance, non-negative estimate of KL(old || new) at tokens sampled from the old policy."""
     return torch.expm1(log_new_over_old) - log_new_over_old
+
+
+def chosen_tokens(tokens: PolicyTokens) -> Tensor:
+    """`tokens.chosen`, [T] bool within the mask. ValueError when nobody has chosen."""
+    if tokens.chosen is None:
+        raise ValueError("the batch has no chosen_tokens: call with_chosen_tokens after with_advantages")
+    return tokens.chosen & tokens.mask

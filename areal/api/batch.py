@@ -48,6 +48,7 @@ class TrainBatch:
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
+    chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, a policy loss treats them apart
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
     prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
     ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's

@@ -20,6 +20,7 @@ from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
+from areal.trainer.token_choice import with_chosen_tokens
 from areal.trainer.recover import ActorState
 
 
@@ -111,6 +112,7 @@ class PPOActor:
 
         Metrics of this rank's tokens.
         """
+        batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
         config, rule = self._config, PolicyUpdate(self._config, entropy_coef=self._entropy_coef)
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,

@@ -85,6 +85,7 @@ class PolicyUpdate:
             mask=batch.trained,
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
+            chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
         bonus, entropy_stats = self._entropy_loss(outputs, tokens)
@@ -141,4 +142,5 @@ def _empty_tokens() -> PolicyTokens:
         mask=torch.zeros(0, dtype=torch.bool),
         sequence_index=torch.zeros(0, dtype=torch.int64),
         num_sequences=0,
+        chosen=torch.zeros(0, dtype=torch.bool),
     )

@@ -1,193 +1,93 @@
-"""Policy losses against slow float64 references, numbers worked by hand, finite differences, and hostile inputs."""
+"""The policy losses as a family: their registry, their options, what every record must hold; the ratios below them."""
 
+import importlib
 import math
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
-from areal.algorithm.correction import correct, weighted
+from areal.algorithm.correction import weighted
 from areal.algorithm.importance import log_ratio
-from areal.algorithm.policy_loss import PolicyTokens, policy_loss
+from areal.algorithm.policy_loss import k3_from_samples
 from areal.api.config import PPOActorConfig
-from areal.trainer.off_policy import correction_of
+from areal.api.config.policy_losses import POLICY_LOSSES
+from areal.api.config.validate import problems_of
 
 
-def ppo_clip_loss(tokens, **options):
-    return policy_loss(tokens, PPOActorConfig(path="x", **options))
+def problems(**options):
+    return dict(problems_of(PPOActorConfig(path="x", **options)))
 
 
-def decoupled_ppo_loss(tokens, *, weight_cap=None, **options):
-    correction = correction_of(PPOActorConfig(path="x", use_decoupled_loss=True, behav_imp_weight_cap=weight_cap))
-    spans = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
-    found = correct(tokens.old_logprobs, tokens.rollout_logprobs, *spans, correction)
-    return weighted(ppo_clip_loss(tokens, **options), found.weights)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_name_has_its_module(name):
+    assert callable(importlib.import_module(f"areal.algorithm.losses.{name}").loss)
 
 
-def make_tokens(logprobs, old=None, rollout=None, advantages=None, mask=None):
-    logprobs = torch.as_tensor(logprobs)
-    zeros = torch.zeros_like(logprobs).detach()
-    return PolicyTokens(
-        logprobs=logprobs,
-        old_logprobs=zeros if old is None else torch.as_tensor(old),
-        rollout_logprobs=zeros if rollout is None else torch.as_tensor(rollout),
-        advantages=torch.ones_like(zeros) if advantages is None else torch.as_tensor(advantages),
-        mask=torch.ones_like(zeros, dtype=torch.bool) if mask is None else torch.as_tensor(mask),
-        sequence_index=torch.zeros_like(zeros, dtype=torch.int64),
-        num_sequences=1,
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "custom"])
+def test_every_loss_runs_with_its_defaults(kit, name):
+    assert not problems(policy_loss=name)
+    tokens = kit.random_tokens(0)
+    loss = kit.loss_of(tokens, policy_loss=name).losses
+    assert loss.shape == tokens.mask.shape
+    assert (loss[~tokens.mask] == 0).all()
+
+
+def test_ppo_and_gspo_are_told_apart_by_the_level_alone(kit):
+    tokens = kit.random_tokens(1)
+    gspo, by_level = (
+        kit.loss_of(tokens, **options).losses
+        for options in ({"policy_loss": "gspo"}, {"importance_sampling_level": "sequence"})
     )
-
-
-def random_tokens(seed, size=64):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(scale):
-        return torch.randn(size, dtype=torch.float64, generator=generator) * scale
-
-    return make_tokens(
-        draw(0.4).requires_grad_(), draw(0.4), draw(0.4), draw(1.0), torch.rand(size, generator=generator) > 0.25
-    )
-
-
-def slow_ppo(tokens, t, eps, higher, c_clip):
-    ratio = math.exp(tokens.logprobs[t].item() - tokens.old_logprobs[t].item())
-    a = tokens.advantages[t].item()
-    high = eps if higher is None else higher
-    loss = max(-a * ratio, -a * min(max(ratio, 1 - eps), 1 + high))
-    return min(loss, c_clip * abs(a)) if c_clip is not None else loss
-
-
-@pytest.mark.parametrize(("higher", "c_clip"), [(None, None), (0.5, None), (None, 1.5), (0.3, 1.2)])
-def test_ppo_equals_the_formula(higher, c_clip):
-    tokens = random_tokens(1)
-    losses = ppo_clip_loss(tokens, eps_clip=0.2, eps_clip_higher=higher, c_clip=c_clip).losses
-    expected = [slow_ppo(tokens, t, 0.2, higher, c_clip) if tokens.mask[t] else 0.0 for t in range(64)]
-    assert losses.tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("cap", [None, 1.3])
-def test_decoupled_equals_the_formula(cap):
-    tokens = random_tokens(2)
-    losses = decoupled_ppo_loss(tokens, eps_clip=0.2, weight_cap=cap).losses
-    expected = []
-    for t in range(64):
-        weight = math.exp(tokens.old_logprobs[t].item() - tokens.rollout_logprobs[t].item())
-        kept = bool(tokens.mask[t]) and (cap is None or weight <= cap)
-        expected.append(weight * slow_ppo(tokens, t, 0.2, None, None) if kept else 0.0)
-    assert losses.tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_ppo_by_hand():
-    # ratios 1.5, 1.5, 0.5, 0.5 with A = 2, -2, 2, -2, clip to [0.8, 1.2]
-    # A=2, 1.5: max(-3, -2.4) = -2.4 clipped;  A=-2, 1.5: max(3, 2.4) = 3
-    # A=2, 0.5: max(-1, -1.6) = -1;            A=-2, 0.5: max(1, 1.6) = 1.6 clipped
-    logprobs = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
-    result = ppo_clip_loss(make_tokens(logprobs, advantages=[2.0, -2.0, 2.0, -2.0]), eps_clip=0.2)
-    assert result.losses.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6])
-    assert result.stats["clip_ratio"].values.tolist() == [True, False, False, True]
-
-
-def test_dual_clip_by_hand():
-    # ratio 5, A = -2: max(10, 2.4) = 10, bounded by 3 * 2 = 6; A = +2 is never bounded
-    result = ppo_clip_loss(
-        make_tokens(torch.tensor([5.0, 5.0]).log(), advantages=[-2.0, 2.0]), eps_clip=0.2, c_clip=3.0
-    )
-    assert result.losses.tolist() == pytest.approx([6.0, -2.4])
-    assert result.stats["dual_clip_ratio"].values.tolist() == [True, False]
-
-
-def test_decoupled_by_hand():
-    # prox / rollout = 0.5 / 0.25 = 2; theta / prox = 0.55 / 0.5 = 1.1 (inside the clip): loss = -1 * 1.1 * 2 = -2.2
-    tokens = make_tokens(
-        torch.tensor([0.55]).log(), torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), torch.tensor([1.0])
-    )
-    assert decoupled_ppo_loss(tokens, eps_clip=0.2).losses.item() == pytest.approx(-2.2, abs=1e-5)
-    capped = decoupled_ppo_loss(tokens, eps_clip=0.2, weight_cap=1.9)
-    assert capped.losses.item() == 0.0
-
-
-def test_a_negative_epsilon_removes_its_side():
-    logprobs, advantages = torch.tensor([3.0, 0.1]).log(), [1.0, -1.0]
-    only_low = ppo_clip_loss(make_tokens(logprobs, advantages=advantages), eps_clip=0.2, eps_clip_higher=-1.0)
-    assert only_low.losses.tolist() == pytest.approx([-3.0, 0.8])
-    only_high = ppo_clip_loss(make_tokens(logprobs, advantages=advantages), eps_clip=-1.0, eps_clip_higher=0.2)
-    assert only_high.losses.tolist() == pytest.approx([-1.2, 0.1])
-
-
-def test_decoupled_with_equal_policies_is_ppo():
-    tokens = random_tokens(3)
-    same = make_tokens(tokens.logprobs, tokens.old_logprobs, tokens.old_logprobs, tokens.advantages, tokens.mask)
-    assert torch.equal(
-        decoupled_ppo_loss(same, eps_clip=0.2, weight_cap=5.0).losses, ppo_clip_loss(same, eps_clip=0.2).losses
-    )
+    assert torch.equal(gspo, by_level)
+    assert not torch.equal(gspo, kit.loss_of(tokens).losses)
 
 
 @pytest.mark.parametrize(
-    "loss",
+    ("options", "path"),
     [
-        lambda tokens: ppo_clip_loss(tokens, eps_clip=0.2, eps_clip_higher=0.3, c_clip=1.4),
-        lambda tokens: decoupled_ppo_loss(tokens, eps_clip=0.2, c_clip=1.4, weight_cap=1.5),
+        ({"policy_loss": "gpg", "eps_clip": 0.3}, "eps_clip"),
+        ({"policy_loss": "sapo", "eps_clip_higher": 0.3}, "eps_clip_higher"),
+        ({"policy_loss": "aipo", "c_clip": 3.0}, "c_clip"),
+        ({"policy_loss": "cispo", "c_clip": 3.0}, "c_clip"),
+        ({"policy_loss": "topr", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ({"c_clip": 1.0}, "c_clip"),
     ],
 )
-def test_gradient_equals_finite_differences(loss):
-    fixed = random_tokens(4)
-
-    def total(logprobs):
-        tokens = make_tokens(logprobs, fixed.old_logprobs, fixed.rollout_logprobs, fixed.advantages, fixed.mask)
-        return loss(tokens).losses
-
-    assert gradcheck(total, (fixed.logprobs,))
+def test_an_option_without_effect_is_refused_by_name(options, path):
+    assert list(problems(**options)) == [path]
 
 
-def test_only_the_new_policy_gets_gradients():
-    old, rollout = torch.zeros(3, requires_grad=True), torch.full((3,), 0.1, requires_grad=True)
-    advantages = torch.ones(3)
-    tokens = make_tokens(torch.zeros(3, requires_grad=True), old, rollout, advantages)
-    decoupled_ppo_loss(tokens, eps_clip=0.2).losses.sum().backward()
-    assert old.grad is None
-    assert rollout.grad is None
-    # at theta = prox the gradient of -A w rho is -A w = -exp(-0.1)
-    assert tokens.logprobs.grad.tolist() == pytest.approx([-math.exp(-0.1)] * 3)
+def test_the_section_of_another_loss_is_refused_by_name(kit):
+    found = problems(sapo=kit.section("sapo", tau_pos=2.0), aipo=kit.section("aipo", rho=3.0))
+    assert list(found) == ["sapo.tau_pos", "aipo.rho"]
+    assert "policy_loss=sapo" in found["sapo.tau_pos"]
+    assert not problems(policy_loss="sapo", sapo=kit.section("sapo", tau_pos=2.0))
+    assert list(problems(policy_loss="sapo", sapo=kit.section("sapo", tau_pos=0.0))) == ["sapo.tau_pos"]
+    assert list(problems(policy_loss="clip_cov", clip_cov=kit.section("clip_cov", low=6.0))) == ["clip_cov.low"]
 
 
-def test_masked_garbage_reaches_neither_loss_nor_gradient():
-    nan, inf = float("nan"), float("inf")
-    logprobs = torch.tensor([nan, 0.05, -inf, inf], requires_grad=True)
-    tokens = make_tokens(
-        logprobs, [inf, 0.0, nan, -inf], [nan, 0.0, inf, nan], [nan, 1.0, inf, nan], [False, True] + [False] * 2
-    )
-    for loss in (ppo_clip_loss(tokens, eps_clip=0.2), decoupled_ppo_loss(tokens, eps_clip=0.2, weight_cap=2.0)):
-        logprobs.grad = None
-        assert loss.losses.tolist() == pytest.approx([0, -math.exp(0.05), 0, 0])
-        loss.losses.sum().backward()
-        assert logprobs.grad.tolist() == pytest.approx([0, -math.exp(0.05), 0, 0])
+def test_details_of_the_sequence_level_need_it(kit):
+    own = kit.section("sequence_level", gradient="own")
+    assert list(problems(sequence_level=own)) == ["sequence_level.gradient"]
+    assert not problems(sequence_level=own, policy_loss="gspo")
+    assert not problems(sequence_level=own, importance_sampling_level="sequence")
+    level = {"importance_sampling_level": "sequence", "sequence_level": own}
+    assert list(problems(policy_loss="cispo", **level)) == ["sequence_level.gradient"]
+    assert list(problems(policy_loss="aipo", **level)) == ["sequence_level.gradient"]
+    assert not problems(policy_loss="aipo", aipo=kit.section("aipo", truncation="objective"), **level)
 
 
-def test_a_trained_nan_shows_in_the_loss():
-    tokens = make_tokens([float("nan"), 0.0])
-    assert ppo_clip_loss(tokens, eps_clip=0.2).losses[0].isnan()
-
-
-def test_huge_ratios_stay_finite():
-    tokens = make_tokens(torch.tensor([800.0, float("inf")]), advantages=[-1.0, -1.0])
-    assert ppo_clip_loss(tokens, eps_clip=0.2).losses.tolist() == pytest.approx([math.exp(20)] * 2)
-
-
-def test_all_masked_and_empty():
-    masked = make_tokens([0.1, 0.2], mask=[False, False])
-    assert decoupled_ppo_loss(masked, eps_clip=0.2).losses.tolist() == [0, 0]
-    empty = make_tokens(torch.zeros(0))
-    assert ppo_clip_loss(empty, eps_clip=0.2).losses.tolist() == []
-
-
-def test_shapes_that_would_broadcast_are_refused():
+def test_shapes_that_would_broadcast_are_refused(kit):
     with pytest.raises(ValueError, match="one shape"):
-        make_tokens([0.0, 0.0], advantages=[1.0])
+        kit.make_tokens([0.0, 0.0], advantages=[1.0])
+    with pytest.raises(ValueError, match="one shape"):
+        kit.make_tokens([0.0, 0.0], chosen=[True])
 
 
-def test_c_clip_must_exceed_one():
-    with pytest.raises(ValueError, match="above 1"):
-        ppo_clip_loss(make_tokens([0.0]), eps_clip=0.2, c_clip=1.0)
+def test_k3_by_hand():
+    # expm1(log 2) - log 2 = 1 - log 2
+    assert k3_from_samples(torch.tensor([math.log(2), 0.0])).tolist() == pytest.approx([1 - math.log(2), 0])
 
 
 def test_log_ratio_is_cut_and_keeps_nan():
@@ -195,3 +95,10 @@ def test_log_ratio_is_cut_and_keeps_nan():
     ratio = log_ratio(torch.tensor([30.0, -1.0, 5.0, float("nan")]), torch.zeros(4), mask)
     assert ratio[:3].tolist() == [20, -1, 0]
     assert ratio[3].isnan()
+
+
+def test_decoupled_by_hand(kit):
+    # prox / rollout = 0.5 / 0.25 = 2; theta / prox = 0.55 / 0.5 = 1.1 (inside the clip): loss = -1 * 1.1 * 2 = -2.2
+    tokens = kit.make_tokens(torch.tensor([0.55]).log(), old=torch.tensor([0.5]).log())
+    assert weighted(kit.loss_of(tokens), torch.tensor([2.0])).losses.item() == pytest.approx(-2.2, abs=1e-5)
+    assert weighted(kit.loss_of(tokens), torch.tensor([0.0])).losses.item() == 0.0

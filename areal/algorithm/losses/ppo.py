@@ -1,14 +1,40 @@
-"""Owns PPO's loss: the clipped surrogate around the old policy."""
+"""Owns PPO's loss: the clipped surrogate around the old policy, at the level of the token or of the sequence."""
 
 from __future__ import annotations
 
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, clipped_objective, ratio_stats
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import TokenStat
+from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
+from areal.algorithm.ratio import PolicyRatio, clipped_ratio, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """`clipped_objective` with the clip ranges of `options`."""
-    objective = clipped_objective(
-        tokens, eps_clip=options.eps_clip, eps_clip_higher=options.eps_clip_higher, c_clip=options.c_clip
-    )
-    return PolicyLoss(losses=objective.losses, stats=ratio_stats(tokens, objective))
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7) with asymmetric and dual clip.
+
+    l = max(-A rho, -A clip(rho, 1 - eps_clip, 1 + eps_clip_higher)); rho as in `policy_ratio`.
+    eps_clip_higher None = eps_clip (DAPO raises it, arXiv 2503.14476); a negative epsilon removes that side.
+    c_clip > 1 adds the dual clip (Ye et al. 2020, arXiv 1912.09729): l = min(l, c |A|), which only bites where A < 0.
+    A NaN in a trained token makes its loss NaN. Errors: ValueError when c_clip <= 1.
+    """
+    if options.c_clip is not None and options.c_clip <= 1:
+        raise ValueError(f"c_clip must be above 1, got {options.c_clip}")
+    ratio = policy_ratio(tokens, options)
+    losses, clipped = clipped_surrogate(ratio, options)
+    dual_clipped = torch.zeros_like(tokens.mask)
+    if options.c_clip is not None:
+        bound = options.c_clip * ratio.advantages.abs()
+        dual_clipped = tokens.mask & (losses > bound)
+        losses = torch.minimum(losses, bound)
+    stats = ratio_stats(tokens, ratio, clipped)
+    stats["dual_clip_ratio"] = TokenStat(dual_clipped.detach(), tokens.mask)
+    return PolicyLoss(losses=torch.where(tokens.mask, losses, 0.0), stats=stats)
+
+
+def clipped_surrogate(ratio: PolicyRatio, options: PolicyLossOptions) -> tuple[Tensor, Tensor]:
+    """max(-A rho, -A clip(rho)) and where the clip decides (gradient 0), both [T]."""
+    plain = -ratio.advantages * ratio.value
+    bounded = -ratio.advantages * clipped_ratio(ratio.value, options)
+    return torch.maximum(plain, bounded), bounded > plain

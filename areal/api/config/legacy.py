@@ -79,7 +79,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "overlong_tokens": _SILENT,
         "overlong_penalty_factor": _SILENT,
         "max_new_tokens": _SILENT,
-        "importance_sampling_level": Accepts(("token",)),
         "prox_logp_method": Accepts(("recompute",)),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,

@@ -1,0 +1,70 @@
+"""A user's own policy loss."""
+
+import pytest
+import torch
+
+from areal.api.config import PPOActorConfig
+from areal.api.errors import ConfigError
+
+TEXT = """
+import torch
+
+from areal.algorithm.aggregate import TokenStat
+from areal.algorithm.policy_loss import PolicyLoss
+from areal.algorithm.ratio import policy_ratio
+
+
+def squared(tokens, options):
+    ratio = policy_ratio(tokens, options)
+    losses = torch.where(tokens.mask, options.custom.args["scale"] * ratio.advantages * ratio.log.square(), 0.0)
+    return PolicyLoss(losses=losses, stats={"square": TokenStat(losses, tokens.mask)})
+
+
+def number(tokens, options):
+    return 1.0
+
+
+def too_short(tokens, options):
+    return PolicyLoss(losses=torch.zeros(1), stats={})
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_loss.py"
+    path.write_text(TEXT)
+    return path
+
+
+def options(kit, file, name):
+    return {"policy_loss": "custom", "custom": kit.section("custom", path=f"{file}:{name}", args={"scale": 3.0})}
+
+
+def test_it_conforms(kit, file):
+    kit.conforms(
+        lambda rows, t: 3 * rows.advantages[t] * (rows.theta[t] - rows.old[t]) ** 2, **options(kit, file, "squared")
+    )
+
+
+def test_it_may_take_the_ratio_of_the_sequence(kit, file):
+    tokens = kit.make_tokens([0.2, 0.4])
+    found = kit.loss_of(tokens, **options(kit, file, "squared"), importance_sampling_level="sequence")
+    assert found.losses.tolist() == pytest.approx([0.27, 0.27])
+    assert {"square", "approx_kl", "importance_weight"} <= set(found.stats)
+
+
+@pytest.mark.parametrize(("name", "words"), [("number", "float"), ("too_short", r"shape \(1,\)")])
+def test_what_is_no_loss_is_refused(kit, file, name, words):
+    with pytest.raises(ConfigError, match=words):
+        kit.loss_of(kit.make_tokens(torch.zeros(2)), **options(kit, file, name))
+
+
+def test_what_is_not_there_is_found_before_anything_starts(kit, file):
+    def problems(path):
+        config = PPOActorConfig(path="x", policy_loss="custom", custom=kit.section("custom", path=path))
+        return dict(config.problems())
+
+    assert not problems(f"{file}:squared")
+    assert "is required" in problems("")["custom.path"]
+    assert "did you mean squared" in problems(f"{file}:sqared")["custom.path"]
+    assert "no module" in problems("no_such_module:loss")["custom.path"]
