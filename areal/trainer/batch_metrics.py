@@ -7,6 +7,7 @@ import torch
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.kl import kl_estimate
+from areal.algorithm.kl_control import sequence_kl
 from areal.api.batch import TrainBatch
 from areal.api.metrics import Metrics
 from areal.trainer.filters import in_uniform_group
@@ -59,5 +60,13 @@ def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
         stats["prox_rollout_gap_abs"] = TokenStat(gap.abs(), mask)
         stats["prox_rollout_gap_max"] = TokenStat(gap.abs(), mask, "max")
     if batch.ref_logprobs is not None:
+        k1 = kl_estimate(policy, batch.ref_logprobs, mask, "k1")
+        of_sequence = sequence_kl(k1, mask, batch.sequence_index, batch.num_sequences, "sequence-sum")
         stats["ref_kl"] = TokenStat(kl_estimate(policy, batch.ref_logprobs, mask, "k3"), mask)
+        stats["ref_kl_k1"] = TokenStat(k1, mask)
+        has_answer = trained_counts(mask, batch.sequence_index, batch.num_sequences) > 0
+        stats["ref_kl_sequence"] = TokenStat(of_sequence, has_answer)
+        stats["ref_kl_sequence_max"] = TokenStat(of_sequence, has_answer, "max")
+    if batch.ref_full_kl is not None:
+        stats["ref_kl_full"] = TokenStat(batch.ref_full_kl, mask)
     return stats
