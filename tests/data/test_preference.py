@@ -1,0 +1,135 @@
+"""Pairs of answers: every form the columns may have gives the tokens of supervised fine-tuning."""
+
+import json
+
+import pytest
+
+from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
+from areal.api.errors import InputError
+from areal.data.dataset import load_pairs
+from areal.data.preference import encode_pair
+from areal.data.sft import encode_sft_row
+
+USER = {"role": "user", "content": "2+2?"}
+GOOD, BAD = {"role": "assistant", "content": "four"}, {"role": "assistant", "content": "five!"}
+
+
+def texts(pair, tokenizer) -> list[str]:
+    return [tokenizer.decode(side.token_ids) for side in (pair.chosen, pair.rejected)]
+
+
+def answers(pair, tokenizer) -> list[str]:
+    """What the masks mark."""
+    return [
+        tokenizer.decode([t for t, on in zip(side.token_ids, side.loss_mask, strict=True) if on])
+        for side in (pair.chosen, pair.rejected)
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER], "chosen": "four", "rejected": "five!"},
+        {"prompt": [USER], "chosen": "four", "rejected": "five!"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"messages": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_conversations_in_every_form_are_the_same(tokenizer, row):
+    pair = encode_pair(row, tokenizer)
+    assert pair.chosen == encode_sft_row({"messages": [USER], "answer": "four"}, tokenizer)
+    assert pair.rejected == encode_sft_row({"messages": [USER, BAD]}, tokenizer)
+    assert answers(pair, tokenizer) == ["four<|im_end|>", "five!<|im_end|>"]
+    assert pair.num_tokens == len(pair.chosen.token_ids) + len(pair.rejected.token_ids)
+
+
+def test_plain_text_with_a_prompt(tokenizer):
+    pair = encode_pair({"prompt": "2+2=", "chosen": "4", "rejected": "51"}, tokenizer)
+    assert texts(pair, tokenizer) == ["2+2=4<|im_end|>", "2+2=51<|im_end|>"]
+    assert answers(pair, tokenizer) == ["4<|im_end|>", "51<|im_end|>"]
+
+
+def test_whole_texts_share_their_prompt(tokenizer):
+    """As in hh-rlhf: what both begin with is not the answer; the tokens that differ first are."""
+    pair = encode_pair({"chosen": "Q: 2? A: 4", "rejected": "Q: 2? A: 51"}, tokenizer)
+    assert texts(pair, tokenizer) == ["Q: 2? A: 4<|im_end|>", "Q: 2? A: 51<|im_end|>"]
+    assert answers(pair, tokenizer) == ["4<|im_end|>", "51<|im_end|>"]
+    shorter = encode_pair({"chosen": "abc", "rejected": "abcd"}, tokenizer)
+    assert answers(shorter, tokenizer) == ["<|im_end|>", "d<|im_end|>"]
+    ended = encode_pair({"chosen": "a<|im_end|>", "rejected": "b"}, tokenizer)
+    assert texts(ended, tokenizer) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "needs text or messages in the columns 'chosen' and 'rejected'"),
+        ({"prompt": "a", "chosen": 1, "rejected": "b"}, "needs text or messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, "column 'prompt' is text, but 'chosen' is a list"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "column 'rejected' must end with one of the assistant"),
+        ({"chosen": [USER, GOOD], "rejected": []}, "must be a list of"),
+    ],
+)
+def test_wrong_rows_are_named(tokenizer, tmp_path, row, message):
+    with pytest.raises(InputError, match=message):
+        encode_pair(row, tokenizer)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=rf"rows\.jsonl, row 1: .*{message}"):
+        load_pairs(DatasetConfig(path=str(path), type="rw"), tokenizer, default_split="train")
+
+
+def test_margins_are_read_only_when_asked_for(tokenizer):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert encode_pair({**row, "margin": 2}, tokenizer).margin == 0.0
+    assert encode_pair({**row, "margin": 2}, tokenizer, use_margin=True).margin == 2.0
+    for wrong in (None, "2", float("inf"), True):
+        with pytest.raises(InputError, match="finite number in the column 'margin'"):
+            encode_pair({**row, "margin": wrong}, tokenizer, use_margin=True)
+    with pytest.raises(InputError, match="finite number in the column 'margin'"):
+        encode_pair(row, tokenizer, use_margin=True)
+
+
+@pytest.fixture
+def long_pairs(tmp_path) -> str:
+    """Sides of 4 and 4, of 4 and 8, of 15 and 16 tokens with the end token."""
+    rows = [
+        {"prompt": "ab", "chosen": "c", "rejected": "d"},
+        {"prompt": "ab", "chosen": "c", "rejected": "ddddd"},
+        {"prompt": "abcdefghijkl", "chosen": "mn", "rejected": "opq"},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(path, tokenizer, cls=TrainDatasetConfig, **fields):
+    return load_pairs(cls(path=path, type="rw", **fields), tokenizer, default_split="train")
+
+
+def test_long_sides_are_dropped_refused_or_cut(tokenizer, long_pairs):
+    assert len(load(long_pairs, tokenizer)) == 3
+    assert len(load(long_pairs, tokenizer, max_length=8)) == 2
+    assert len(load(long_pairs, tokenizer, max_length=7)) == 1
+    with pytest.raises(InputError, match=r"row 2 has 16 tokens, more than max_length=15"):
+        load(long_pairs, tokenizer, max_length=15, truncation="error")
+    *_, left = load(long_pairs, tokenizer, max_length=7, truncation="left")
+    assert texts(left, tokenizer) == ["ijklmn<|im_end|>", "jklopq<|im_end|>"]
+    assert answers(left, tokenizer) == ["mn<|im_end|>", "opq<|im_end|>"]
+    *_, right = load(long_pairs, tokenizer, max_length=14, truncation="right")
+    assert texts(right, tokenizer) == ["abcdefghijklmn", "abcdefghijklop"]
+    assert answers(right, tokenizer) == ["mn", "op"]
+
+
+def test_pairs_that_a_cut_left_without_a_difference_are_left_out(tokenizer, long_pairs):
+    assert len(load(long_pairs, tokenizer, max_length=12, truncation="right")) == 2
+    with pytest.raises(InputError, match="has no rows of at most max_length=2 tokens"):
+        load(long_pairs, tokenizer, max_length=2, truncation="right")
+
+
+def test_max_rows_counts_what_is_kept(tokenizer, long_pairs):
+    kept = load(long_pairs, tokenizer, cls=ValidDatasetConfig, max_rows=1)
+    assert texts(kept[0], tokenizer) == ["abc<|im_end|>", "abd<|im_end|>"]
+    assert len(kept) == 1
