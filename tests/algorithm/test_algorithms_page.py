@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from areal.api.config import PPOActorConfig
+from areal.api.config import PPOActorConfig, PPOCriticConfig
 from areal.api.config.convert import Reader, with_defaults
 from areal.api.config.schema import fields_of
 
@@ -27,11 +27,11 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[row for row in table if not set("".join(row)) <= set("-: ")] for table in found if table]
 
 
-def rows() -> list[tuple[str, list[dict[str, Any]]]]:
-    """(name, options that its config cell gives) of every row of a table with a config column for the actor."""
+def rows(section: str = "actor") -> list[tuple[str, list[dict[str, Any]]]]:
+    """(name, options that its config cell gives) of every row of a table with a config column for a section."""
     result = []
     for header, *body in tables(PAGE.read_text(encoding="utf-8")):
-        places = [i for i, title in enumerate(header) if title.startswith("config (`actor.`)")]
+        places = [i for i, title in enumerate(header) if title.startswith(f"config (`{section}.`)")]
         for cells in body if places else []:
             spans = re.findall(r"`([^`]+)`", cells[places[0]])
             given = [yaml.safe_load(span if span.startswith("{") else f"{{{span}}}") for span in spans if ":" in span]
@@ -39,13 +39,16 @@ def rows() -> list[tuple[str, list[dict[str, Any]]]]:
     return result
 
 
-@pytest.mark.parametrize(("name", "given"), rows(), ids=[name for name, _ in rows()])
-def test_the_configuration_of_every_row_loads(name, given):
+ROWS = [(cls, *row) for cls, name in ((PPOActorConfig, "actor"), (PPOCriticConfig, "critic")) for row in rows(name)]
+
+
+@pytest.mark.parametrize(("cls", "name", "given"), ROWS, ids=[name for _, name, _ in ROWS])
+def test_the_configuration_of_every_row_loads(cls, name, given):
     tree: dict[str, Any] = {}
     for part in given:
         tree |= part
-    reader = Reader(PPOActorConfig, with_defaults(PPOActorConfig, {"path": "x", **tree}))
-    config = reader.read(PPOActorConfig)
+    reader = Reader(cls, with_defaults(cls, {"path": "x", **tree}))
+    config = reader.read(cls)
     assert not reader.issues, f"{name}: {reader.issues}"
     assert not list(config.problems()), f"{name}: {list(config.problems())}"
 

@@ -1,8 +1,9 @@
 """The whole policy loss against its formula in loops, in any cut into micro-batches and ranks, with every term on."""
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import orjson
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.critic import Critic
 from areal.trainer.policy_update import output_spec
+from areal.trainer.recover import ActorState
 from areal.trainer.reduce import reduce_metrics
 
 GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
@@ -292,3 +294,33 @@ def test_nothing_to_learn_from_leaves_everything_on_every_rank_but_the_critic(to
         assert (first["filter/uniform_group_sequences"], first["filter/kept_tokens"]) == (2, 0)
         assert first["critic/optimizer_steps"] > 0
         assert second["actor/entropy_coef"] == 0.5
+
+
+def test_training_goes_on_to_the_bit_from_the_state_of_a_step(toolbox, rich):
+    """Weights, step and `state()` are all that an update depends on: epochs, coefficient and all."""
+    adaptive = AdaptiveEntropyConfig(entropy_low=5.0, entropy_high=6.0, coef_lr=0.01, coef_low=0.0, coef_high=1.0)
+    options = config(entropy_coef=0.1, adaptive_entropy=adaptive, ppo_n_minibatches=3, ppo_epochs=2)
+
+    def steps(engine, actor, first, last):
+        for step in range(first, last):
+            actor.update(prepared(actor, toolbox.random_batch(step, 9))[0], step=step)
+        return engine.table.detach().clone()
+
+    engine = rich(lr=0.3)
+    actor = PPOActor(engine, options, seed=7)
+    middle = steps(engine, actor, 0, 2)
+    state = ActorState(**orjson.loads(orjson.dumps(asdict(actor.state()))))
+    unbroken = steps(engine, actor, 2, 4)
+
+    def recovered(state, seed=7):
+        engine = rich(lr=0.3)
+        with torch.no_grad():
+            engine.table.copy_(middle)
+        actor = PPOActor(engine, options, seed=seed)
+        actor.load_state(state)
+        return steps(engine, actor, 2, 4)
+
+    assert torch.equal(recovered(state), unbroken)
+    assert state.coefficients["entropy_coef"] > 0.1
+    assert not torch.equal(recovered(ActorState()), unbroken)
+    assert not torch.equal(recovered(state, seed=8), unbroken)
