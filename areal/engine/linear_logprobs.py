@@ -129,10 +129,10 @@ class _LinearLogprobs(torch.autograd.Function):
         for tokens in token_cuts:
             for vocabulary in vocab_cuts:
                 logits = _logits(hidden[tokens], weight, bias, vocabulary, plan.temperature)
-                if is_small and any(ctx.needs_input_grad):
-                    kept = logits.clone()
                 forward.add(logits, tokens, vocabulary)
-        found = forward.finish(~valid)
+                if is_small and any(ctx.needs_input_grad):
+                    kept = logits  # which are now less their maximum
+        found = forward.finish(~valid, is_less_highest=kept is not None)
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, forward.wanted, valid, forward.logsumexp, found[1], kept)
         constants = [found[4]] if found[4] is not None else []
@@ -157,7 +157,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 if kept is None:
                     logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan.temperature)
                 else:
-                    logits = kept[tokens, vocabulary].clone()
+                    logits = kept.clone() if rows is None else kept  # a graph may be walked twice
                 grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
         grad_hidden = grads.hidden
         if grad_hidden is not None:
@@ -185,7 +185,7 @@ class _Forward:
         self._top_ids = torch.zeros((size, plan.top_k), dtype=torch.int64, device=hidden.device)
 
     def add(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """Take in a block of logits [t, v], whose memory is used up."""
+        """Take in a block of logits [t, v]; what is left in its memory is the logits less the highest so far."""
         places, inside = _places(self.wanted[tokens], vocabulary)
         self._found[tokens] = torch.where(inside, logits.gather(1, places), self._found[tokens])
         if self._all is not None:
@@ -205,10 +205,11 @@ class _Forward:
         self._total[tokens] = total * decay + weights.sum(-1)
         self._product[tokens] = moved * decay + weights.mul_(logits).sum(-1)
 
-    def finish(self, left_out: Tensor) -> tuple[Tensor | None, ...]:
-        """What the function returns, 0 at the positions that are not valid."""
+    def finish(self, left_out: Tensor, *, is_less_highest: bool) -> tuple[Tensor | None, ...]:
+        """What the function returns, 0 at the positions that are not valid. `logsumexp` is that of the logits, or of
+        the logits less their maximum."""
         log_total = self._total.log()
-        self.logsumexp = self._highest + log_total
+        self.logsumexp = log_total if is_less_highest else self._highest + log_total
         entropy = log_total - self._product / self._total
 
         def normalised(values: Tensor) -> Tensor:
