@@ -1,0 +1,122 @@
+"""What is refused of the options against stale rollouts: each combination without effect, by name."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import (
+    CorrectionRule,
+    GRPOConfig,
+    PPOActorConfig,
+    RolloutCorrectionConfig,
+    load_config,
+    save_config,
+)
+from areal.api.config.validate import problems_of
+
+MINIMAL = """
+experiment_name: sort
+trial_name: t0
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+
+
+def problems(*, correction=None, **options) -> list[str]:
+    """Paths of the problems of an actor; the section is given by its options."""
+    section = None if correction is None else RolloutCorrectionConfig(**correction)
+    actor = PPOActorConfig(**{"path": "x", "recompute_logprob": True, "rollout_correction": section} | options)
+    return [path for path, _ in problems_of(actor)]
+
+
+def rule(**options):
+    return CorrectionRule(**options)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ({}, []),
+        ({"mode": "mask", "upper": 2.0, "renormalize": True}, []),
+        ({"mode": "mask", "lower": 0.5}, []),
+        ({"mode": "mask", "lower": 0.0, "upper": 1.0}, []),
+        ({"mode": "off", "veto_threshold": 1e-4}, []),
+        ({"mode": "off", "rules": [rule(upper=2.0)]}, []),
+        ({"apply_weights": False}, []),
+        ({"mode": "truncate", "lower": 0.5}, ["lower"]),
+        ({"mode": "mask"}, ["upper"]),
+        ({"mode": "clamp", "lower": 0.0}, ["upper"]),
+        ({"mode": "clamp", "upper": 1.0}, ["upper", "lower"]),
+        ({"mode": "clamp", "lower": 2.0, "upper": 2.0}, ["lower"]),
+        ({"mode": "off", "upper": 2.0, "veto_threshold": 0.1}, ["upper"]),
+        ({"mode": "off", "lower": 2.0, "veto_threshold": 0.1}, ["lower"]),
+        ({"mode": "off", "level": "segment", "veto_threshold": 0.1}, ["level"]),
+        ({"mode": "off", "batch_normalize": True, "veto_threshold": 0.1}, ["batch_normalize"]),
+        ({"mode": "off", "apply_weights": False, "veto_threshold": 0.1}, ["apply_weights"]),
+        ({"apply_weights": False, "batch_normalize": True}, ["batch_normalize"]),
+        ({"mode": "off"}, [""]),
+        ({"renormalize": True}, ["renormalize"]),
+        ({"renormalize": True, "rules": [rule(action="clamp", upper=2.0)]}, ["renormalize"]),
+        ({"rules": [rule()]}, ["rules[0].upper"]),
+        ({"rules": [rule(upper=2.0), rule(lower=3.0, upper=2.0)]}, ["rules[1].lower"]),
+        ({"rules": [rule(lower=0.0)]}, ["rules[0].lower"]),
+        ({"rules": [rule(metric="k1", lower=-0.1)]}, []),
+        ({"rules": [rule(metric="k2", upper=-0.1)]}, ["rules[0].upper"]),
+        ({"rules": [rule(metric="k3", upper=0.1, action="clamp")]}, ["rules[0].action"]),
+        ({"rules": [rule(level="sequence_mean", upper=2.0, action="clamp")]}, ["rules[0].level"]),
+        ({"level": "geometric", "rules": [rule(level="sequence_mean", upper=2.0, action="clamp")]}, []),
+        ({"level": "segment", "rules": [rule(level="segment_sum", upper=2.0, action="clamp")]}, []),
+        ({"mode": "off", "rules": [rule(upper=2.0, action="clamp"), rule(upper=3.0)]}, ["rules[0].action"]),
+        ({"apply_weights": False, "rules": [rule(upper=2.0, action="clamp")]}, ["rules[0].action"]),
+        ({"veto_threshold": 1.0}, ["veto_threshold"]),
+        ({"mode": "cut"}, ["mode"]),
+        ({"level": "turn"}, ["level"]),
+        ({"rules": [rule(metric="k4", upper=1.0)]}, ["rules[0].metric"]),
+    ],
+)
+def test_the_section(correction, expected):
+    prefix = "rollout_correction"
+    assert problems(correction=correction) == [f"{prefix}.{name}" if name else prefix for name in expected]
+
+
+def test_options_that_need_log_probabilities_of_the_trainer():
+    for options in ({"m2_threshold": 0.04}, {"rollout_correction": RolloutCorrectionConfig(upper=2.0)}):
+        assert problems(recompute_logprob=False, **options) == [next(iter(options))]
+        assert problems(**options) == []
+        assert problems(recompute_logprob=False, use_decoupled_loss=True, **options) == []
+
+
+def test_the_short_forms_do_not_stand_beside_the_section():
+    assert problems(behav_imp_weight_cap=5.0) == ["behav_imp_weight_cap"]
+    assert problems(use_decoupled_loss=True, behav_imp_weight_cap=5.0) == []
+    both = {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0}
+    assert problems(correction={}, **both) == ["behav_imp_weight_cap"]
+    assert problems(correction={"apply_weights": False}, use_decoupled_loss=True) == ["use_decoupled_loss"]
+    veto = {"mode": "off", "veto_threshold": 0.1}
+    assert problems(correction=veto, use_decoupled_loss=True) == ["use_decoupled_loss"]
+
+
+def test_the_section_may_only_say_what_m2po_leaves_out_of_the_denominator():
+    assert problems(correction={"mode": "off", "renormalize": True}, m2_threshold=0.04) == []
+    assert problems(correction={"mode": "off", "renormalize": True}) == [
+        "rollout_correction.renormalize",
+        "rollout_correction",
+    ]
+
+
+def test_it_is_given_in_yaml_and_on_the_command_line(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    words = [
+        "actor.use_decoupled_loss=true",
+        "actor.rollout_correction.level=segment",
+        "actor.rollout_correction.upper=2",
+        "actor.rollout_correction.rules=[{metric: k3, level: sequence_mean, upper: 0.1}, {lower: 0.1}]",
+        "actor.m2_threshold=0.04",
+    ]
+    config = load_config(["--config", str(path), *words], GRPOConfig)
+    rules = [rule(metric="k3", level="sequence_mean", upper=0.1), rule(lower=0.1)]
+    assert config.actor.rollout_correction == RolloutCorrectionConfig(level="segment", upper=2.0, rules=rules)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(["--config", str(tmp_path / "saved.yaml")], GRPOConfig) == config
