@@ -6,9 +6,10 @@ from areal.api.functions import FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn
 
 REWARD_FUNCTIONS: dict[str, FunctionRef] = {
+    "none": FunctionRef(name="no_reward", module="areal.reward.text"),
     "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
     "format": FunctionRef(name="format_reward", module="areal.reward.text"),
-    "choice": FunctionRef(name="choice_reward", module="areal.reward.text"),
+    "choice": FunctionRef(name="choice_reward", module="areal.reward.choice"),
     "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
     "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
     "code": FunctionRef(name="code_reward", module="areal.reward.code"),

@@ -1,18 +1,19 @@
-"""Owns verifiers of short texts: exact equality, required format, multiple choice."""
+"""Owns verifiers of short texts: exact equality and required format."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-_THINK_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-_CHOICE_MARKS = re.compile(
-    r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\)?\}?\s*\}"  # \boxed{B}, \boxed{\text{B}}
-    r"|####\s*\(?([A-J])\b"  # #### B
-    r"|(?:answer|choice|option)\s*(?:is|:)?\s*:?\s*\**\(?([A-J])\b",  # the answer is (B)
-    re.IGNORECASE,
-)
-_LONE_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-J])\)?(?![A-Za-z'])")
+from areal.api.errors import InputError
+
+_TAGS = re.compile(r"</?(?:think|answer)>")
+_ORDER = ["<think>", "</think>", "<answer>", "</answer>"]
+
+
+def no_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    """0 for every answer: for runs that a reward model or a teacher scores, in the trainer."""
+    return 0.0
 
 
 def exact_reward(
@@ -28,26 +29,27 @@ def format_reward(
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
-    format_pattern: str = "",
+    format_pattern: str | None = None,
     **row: Any,
 ) -> float:
-    """1 when the completion matches the row's `format_pattern`, by default <think>..</think><answer>..</answer>."""
-    pattern = re.compile(format_pattern, re.DOTALL) if format_pattern else _THINK_ANSWER
+    """1 when the whole completion matches the row's `format_pattern`, a regular expression (its dot matches line ends).
+
+    Without one: `<think>..</think> <answer>..</answer>`, each tag once, nothing but white space outside, an answer that
+    is not empty. A prompt that ends in `<think>` has opened that tag. InputError for a pattern that is none.
+    """
+    if not format_pattern:
+        opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
+        return float(_has_thought_and_answer(opened + completion))
+    try:
+        pattern = re.compile(format_pattern, re.DOTALL)
+    except re.error as error:
+        raise InputError(f"the row's format_pattern {format_pattern!r} is no regular expression: {error}") from None
     return float(pattern.fullmatch(completion) is not None)
 
 
-def choice_reward(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
-) -> float:
-    """1 when the letter A to J chosen in the completion is the one of the row's `answer`."""
-    chosen = extract_choice(completion)
-    return float(chosen is not None and chosen == extract_choice(str(answer)))
-
-
-def extract_choice(text: str) -> str | None:
-    """The last letter marked as the answer, else the last letter that stands alone."""
-    marked = list(_CHOICE_MARKS.finditer(text))
-    if marked:
-        return next(group for group in marked[-1].groups() if group).upper()
-    alone = _LONE_LETTER.findall(text)
-    return alone[-1] if alone else None
+def _has_thought_and_answer(text: str) -> bool:
+    outside_and_inside = _TAGS.split(text)
+    if _TAGS.findall(text) != _ORDER:
+        return False
+    before, _, between, answer, after = outside_and_inside
+    return not (before.strip() or between.strip() or after.strip()) and bool(answer.strip())

@@ -1,9 +1,13 @@
-import pytest
+import re
 
-from areal.api.errors import ConfigError
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.errors import ConfigError, InputError
 from areal.api.functions import load_function
 from areal.reward.registry import REWARD_FUNCTIONS, resolve_reward_fn
-from areal.reward.text import choice_reward, exact_reward, extract_choice, format_reward
+from areal.reward.text import exact_reward, format_reward
 
 
 def test_exact():
@@ -12,31 +16,45 @@ def test_exact():
     assert exact_reward("", "123456", [], [], answer="12345") == 0.0
 
 
-def test_format():
-    assert format_reward("", "<think>a\nb</think>\n<answer>4</answer>", [], []) == 1.0
-    assert format_reward("", "<answer>4</answer>", [], []) == 0.0
-    assert format_reward("", "ab", [], [], format_pattern="a.") == 1.0
-
-
 @pytest.mark.parametrize(
-    ("text", "letter"),
+    ("completion", "score"),
     [
-        ("The answer is (B).", "B"),
-        ("A is wrong, so C", "C"),
-        (r"\boxed{\text{D}}", "D"),
-        ("#### e", "E"),
-        ("Answer: **B**", "B"),
-        ("I think A. The answer is B because A is not", "B"),
-        ("Nothing at all", None),
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("  <think></think><answer>4</answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4", 0.0),
+        ("<think>a</think><answer> </answer>", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("Well <think>a</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer> I hope", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>a <answer>3</answer></think><answer>4</answer>", 0.0),
+        ("a</think><answer>4</answer>", 0.0),
+        ("", 0.0),
     ],
 )
-def test_choice(text, letter):
-    assert extract_choice(text) == letter
+def test_format(completion, score):
+    assert format_reward("2+2=?", completion, [], []) == score
 
 
-def test_choice_reward():
-    assert choice_reward("", "so it is (C)", [], [], answer="C") == 1.0
-    assert choice_reward("", "none", [], [], answer="C") == 0.0
+def test_a_tag_that_the_prompt_has_opened_counts():
+    assert format_reward("2+2=?<think>\n", "a</think><answer>4</answer>", [], []) == 1.0
+    assert format_reward("2+2=?<think>\n", "<think>a</think><answer>4</answer>", [], []) == 0.0
+
+
+def test_a_row_may_bring_its_own_format():
+    assert format_reward("", "a\nb", [], [], format_pattern="a.b") == 1.0
+    assert format_reward("", "a\nbc", [], [], format_pattern="a.b") == 0.0
+    assert format_reward("", "<think>a</think><answer>4</answer>", [], [], format_pattern=None) == 1.0
+    with pytest.raises(InputError, match="no regular expression"):
+        format_reward("", "", [], [], format_pattern="(")
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", "\n"])).map("".join))
+def test_any_text_has_the_format_or_not(text):
+    pattern = r"\s*<think>[^<]*</think>\s*<answer>\s*[^<\s][^<]*</answer>\s*"
+    assert format_reward("", text, [], []) == float(re.fullmatch(pattern, text) is not None)
 
 
 def test_every_registered_function_exists():

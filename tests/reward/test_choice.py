@@ -1,0 +1,126 @@
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.errors import InputError
+from areal.reward.choice import choice_reward, extract_choice
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("A is wrong, so C", "C"),
+        (r"\boxed{\text{D}}", "D"),
+        ("#### e", "E"),
+        ("Answer: **B**", "B"),
+        ("I think A. The answer is B because A is not", "B"),
+        ("Nothing at all", None),
+        ("The answer is not B but C", "C"),
+        ("The answer isn't B.", None),
+        ("The answer is not B", None),
+        ("The answer is a bit unclear", None),
+        ("The answer is C. Option A is wrong.", "C"),
+        ("I think it's B, I guess", "B"),
+        ("It is B. A good choice", "B"),
+        ("The answer is A or B", None),
+        ("The answer is B/C", None),
+        ("\\boxed{A, B}", None),
+        ("\\boxed{A,B}", None),
+        ("\\boxed{AB}", None),
+        ("\\boxed{\\textbf{(B)}}", "B"),
+        ("\\boxed{\\text{B. Paris}}", "B"),
+        ("\\boxed{b}", "B"),
+        ("\\boxed{\\text{(b) Paris}}", "B"),
+        ("\\boxed{Paris}", None),
+        ("\\boxed{\\text{B}}. Not A", "B"),
+        ("<answer>B</answer>", "B"),
+        ("<answer> (c) </answer>", "C"),
+        ("<answer>B or C</answer>", None),
+        ("Answer: Apple", None),
+        ("Final Answer: B", "B"),
+        ("**Answer:** B", "B"),
+        ("**Answer: B**", "B"),
+        ("answer is: (b)", "B"),
+        ("the answer is b", "B"),
+        ("the answer is b.", "B"),
+        ("answer: b\nmore", "B"),
+        ("The correct option is B", "B"),
+        ("The correct choice: B", "B"),
+        ("the answer is option B", "B"),
+        ("The answer would be B", "B"),
+        ("I choose B", "B"),
+        ("Option B is correct.", "B"),
+        ("Choice (d) is the best", "D"),
+        ("Because of A and B, C", "C"),
+        ("A or B", None),
+        ("(A) or option (B)", None),
+        ("Is it A? No. Maybe B? Yes", "B"),
+        ("rather than B, we take D", "D"),
+        ("D rather than B", "D"),
+        ("The answer is B, not C", "B"),
+        ("The answer is B. Wait, the answer is C", "C"),
+        ("The correct answer to question A is B.", "B"),
+        ("vitamin C deficiency", "C"),
+        ("B", "B"),
+        ("b", None),
+        ("(b)", "B"),
+        ("B. Vitamin C", "C"),
+        ("The answer is $\\boxed{B}$", "B"),
+        ("\\boxed{B} hmm \\boxed{C}", "C"),
+        ("\\boxed{B} #### C", "C"),
+        ("\\boxed{", None),
+        ("A", "A"),
+        ("The answer is A.", "A"),
+        ("The answer is A because", "A"),
+        ("The answer is **(A)**", "A"),
+        ("Answer:\nB", "B"),
+        ("answer is $B$", "B"),
+        ("The best answer is B) Paris", "B"),
+        ("So the answer is: D. 42", "D"),
+        ("The answer is B and C", None),
+        ("The final answer is **option C**.", "C"),
+        ("\\boxed{\\text{Option B}}", "B"),
+        ("the answer is \\text{B}", "B"),
+        ("Answer - B", "B"),
+        ("Dr. A. J. Smith", "J"),
+    ],
+)
+def test_the_letter_a_text_chooses(text, letter):
+    assert extract_choice(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [("B", "B"), ("(b)", "B"), ("B. Vitamin C", "B"), ("b", "B"), ("B) x", "B"), ("\\boxed{C}", "C"), (" D ", "D")],
+)
+def test_the_rows_answer(answer, letter):
+    for given_letter in "ABCDEFGHIJ":
+        assert choice_reward("", f"The answer is {given_letter}.", [], [], answer=answer) == float(
+            given_letter == letter
+        )
+
+
+@pytest.mark.parametrize("answer", ["Paris", "", "7", "A or B"])
+def test_a_rows_answer_without_a_letter_is_named(answer):
+    with pytest.raises(InputError, match="names no choice"):
+        choice_reward("", "B", [], [], answer=answer)
+
+
+_PIECES = ["A", "b", "I", "(", ")", "answer", "is", "not", "or", "option", "choice", "\\boxed{", "}", ".", ":", "\n"]
+
+
+@given(st.text(max_size=200) | st.lists(st.sampled_from(_PIECES)).map(" ".join))
+def test_any_text_is_scored(text):
+    assert extract_choice(text) in {None, *"ABCDEFGHIJ"}
+
+
+@pytest.mark.parametrize(
+    "text", ["answer " * 20_000, "(A" * 50_000, "\\boxed{" + "\\text{" * 20_000, "<answer>" * 20_000, "not A " * 20_000]
+)
+def test_long_junk_takes_no_long_time(text):
+    began_s = time.process_time()
+    extract_choice(text)
+    assert time.process_time() - began_s < 2.0
