@@ -5,18 +5,25 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal.api.config import (
     DPOConfig,
+    DPOOptions,
     GRPOConfig,
     RWConfig,
+    RWOptions,
     SFTConfig,
+    SFTOptions,
     load_config,
     load_experiment,
     save_config,
     script_keys,
 )
+from areal.api.config.convert import Reader, with_defaults
 from areal.api.config.kinds import KINDS
+from areal.api.config.schema import fields_of
+from areal.api.config.validate import problems_of
 from areal.api.errors import ConfigError
 
 TOP = """
@@ -183,3 +190,18 @@ def test_help_of_each_kind(words, shown, capsys):
     with pytest.raises(SystemExit):
         load_experiment([str(EXAMPLES.parent / word) if word.endswith(".yaml") else word for word in words])
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("section", "cls"), [("sft", SFTOptions), ("rw", RWOptions), ("dpo", DPOOptions)])
+def test_the_rows_of_the_algorithms_page_are_options(section, cls):
+    page = (EXAMPLES.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = page.partition(f"| config (`{section}.`) |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [
+        yaml.safe_load("{" + ", ".join(re.findall(r"`([^`]+)`", row.split("|")[-2])) + "}") for row in table if row
+    ]
+    assert len(shown) >= 3
+    for given in shown:
+        reader = Reader(cls, with_defaults(cls, given))
+        assert not list(problems_of(reader.read(cls)))
+        assert not reader.issues
+    assert {name for given in shown for name in given} == set(fields_of(cls))
