@@ -4,18 +4,22 @@ Two ranks run this file through runpy with `RANK` and `FOLDER` set; tests load i
 """
 
 import json
+import os
 import random
+import signal
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from areal.api.batch import TrainBatch
+from areal.api.batch import OutputSpec, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig, SFTOptions
+from areal.api.config.kl import KLControlConfig
+from areal.api.config.loss_assembly import AdaptiveEntropyConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
@@ -24,8 +28,11 @@ from areal.engine.mesh import TrainerMesh
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
+from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.critic import Critic
-from areal.trainer.recover import RecoverPoint, RecoverStore
+from areal.trainer.policy_update import output_spec
+from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
+from areal.trainer.reference import Reference, ReferenceResets
 from areal.trainer.sft import SFTTask
 
 VOCAB, NUM_STEPS, CUT = 11, 5, 2
@@ -33,7 +40,17 @@ OPTIMIZER = OptimizerConfig(
     lr=2e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.4, gradient_clipping=0.2, weight_decay=0.1
 )
 MODEL = {"dtype": "float32", "optimizer": OPTIMIZER, "mb_spec": MicroBatchSpec(max_tokens_per_mb=24)}
-Life = tuple[dict[str, TrainEngine], Callable[[TrainBatch], Metrics]]
+
+
+@dataclass(frozen=True)
+class Life:
+    """What is trained from a start to an end."""
+
+    engines: dict[str, TrainEngine]
+    """What a recovery checkpoint holds."""
+    train: Callable[[TrainBatch, int], Metrics]
+    """One train step, counted from 0."""
+    actor: PPOActor | None = None
 
 
 def write_model(folder: Path, *, dropout: float) -> None:
@@ -63,7 +80,8 @@ def batch_of(step: int, rank: int) -> TrainBatch:
 def sft(path: Path, mesh: TrainerMesh) -> Life:
     config = PPOActorConfig(path=str(path), **MODEL)
     engine = build_train_engine(config, role="actor", total_steps=NUM_STEPS, mesh=mesh, seed=0)
-    return {"model": engine}, SFTTask(engine, SFTOptions()).update
+    task = SFTTask(engine, SFTOptions())
+    return Life({"model": engine}, lambda batch, step: task.update(batch))
 
 
 def ppo(path: Path, mesh: TrainerMesh) -> Life:
@@ -77,11 +95,46 @@ def ppo(path: Path, mesh: TrainerMesh) -> Life:
     }
     actor, critic = PPOActor(engines["actor"], actor_config), Critic(engines["critic"], critic_config)
 
-    def train(batch: TrainBatch) -> Metrics:
-        batch = actor.with_advantages(critic.with_values(actor.with_prox_logprobs(batch)))
-        return actor.update(batch) | critic.update(batch)
+    def train(batch: TrainBatch, step: int) -> Metrics:
+        batch, _ = actor.with_correction(critic.with_values(actor.with_prox_logprobs(batch)))
+        batch = actor.with_advantages(batch)
+        return actor.update(batch, step=step) | critic.update(batch, step=step)
 
-    return engines, train
+    return Life(engines, train, actor)
+
+
+def kl(path: Path, mesh: TrainerMesh) -> Life:
+    """Coefficients that adapt, the KL of the likeliest tokens in the loss, a reference reset after steps 2 and 4."""
+    config = PPOActorConfig(
+        path=str(path),
+        ppo_n_minibatches=2,
+        recompute_logprob=True,
+        kl_ctl=0.2,
+        kl_control=KLControlConfig(type="adaptive", target=0.01, horizon=40.0),
+        kl_loss_coef=0.5,
+        kl_loss_estimator="full",
+        kl_top_k=3,
+        entropy_coef=1e-3,
+        adaptive_entropy=AdaptiveEntropyConfig(entropy_low=3.0, entropy_high=4.0),
+        **MODEL,
+    )
+    outputs = output_spec(config)
+    policy = build_train_engine(config, role="actor", total_steps=2 * NUM_STEPS, mesh=mesh, seed=0, outputs=outputs)
+    frozen = replace(config, optimizer=None)
+    ref_outputs = OutputSpec(candidates=outputs.candidates)
+    ref = build_train_engine(frozen, role="ref", total_steps=0, mesh=mesh, seed=0, outputs=ref_outputs)
+    actor = PPOActor(policy, config)
+    reference = Reference(ref, config, resets=ReferenceResets(policy=policy, every_steps=2, with_optimizer=True))
+
+    def train(batch: TrainBatch, step: int) -> Metrics:
+        batch = reference.with_ref_logprobs(actor.with_prox_logprobs(batch))
+        batch = actor.with_advantages(batch)
+        return actor.update(batch, step=step) | batch_metrics(batch) | reference.after_update(step + 1)
+
+    return Life({"actor": policy, "ref": ref}, train, actor)
+
+
+KINDS = {"sft": sft, "ppo": ppo, "kl": kl}
 
 
 def seed_everything(seed: int) -> None:
@@ -90,39 +143,67 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def facts_of(engines: dict[str, TrainEngine], metrics: Metrics) -> dict[str, object]:
-    """Everything that a step leaves, exactly: metrics, weights, and what the generators give next to user code."""
+def facts_of(life: Life, metrics: Metrics) -> dict[str, object]:
+    """Everything that a step leaves, exactly: metrics, weights, coefficients, and what the generators give next to
+    user code."""
     weights = {
         f"{role}/{name}": zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        for role, engine in engines.items()
+        for role, engine in life.engines.items()
         for name, value in engine.named_weights()
     }
     draws = [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(1))]
     numbers = {name: [metric.total.hex(), metric.count.hex()] for name, metric in metrics.items()}
-    return {"metrics": numbers, "weights": weights, "draws": draws}
+    state = {} if life.actor is None else life.actor.state().coefficients
+    coefficients = {name: value.hex() for name, value in state.items()}
+    return {"metrics": numbers, "weights": weights, "draws": draws, "coefficients": coefficients}
+
+
+def point_of(life: Life, step: int) -> RecoverPoint:
+    state = ActorState() if life.actor is None else life.actor.state()
+    return RecoverPoint(step=step, cadence_s={}, elapsed_s=0.0, goal_reached={}, actor=state)
+
+
+def go_on(life: Life, recover: Path) -> int:
+    """Bring a new life to the newest checkpoint; returns the steps done."""
+    store = RecoverStore(recover, RecoverConfig(mode="resume"), life.engines)
+    source = store.start_from(after_failure=True)
+    assert source is not None
+    point = store.load(source)
+    if life.actor is not None:
+        life.actor.load_state(point.actor)
+    return point.step
 
 
 def run(kind: str, path: Path, recover: Path, mesh: TrainerMesh) -> dict[str, list[object]]:
     """Facts of the steps from `CUT` on: of the life that went on, and of one that began with its checkpoint."""
-    make = {"sft": sft, "ppo": ppo}[kind]
     seed_everything(7 + mesh.rank)
-    engines, train = make(path, mesh)
+    life = KINDS[kind](path, mesh)
     found: dict[str, list[object]] = {"unbroken": [], "resumed": []}
     for step in range(NUM_STEPS):
         if step == CUT:
-            store = RecoverStore(recover, RecoverConfig(), engines)
-            store.save(RecoverPoint(step=step, cadence_s={}, elapsed_s=0.0, goal_reached={}))
-        facts = facts_of(engines, train(batch_of(step, mesh.rank)))
+            RecoverStore(recover, RecoverConfig(), life.engines).save(point_of(life, step))
+        facts = facts_of(life, life.train(batch_of(step, mesh.rank), step))
         if step >= CUT:
             found["unbroken"].append(facts)
     seed_everything(99)
-    engines, train = make(path, mesh)
-    store = RecoverStore(recover, RecoverConfig(mode="resume"), engines)
-    source = store.start_from(after_failure=True)
-    assert source is not None
-    for step in range(store.load(source).step, NUM_STEPS):
-        found["resumed"].append(facts_of(engines, train(batch_of(step, mesh.rank))))
+    life = KINDS[kind](path, mesh)
+    for step in range(go_on(life, recover), NUM_STEPS):
+        found["resumed"].append(facts_of(life, life.train(batch_of(step, mesh.rank), step)))
     return found
+
+
+def run_until_killed(kind: str, path: Path, recover: Path) -> None:
+    """A life with a checkpoint after every step; killed in the middle of the step after the third."""
+    torch.set_num_threads(1)
+    seed_everything(7)
+    mesh = TrainerMesh.open(None)
+    life = KINDS[kind](path, mesh)
+    store = RecoverStore(recover, RecoverConfig(), life.engines)
+    for step in range(NUM_STEPS):
+        facts_of(life, life.train(batch_of(step, mesh.rank), step))  # its draws move the generators, as in `run`
+        if step == CUT + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.save(point_of(life, step + 1))
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -132,10 +213,12 @@ def run_rank(rank: int, folder: Path) -> None:
         recover=False, device="cpu",
     )  # fmt: skip
     mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), timeout_s=200)
-    found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in ("sft", "ppo")}
+    found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in KINDS}
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     mesh.close()
 
 
 if __name__ == "areal_two_ranks":
     run_rank(globals()["RANK"], Path(globals()["FOLDER"]))
+if __name__ == "areal_until_killed":
+    run_until_killed(globals()["LIFE"][0], *map(Path, globals()["LIFE"][1:]))

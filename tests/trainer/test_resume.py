@@ -1,9 +1,11 @@
-"""Resumed equals unbroken, bit for bit: losses, gradient norms, rates, weights and random numbers, with dropout."""
+"""Resumed equals unbroken, bit for bit: losses, gradient norms, rates, weights, coefficients that adapt, a reference
+that is reset, and random numbers, with dropout."""
 
 import importlib.util
 import json
 import multiprocessing
 import runpy
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,16 +31,54 @@ def check(found: dict[str, list[dict]], num_steps: int) -> None:
         assert resumed["metrics"] == unbroken["metrics"]
         assert resumed["weights"] == unbroken["weights"]
         assert resumed["draws"] == unbroken["draws"]
+        assert resumed["coefficients"] == unbroken["coefficients"]
     first, last = found["unbroken"][0], found["unbroken"][-1]
     assert first["weights"] != last["weights"]
 
 
+def of_roles(weights: dict[str, int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for key, checksum in weights.items():
+        role, _, name = key.partition("/")
+        found.setdefault(role, {})[name] = checksum
+    return found
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("kind", ["sft", "ppo"])
+@pytest.mark.parametrize("kind", ["sft", "ppo", "kl"])
 def test_one_rank(cases, tmp_path, kind, dropout):
     cases.write_model(tmp_path / "model", dropout=dropout)
     found = cases.run(kind, tmp_path / "model", tmp_path / "recover", TrainerMesh.open(None))
     check(found, cases.NUM_STEPS - cases.CUT)
+    if kind == "kl":
+        coefficients = [facts["coefficients"] for facts in found["unbroken"]]
+        assert all(len({at[name] for at in coefficients}) == len(coefficients) for name in ("kl_ctl", "entropy_coef"))
+        fourth, fifth = (of_roles(facts["weights"]) for facts in found["unbroken"][1:])
+        assert fourth["ref"] == fourth["actor"]  # reset after the fourth step, and not after the fifth
+        assert fifth["ref"] == fourth["ref"] != fifth["actor"]
+
+
+def test_a_killed_run_goes_on_as_one_that_was_not(cases, tmp_path):
+    """SIGKILL after the update of a step and before its checkpoint, with a reset of the reference behind it."""
+    cases.write_model(tmp_path / "model", dropout=0.2)
+    arguments = ("kl", tmp_path / "model", tmp_path / "recover")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    process = context.Process(
+        target=runpy.run_path, args=(str(CASES), {"LIFE": tuple(map(str, arguments))}, "areal_until_killed")
+    )
+    process.start()
+    process.join(timeout=250)
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
+    found = cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
+    cases.seed_everything(99)
+    life = cases.KINDS["kl"](tmp_path / "model", TrainerMesh.open(None))
+    first = cases.go_on(life, tmp_path / "recover")
+    batches = {step: cases.batch_of(step, 0) for step in range(first, cases.NUM_STEPS)}
+    resumed = [cases.facts_of(life, life.train(batch, step)) for step, batch in batches.items()]
+    assert first == 3
+    check({"unbroken": found["unbroken"][1:], "resumed": resumed}, 2)
 
 
 def test_two_ranks(cases, tmp_path):
@@ -60,7 +100,7 @@ def test_two_ranks(cases, tmp_path):
             process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     both = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
-    for kind in ("sft", "ppo"):
+    for kind in cases.KINDS:
         for found in both:
             check(found[kind], cases.NUM_STEPS - cases.CUT)
         draws = [found[kind]["resumed"][0]["draws"] for found in both]
