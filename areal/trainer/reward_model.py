@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -14,7 +16,9 @@ from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.preference import EncodedPair
 from areal.engine.build import build_train_engine
+from areal.engine.hf_model import resolve_model_folder
 from areal.engine.mesh import TrainerMesh
+from areal.observe.log import get_logger
 from areal.observe.phase import phase
 from areal.trainer.pairs import mean_metrics, num_pairs, pairs_to_batch, places_of, with_whole_pairs
 from areal.trainer.row_loop import RowTask, RowTrainer, one_step
@@ -104,9 +108,22 @@ class RewardModelTrainer(RowTrainer[EncodedPair]):
 
     def _build_task(self, mesh: TrainerMesh, *, total_steps: int) -> RowTask[EncodedPair]:
         config = self._config
+        if mesh.rank == 0 and (trap := padding_trap(resolve_model_folder(config.model.path), self._train_rows)):
+            get_logger("trainer").warning(trap)
         model = with_whole_pairs(config.model)
         engine = build_train_engine(model, role="reward", total_steps=total_steps, mesh=mesh, seed=config.seed)
         return RewardModelTask(engine, config.rw)
+
+
+def padding_trap(folder: Path, pairs: Sequence[EncodedPair]) -> str:
+    """What to say when others would score the exported model elsewhere than at the last token; empty when nothing."""
+    padding = orjson.loads((folder / "config.json").read_bytes()).get("pad_token_id")
+    if padding is None or all(side.token_ids[-1] != padding for pair in pairs for side in (pair.chosen, pair.rejected)):
+        return ""
+    return (
+        f"texts end with token {padding}, which config.json in {folder} calls padding: the score is learned at that "
+        "token, but transformers would take the one before it; give pad_token_id another value there"
+    )
 
 
 def _scores(outputs: TokenOutputs) -> Tensor:
