@@ -60,7 +60,7 @@ class Reference:
             self._engine.copy_weights(resets.policy)
             if resets.with_optimizer:
                 resets.policy.reset_optimizer()
-        return {"ref_reset": Metric(float(is_due), 1.0, "max")}
+        return {"ref/reset": Metric(float(is_due), 1.0, "max")}
 
 
 def _require_same_model(engine: TrainEngine, policy: TrainEngine) -> None:

@@ -302,7 +302,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps(toolbox, make):
             before = reference.table.detach().clone()
             actor.update(ready(actor, ref, toolbox.random_batch(step, 5)), step=step)
             is_due = step in (1, 3)
-            assert ref.after_update(step + 1)["ref_reset"].value == is_due
+            assert ref.after_update(step + 1)["ref/reset"].value == is_due
             assert torch.equal(reference.table, policy.table if is_due else before)
         assert len(policy.resets) == (2 if with_optimizer else 0)
 
