@@ -5,6 +5,8 @@ import pytest
 
 from areal.api.config import (
     ClusterSpecConfig,
+    DPOConfig,
+    DPOOptions,
     GenerationHyperparameters,
     GRPOConfig,
     InferenceEngineConfig,
@@ -12,6 +14,8 @@ from areal.api.config import (
     NativeServerConfig,
     OptimizerConfig,
     PPOActorConfig,
+    RWConfig,
+    ScoreModelConfig,
     SFTConfig,
     TrainDatasetConfig,
     TrainEngineConfig,
@@ -148,6 +152,29 @@ def test_supervised_run_starts_only_trainers(tmp_path):
     assert make_plan(config, Machine(cores=2)).identities.total_steps is None
     two_epochs = dataclasses.replace(config, total_train_epochs=2)
     assert make_plan(two_epochs, Machine(cores=2), num_rows=65).identities.total_steps == 5  # 130 rows of 32 a step
+
+
+def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(SMALL | {"model_type": "qwen2"}))
+    model = {"path": str(tmp_path / "m"), "dtype": "float32"}
+    common = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "allocation_mode": "fsdp:d1",
+        "cluster": ClusterSpecConfig(fileroot=str(tmp_path)),
+        "train_dataset": TrainDatasetConfig(path="x", batch_size=32, type="rw"),
+        "total_train_n_seqs": 640,
+    }
+    trained, frozen = TrainEngineConfig(**model, optimizer=OptimizerConfig()), TrainEngineConfig(**model)
+    dpo = make_plan(DPOConfig(actor=trained, ref=frozen, **common), Machine(cores=2), num_rows=3200)
+    free = DPOConfig(actor=trained, dpo=DPOOptions(reference_free=True), **common)
+    reward = RWConfig(model=ScoreModelConfig(**model, optimizer=OptimizerConfig()), **common)
+    plans = [dpo, *(make_plan(config, Machine(cores=2), num_rows=3200) for config in (free, reward))]
+    assert [[process.name for process in plan.processes] for plan in plans] == [["trainer-0"]] * 3
+    with_reference, *without = [plan.processes[0].memory_bytes for plan in plans]
+    assert with_reference == without[0] * 5 // 4  # weights, gradient and two moments; the weights again
+    assert {plan.identities.total_steps for plan in plans} == {10}  # a pair is two sequences
 
 
 def test_environment_of_the_user(tmp_path):
