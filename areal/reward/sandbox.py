@@ -104,7 +104,7 @@ class Sandbox:
             given.write(stdin)
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-sPSB", "-m", "areal.reward.sandbox_inside", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-sPS", "-m", "areal.reward.sandbox_inside", str(theirs.fileno()), str(os.getpid())],
                 stdin=given,
                 stdout=subprocess.PIPE if role == "program" else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

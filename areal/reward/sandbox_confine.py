@@ -10,7 +10,10 @@ import ctypes
 import os
 import resource
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+if TYPE_CHECKING:
+    from typing import Any
 
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """Mounts, host name, System V memory, users, process ids, network."""

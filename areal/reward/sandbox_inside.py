@@ -14,15 +14,17 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import sys
 import time
-from typing import Any, NoReturn
 
 from areal.reward import sandbox_roles
 from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, set_limits
 from areal.reward.sandbox_syscalls import refuse_system_calls
+
+TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -53,6 +55,8 @@ def main(argv: list[str]) -> NoReturn:
         with contextlib.suppress(OSError):
             os.rmdir(os.path.basename(folder), dir_fd=outside)
     else:
+        import shutil
+
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
@@ -137,6 +141,7 @@ def _run(orders: dict[str, Any], channel: int) -> NoReturn:
     os.environ.clear()
     os.environ.update({"HOME": orders["folder"], "TMPDIR": orders["folder"], "OPENBLAS_NUM_THREADS": "1"})
     sys.path[:] = [path for path in sys.path if path != orders["root"]] + orders["packages"]
+    sys.dont_write_bytecode = True
     sys.set_int_max_str_digits(0)
     set_limits(orders["limits"])
     drop_capabilities()

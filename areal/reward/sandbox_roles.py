@@ -18,11 +18,14 @@ import operator
 import os
 import runpy
 import sys
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from areal.reward.sandbox_values import decoded, encoded
+
+TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 _FOREIGN_NAMES = ("numpy",)
 """Modules beyond the standard library that a judge loads when the program has done so."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -54,7 +53,7 @@ _SECCOMP_MODE_FILTER = 2
 
 def refuse_system_calls() -> None:
     """Install the filter for this process, for ever. OSError when this kernel or machine cannot."""
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOTSUP, f"no table of system calls for {machine}")
     program = filter_program(*_ARCHITECTURES[machine])

@@ -6,8 +6,10 @@ plain data; anything else stays where it is and arrives as the number of an obje
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _LONG_INT_BITS = 10_000
 """Longer whole numbers travel in hexadecimal: Python refuses to read them as decimals."""
