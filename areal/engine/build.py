@@ -15,6 +15,7 @@ from areal.api.config import TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import enable_checkpointing, load_model, resolve_model_folder, shard_units
+from areal.engine.liger_head import require_liger
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
@@ -41,6 +42,8 @@ def build_train_engine(
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens: it cannot give {outputs}")
+    if config.logprob_kernel == "liger":
+        require_liger(mesh.device, outputs or OutputSpec())
     compute = _DTYPES[config.dtype]
     stored = torch.float32 if config.optimizer is not None else compute
     folder = resolve_model_folder(config.path)
@@ -56,7 +59,7 @@ def build_train_engine(
         hf_model.get_submodule("score").float()  # also of a frozen model
         model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
     else:
-        model = PolicyModel(hf_model, config.temperature, outputs)
+        model = PolicyModel(hf_model, config.temperature, outputs, with_liger=config.logprob_kernel == "liger")
     if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
+from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.micro_batch import ModelInput
 
@@ -62,10 +63,14 @@ class TokenModel(nn.Module, ABC):
 class PolicyModel(TokenModel):
     """A causal language model that says log-probability and entropy of every next token, and what its spec adds."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None, *, with_liger: bool = False
+    ) -> None:
+        """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, and no entropies."""
         super().__init__(model)
         self._temperature = temperature
         self._spec = spec or OutputSpec()
+        self._with_liger = with_liger
 
     @property
     def spec(self) -> OutputSpec:
@@ -87,8 +92,11 @@ class PolicyModel(TokenModel):
         # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
         # while this runs; a custom function hands their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
+        hidden = self._hidden(inputs)
+        if self._with_liger:
+            return (liger_logprobs(hidden, head.weight, head.bias, inputs.labels, valid=inputs.has_label),)
         found = linear_logprobs(
-            self._hidden(inputs),
+            hidden,
             head.weight,
             head.bias,
             inputs.labels,

@@ -33,6 +33,13 @@ class PPOActorConfig(
         yield from self.off_policy_problems()
         yield from self.kl_problems()
         yield from self.assembly_problems()
+        if self.logprob_kernel == "liger" and (
+            self.has_entropy_bonus or "full" in (self.kl_estimator, self.kl_loss_estimator)
+        ):
+            yield (
+                "logprob_kernel",
+                "is liger, which gives log-probabilities only, and an entropy bonus or a full KL needs more: use torch",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +64,5 @@ class PPOCriticConfig(TrainEngineConfig):
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)
         yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
+        if self.logprob_kernel != "torch":
+            yield "logprob_kernel", "makes log-probabilities of a language model, and a critic has none: remove it"

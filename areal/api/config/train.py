@@ -85,6 +85,8 @@ class TrainEngineConfig:
     """Recompute activations in the backward pass: less memory, more work."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
     """Compute type; master weights and optimiser state stay float32."""
+    logprob_kernel: str = choice("torch", "torch", "liger")
+    """Source of log-probabilities: torch = blocks of logits; liger = liger-kernel on CUDA, which gives no entropies."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32")
     """Type in which gradients are summed over ranks."""
     optimizer: OptimizerConfig | None = None
@@ -95,3 +97,20 @@ class TrainEngineConfig:
     def problems(self) -> Problems:
         if not self.path:
             yield "path", "is required: name a checkpoint folder or a hub model"
+        if self.logprob_kernel == "liger" and self.temperature != 1.0:
+            yield (
+                "logprob_kernel",
+                f"is liger, which divides logits by nothing, and temperature is {self.temperature:g}: use torch",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreModelConfig(TrainEngineConfig):
+    """A model with a head of one output; the backbone of `path` gets a new head when it has none."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.temperature != 1.0:
+            yield "temperature", "divides the logits of a language model, and a score has none: remove it"
+        if self.logprob_kernel != "torch":
+            yield "logprob_kernel", "makes log-probabilities of a language model, and a score is none: remove it"
