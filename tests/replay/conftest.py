@@ -175,7 +175,7 @@ def train(folder: Path, text: str) -> Run:
     roles = build_roles(config, mesh, length)
     initial = {role: checksum_of(engine, is_rank0=True) for role, engine in roles.engines.items()}
     paths.initial_weights.write_text(json.dumps(initial))
-    recover = RecoverStore(paths.recover, config.recover, roles.trained)
+    recover = RecoverStore(paths.recover, config.recover, roles.recovered)
     recover.start_from(after_failure=False)
     weights = ChecksummedWeights(roles.trained["actor"], is_rank0=True)
     with asyncio.Runner() as runner:
@@ -186,7 +186,12 @@ def train(folder: Path, text: str) -> Run:
             saver=Saver(paths.checkpoints, roles.trained, keep_last=1, is_rank0=True),
             recover=recover,
             trackers=[JsonlTracker(paths.metrics)],
-            hooks=StepHooks(evaluate=None, goal_reached=lambda found: False, committed=lambda step, path: None),
+            hooks=StepHooks(
+                evaluate=None,
+                goal_reached=lambda found: False,
+                committed=lambda step, path: None,
+                actor_state=roles.actor.state,
+            ),
             is_rank0=True,
         )
         PPOLoop(
@@ -227,3 +232,13 @@ def recorded(tmp_path_factory) -> Run:
 def recorded_with_all(tmp_path_factory) -> Run:
     """A run with a critic and a reference."""
     return train(tmp_path_factory.mktemp("recorded_with_all"), CONFIG + WITH_ALL)
+
+
+@pytest.fixture(scope="session")
+def recorded_with_resets(tmp_path_factory) -> Run:
+    """A run whose reference is reset after steps 2 and 4, with an adaptive KL penalty and a KL term in the loss."""
+    adaptive = "kl_ctl: 0.1\n  kl_control: {type: adaptive, target: 0.01, horizon: 20}"
+    in_loss = "kl_loss_coef: 0.2\n  kl_loss_estimator: full\n  kl_top_k: 3"
+    text = CONFIG.replace("kl_ctl: 0.1", f"{adaptive}\n  {in_loss}")
+    resets = "ref_reset_steps: 2\nref_reset_optimizer: true\n"
+    return train(tmp_path_factory.mktemp("recorded_with_resets"), text + WITH_ALL + resets)
