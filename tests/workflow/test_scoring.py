@@ -84,7 +84,8 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
     scorer.check_rows(rows[:2])
     with pytest.raises(InputError, match=r"row 2 of a dataset cannot be scored: a row's data_source is 'c'"):
         scorer.check_rows(rows)
-    scorer_of(LENGTH).check_rows([{"prompt": "no source, and none needed"}])
+    scorer_of(LENGTH).check_row({"prompt": "no source, and none needed"})
+    scorer_of(LENGTH).check_rows(1 / 0 for _ in "not looked at where sources do not matter: it may be long")
     with pytest.raises(InputError, match="no column"):  # a typing error in source_key must not mean the default
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"source": "a"})
 
@@ -103,6 +104,14 @@ async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(
     told = [text for text in caplog.messages if "counted 0" in text]
     assert sum("fails_on_bad raised" in text for text in told) == 1
     assert sum("hangs_on_bad ran past its limit of 3 s" in text for text in told) == 1
+
+
+async def test_a_failure_is_told_once_for_each_function_and_way_to_fail(scorer_of, caplog):
+    lenient = scorer_of(fns={f"{FILE}:fails_on_bad": 1.0, f"{FILE}:nan_on_bad": 1.0}, on_error="zero")
+    with caplog.at_level(logging.WARNING):
+        assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [2, 2, 2]
+    told = [text for text in caplog.messages if "counted 0, and so will others like it" in text]
+    assert sorted(text.split()[2].rpartition(":")[2] for text in told) == ["fails_on_bad", "nan_on_bad"]
 
 
 async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_path):

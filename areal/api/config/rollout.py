@@ -32,7 +32,7 @@ class InferenceEngineConfig:
     should_accept_fn: str = ""
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all."""
     max_rejected_per_step: int | None = number(None, low=1)
-    """Groups that filter and workflow may reject while one train step's are accepted, then the run ends; null = any."""
+    """Groups that may be rejected while those of one train step are accepted; one more ends the run; null = any."""
     server_addrs: list[str] = field(default_factory=list[str])
     """Servers that already run, as host:port or http://host:port, one for each of allocation_mode; [] = start them."""
     setup_timeout: float = number(300.0, above=0)
