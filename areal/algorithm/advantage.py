@@ -61,6 +61,14 @@ def last_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Te
     return last.scatter_reduce(0, sequence_index[positions], positions, "amax", include_self=True)
 
 
+def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """lambda = 1 - 1 / (alpha n) of n trained tokens, at least 0 (VAPO, arXiv 2504.05118, section 4.1).
+
+    The sum of the weights lambda^t of GAE then grows with the answer, as alpha n. lengths [S] int -> [S] float64.
+    """
+    return (1.0 - 1.0 / (alpha * lengths.double())).clamp(min=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
     """What GAE gives; 0 where the mask is off."""
@@ -77,7 +85,7 @@ def generalised_advantages(
     num_sequences: int,
     *,
     discount: float = 1.0,
-    gae_lambda: float = 1.0,
+    gae_lambda: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> Advantages:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) over the trained tokens of packed sequences.
@@ -86,10 +94,11 @@ def generalised_advantages(
     A_i = delta_i + discount * gae_lambda * A_{i+1};  R_i = A_i + V_i.
     Untrained tokens between them (tool output, user turns) take no time: they are neither discounted nor valued.
     V after the last trained token is `bootstrap` [S], None = 0 (the episode ended). values None = 0 everywhere.
+    gae_lambda is one number, or [S] one for each sequence.
 
     rewards, values, mask [T]; sequence_index [T] int64 ascending. Computed in float64, returned in rewards' dtype.
-    A_i is a linear recurrence with one constant factor, so it is scanned in log2(longest answer) vectorised steps
-    over all sequences at once; the order of additions depends only on distances within a sequence, never on packing.
+    A_i is a linear recurrence with one constant factor a sequence, so it is scanned in log2(longest answer) vectorised
+    steps over all sequences at once; the order of additions depends on distances within a sequence, never on packing.
     """
     require_same_shape(rewards=rewards, mask=mask, sequence_index=sequence_index)
     positions = torch.nonzero(mask).flatten()
@@ -102,13 +111,14 @@ def generalised_advantages(
         after[:-1] = torch.where(same, value[1:], after[:-1])
     advantage = reward + discount * after - value
     longest = int(trained_counts(mask, sequence_index, num_sequences).max()) if num_sequences else 0
-    factor = discount * gae_lambda
+    factor = discount * (gae_lambda.double()[sequence] if isinstance(gae_lambda, Tensor) else gae_lambda)
     stride = 1
     while stride < longest:
         # before: A_i covers `stride` terms of its sum; after: twice as many
         same = sequence[:-stride] == sequence[stride:]
         later = torch.where(same, advantage[stride:], 0.0)
-        advantage = torch.cat([advantage[:-stride] + factor**stride * later, advantage[-stride:]])
+        weight = factor[:-stride] ** stride if isinstance(factor, Tensor) else factor**stride
+        advantage = torch.cat([advantage[:-stride] + weight * later, advantage[-stride:]])
         stride *= 2
     zeros = torch.zeros_like(rewards)
     return Advantages(

@@ -39,14 +39,17 @@ class PPOActor:
         max_new_tokens: int | None = None,
         seed: int = 0,
         frozen_steps: int = 0,
+        critic_lambda: float | None = None,
     ) -> None:
         """`max_new_tokens` is the limit of an answer, which the overlong penalty needs; `seed` the run's, from which
-        the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight."""
+        the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight;
+        `critic_lambda` is of the critic's targets, None = as the advantages."""
         self._engine = engine
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._seed = seed
         self._frozen_steps = frozen_steps
+        self._critic_lambda = critic_lambda
         self._entropy_coef = config.entropy_coef
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
         self._kl_coef = config.kl_ctl
@@ -101,6 +104,7 @@ class PPOActor:
             kl_coef=self._kl_coef,
             reduce=self._engine.all_reduce,
             max_new_tokens=self._max_new_tokens,
+            critic_lambda=self._critic_lambda,
         )
 
     def with_filters(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:

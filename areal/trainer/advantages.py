@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from areal.algorithm.advantage import (
+    adaptive_lambda,
     generalised_advantages,
     last_trained,
     overlong_penalty,
@@ -25,12 +27,19 @@ from areal.trainer.kl_term import kl_penalty
 
 
 def with_advantages(
-    batch: TrainBatch, config: PPOActorConfig, *, kl_coef: float, reduce: Reduce, max_new_tokens: int | None = None
+    batch: TrainBatch,
+    config: PPOActorConfig,
+    *,
+    kl_coef: float,
+    reduce: Reduce,
+    max_new_tokens: int | None = None,
+    critic_lambda: float | None = None,
 ) -> TrainBatch:
     """Rewards -> shaping -> baseline -> token rewards with KL penalty -> GAE -> normalisation.
 
     `kl_coef` weighs the KL penalty of this step; `reduce` sums over all ranks, and every rank calls.
-    `max_new_tokens` is the limit of an answer, which the overlong penalty needs.
+    `max_new_tokens` is the limit of an answer, which the overlong penalty needs. `critic_lambda` is the lambda of the
+    critic's targets (VAPO's decoupled GAE, arXiv 2504.05118, section 4.1); None = that of the advantages.
     """
     recipe = recipe_of(config)
     mask, sequence_index = batch.loss_mask, batch.sequence_index
@@ -38,21 +47,29 @@ def with_advantages(
     if config.mask_no_eos_with_zero:
         rewards = withhold_unfinished(rewards, batch.finished)
     kl = kl_penalty(batch, config) if kl_coef else None
-    result = generalised_advantages(
+    estimate = partial(
+        generalised_advantages,
         token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef),
         batch.values,
         mask,
         sequence_index,
         batch.num_sequences,
         discount=config.discount,
-        gae_lambda=recipe.gae_lambda,
         bootstrap=bootstrap_values(batch) if config.mask_no_eos_with_zero else None,
     )
+    policy_lambda: float | Tensor = recipe.gae_lambda
+    if config.gae_length_alpha is not None:
+        lengths = trained_counts(mask, sequence_index, batch.num_sequences)
+        policy_lambda = adaptive_lambda(lengths, config.gae_length_alpha)
+    result = estimate(gae_lambda=policy_lambda)
     advantages = result.advantages
     if recipe.adv_norm is not None:
         groups = batch.group_ids[sequence_index]
         advantages = normalise(advantages, recipe.adv_norm, groups, mask=mask, reduce=reduce)
-    return replace(batch, advantages=advantages, returns=result.returns if batch.values is not None else None)
+    if batch.values is None:
+        return replace(batch, advantages=advantages)
+    targets = result if critic_lambda is None else estimate(gae_lambda=critic_lambda)
+    return replace(batch, advantages=advantages, returns=targets.returns)
 
 
 def shaped(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:

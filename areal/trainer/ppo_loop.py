@@ -186,6 +186,7 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
         max_new_tokens=config.gconfig.max_new_tokens,
         seed=config.seed,
         frozen_steps=frozen_steps,
+        critic_lambda=None if config.critic is None else config.critic.gae_lambda,
     )
     return PPORoles(actor=policy, reference=reference, critic=critic, trained=trained, frozen=frozen)
 

@@ -73,6 +73,8 @@ class AdvantageOptions:
     """Discount per token of generalised advantage estimation."""
     gae_lambda: float = number(1.0, low=0, high=1)
     """Lambda of generalised advantage estimation."""
+    gae_length_alpha: float | None = number(None, above=0)
+    """Lambda of an answer of n tokens is 1 - 1 / (this n), at least 0, in place of gae_lambda (VAPO); null = off."""
     adv_norm: NormConfig | None = None
     """Normalisation of token advantages; null = none."""
 
@@ -83,12 +85,15 @@ class AdvantageOptions:
                 "reward_norm": self.reward_norm is not None,
                 "adv_norm": self.adv_norm is not None,
                 "gae_lambda": self.gae_lambda != 1.0,
+                "gae_length_alpha": self.gae_length_alpha is not None,
             }
             yield from (
                 (name, f"is set by adv_estimator={self.adv_estimator}: remove it, or compose with adv_estimator=gae")
                 for name, is_given in fixed.items()
                 if is_given
             )
+        if self.gae_length_alpha is not None and self.gae_lambda != 1.0:
+            yield "gae_lambda", "has no effect with gae_length_alpha, which takes its place: remove one of them"
         if self.overlong_reward_penalty:
             for name, value in (
                 ("overlong_tokens", self.overlong_tokens),

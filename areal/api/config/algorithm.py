@@ -58,6 +58,8 @@ class PPOCriticConfig(TrainEngineConfig):
     """How the token losses of a minibatch, on all ranks, become one number; docs/algorithms.md has the formulas."""
     loss_scale_tokens: int | None = number(None, low=1)
     """Constant length that divides: needed by seq-mean-token-sum-norm; with token-sum null = 1; no other takes one."""
+    gae_lambda: float | None = number(None, low=0, high=1)
+    """Lambda of the targets that values are trained towards (VAPO takes 1); null = that of the advantages."""
     warmup_steps: int = number(0, low=0)
     """Train steps at the beginning that train the critic only, the policy keeps its weights."""
 
