@@ -105,6 +105,25 @@ def test_the_section_may_only_say_what_m2po_leaves_out_of_the_denominator():
     ]
 
 
+def test_off_is_a_word_in_yaml_too(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        MINIMAL.replace("path: /models/tiny,", "path: /models/tiny, recompute_logprob: true, m2_threshold: 1,").replace(
+            "optimizer:", "rollout_correction: {mode: off, renormalize: true}, optimizer:"
+        ),
+        encoding="utf-8",
+    )
+    for words in (
+        [],
+        ["actor.rollout_correction.mode=off"],
+        ["actor.rollout_correction={mode: off, renormalize: true}"],
+    ):
+        config = load_config(["--config", str(path), *words], GRPOConfig)
+        assert config.actor.rollout_correction == RolloutCorrectionConfig(mode="off", renormalize=True)
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(["--config", str(tmp_path / "saved.yaml")], GRPOConfig) == config
+
+
 def test_it_is_given_in_yaml_and_on_the_command_line(tmp_path: Path):
     path = tmp_path / "x.yaml"
     path.write_text(MINIMAL, encoding="utf-8")

@@ -66,6 +66,8 @@ class Reader:
                 return self._section(spec.hint, cast("dict[str, Any]", value), path)
             self._report(path, f"{value!r} was given where a section with keys of its own is expected")
             return _blank(spec)
+        if isinstance(value, bool) and (word := "on" if value else "off") in (spec.limits.choices or ()):
+            return word  # YAML reads the bare words on and off as true and false
         if spec.item_section is not None:
             return self._sections(spec.item_section, value, path)
         try:
