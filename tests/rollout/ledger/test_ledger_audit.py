@@ -1,13 +1,16 @@
 """What an audit says of a whole ledger: the equation, what is no violation, lists for people and for programs."""
 
+import contextlib
+
 import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.rollout import ledger_state
 from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import OsAppendFile, events_path
+from areal.rollout.ledger_files import OsAppendFile, PayloadReader, events_path
 from areal.rollout.ledger_log import GroupWriter
+from areal.rollout.ledger_payloads import read_columns
 from areal.rollout.payload import encode_episode
 
 
@@ -32,6 +35,9 @@ def test_payloads_with_and_without_greedy_baselines_are_looked_into(forge):
     forge.accepted(5)
     forge.write()
     assert audit(forge.folder).is_clean
+    with contextlib.closing(PayloadReader(forge.folder)) as reader:
+        accepted = [event for event in forge.events if event["event"] == "accepted"]
+        assert [read_columns(reader, event).finished.tolist() for event in accepted] == [[1]] * 6
 
 
 def test_a_ledger_that_does_not_reach_back_to_the_first_step_says_so(forge):
