@@ -242,3 +242,22 @@ def recorded_with_resets(tmp_path_factory) -> Run:
     text = CONFIG.replace("kl_ctl: 0.1", f"{adaptive}\n  {in_loss}")
     resets = "ref_reset_steps: 2\nref_reset_optimizer: true\n"
     return train(tmp_path_factory.mktemp("recorded_with_resets"), text + WITH_ALL + resets)
+
+
+@pytest.fixture(scope="session")
+def recorded_with_epochs(tmp_path_factory) -> Run:
+    """A run with every part of the loss assembly, whose critic has the first step for itself."""
+    assembly = """ppo_epochs: 2
+  target_kl: 0.05
+  loss_aggregation: seq-mean-token-mean
+  entropy_coef: 0.01
+  entropy_clamp: 0.2
+  adaptive_entropy: {entropy_low: 9, entropy_high: 10, coef_lr: 1.0e-3, coef_high: 1}
+  positive_nll_coef: 0.1
+  mask_truncated: true
+  dynamic_sampling: true
+  shared_prefix_min_tokens: 1
+"""
+    text = CONFIG.replace("  ppo_n_minibatches: 2\n", f"  ppo_n_minibatches: 2\n  {assembly}")
+    critic = "huber_delta: 1.0, eps_clip: null, ppo_epochs: 2, warmup_steps: 1, gae_lambda: 0.9, optimizer"
+    return train(tmp_path_factory.mktemp("recorded_with_epochs"), text + WITH_ALL.replace("optimizer", critic))
