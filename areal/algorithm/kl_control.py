@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, require_same_shape, trained_counts
-from areal.api.config.kl import KLControlConfig
+from areal.api.config import KLControlConfig
 
 ERROR_LIMIT = 0.2
 """The relative distance from the target counts as at most this."""

@@ -8,7 +8,7 @@ import torch
 
 from areal.algorithm.aggregate import identity_reduce
 from areal.algorithm.kl_control import KLController, adapted_coefficient, sequence_kl
-from areal.api.config.kl import KLControlConfig
+from areal.api.config import KLControlConfig
 
 ADAPTIVE = KLControlConfig(type="adaptive", target=0.5, horizon=100.0)
 NAN = float("nan")

@@ -17,8 +17,15 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.batch import OutputSpec, TrainBatch
-from areal.api.config import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig, RecoverConfig, SFTOptions
-from areal.api.config.kl import KLControlConfig
+from areal.api.config import (
+    KLControlConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RecoverConfig,
+    SFTOptions,
+)
 from areal.api.config.loss_assembly import AdaptiveEntropyConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal.api.config import PPOActorConfig
-from areal.api.config.kl import KLControlConfig
+from areal.api.config import KLControlConfig, PPOActorConfig
 from areal.api.data import WeightSpec
 from areal.api.errors import ConfigError, InputError
 from areal.api.metrics import metric_values
