@@ -86,6 +86,8 @@ def test_rows_pack_for_supervised_training():
 
 
 def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(InputError, match="baselines of a batch has 1 entries for 2 sequences"):
+        to_train_batch(replace(share(), baselines=share().baselines[:1]))
     with pytest.raises(InputError, match="add up to 7, but it has 6"):
         to_train_batch(replace(share(), token_ids=share().token_ids[:6]))
     with pytest.raises(InputError, match="rewards of a batch has 1 entries for 2"):
