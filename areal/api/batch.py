@@ -49,6 +49,10 @@ class TrainBatch:
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
     chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, a policy loss treats them apart
+    version: int = 0
+    """Policy version at the start of the update that this batch is for."""
+    update_progress: float = 0.0
+    """Part of that update's optimiser steps that come before this minibatch, below 1."""
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
     prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
     ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's

@@ -44,6 +44,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         group_ids=_tensor(share.group_index, torch.int64),
         finished=_tensor(share.finished, torch.bool),
         baselines=_tensor(share.baselines, torch.float32),
+        version=share.version,
     )
 
 

@@ -83,17 +83,17 @@ def kl_loss(
     elif outputs.logprobs is None or batch.ref_logprobs is None:
         raise ValueError("the batch has no ref_logprobs: call with_ref_logprobs before update")
     else:
-        base = _base_of(batch, config)
+        base = _base_of(batch, config, outputs.logprobs)
         name = config.kl_loss_estimator
         estimate = kl_estimate(outputs.logprobs, batch.ref_logprobs, mask, name, base_logprobs=base)
     return config.kl_loss_coef * estimate, {"kl_loss": TokenStat(estimate, mask)}
 
 
-def _base_of(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
+def _base_of(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor | None:
     """The policy that the loss's divergence is corrected for having sampled the tokens."""
     match config.kl_loss_correction:
         case "old":
-            return old_logprobs(batch, config)
+            return old_logprobs(batch, config, logprobs)
         case "rollout":
             return batch.rollout_logprobs
         case _:

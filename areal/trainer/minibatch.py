@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,10 @@ class Passes:
             # text, hashed by the generator itself: neighbouring steps and epochs have nothing in common
             parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
         return [take(batch, part) for part in parts]
+
+    def progress(self, epoch: int, place: int) -> float:
+        """Part of the update's optimiser steps before minibatch `place` of epoch `epoch`, from 0 to below 1."""
+        return (epoch * self.num_minibatches + place) / (self.num_epochs * self.num_minibatches)
 
 
 def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> list[list[int]]:
@@ -95,7 +99,8 @@ def train_on_minibatches(
     num_steps, stopped = 0, False
     for epoch in range(passes.num_epochs):
         of_epoch: Metrics = dict(names)
-        for mini in [] if stopped else passes.cut(batch, epoch):
+        for place, part in enumerate([] if stopped else passes.cut(batch, epoch)):
+            mini = replace(part, update_progress=passes.progress(epoch, place))
             denominators: list[float] = engine.all_reduce(rule.local_denominators(mini)).tolist()
             if denominators[0] == 0:
                 continue

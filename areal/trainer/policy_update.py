@@ -24,7 +24,7 @@ from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOut
 from areal.api.config import PPOActorConfig
 from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_loss, num_candidates
-from areal.trainer.off_policy import behaviour_weights, old_logprobs
+from areal.trainer.off_policy import behaviour_weights, late_correction, old_logprobs, prox_errors
 
 
 def output_spec(config: PPOActorConfig) -> OutputSpec:
@@ -67,6 +67,7 @@ class PolicyUpdate:
         nothing, tokens = torch.zeros(0), _empty_tokens()
         outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
         stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens)[1]
+        stats |= prox_errors(nothing, None, self._config)
         stats |= kl_loss(outputs, None, self._config)[1]
         return to_metrics(stats | self._likelihood_loss(tokens, nothing)[1])
 
@@ -79,7 +80,7 @@ class PolicyUpdate:
             raise ValueError("the batch has no advantages: call with_advantages before update")
         tokens = PolicyTokens(
             logprobs=outputs.logprobs,
-            old_logprobs=old_logprobs(batch, self._config),
+            old_logprobs=old_logprobs(batch, self._config, outputs.logprobs),
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
             mask=batch.trained,
@@ -88,6 +89,7 @@ class PolicyUpdate:
             chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
+        stats |= prox_errors(outputs.logprobs, batch, self._config)
         bonus, entropy_stats = self._entropy_loss(outputs, tokens)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         weights = scale * loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences, self._aggregation)
@@ -100,13 +102,15 @@ class PolicyUpdate:
 
     def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
         """The policy-gradient loss of each token, [T], and what to log."""
-        result = weighted(policy_loss(tokens, self._config), factors)
+        late = late_correction(tokens, self._config)
+        result = weighted(policy_loss(tokens, self._config), factors if late is None else late.weights)
         moved = log_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask).detach()
         stats = {
             "loss": TokenStat(result.losses, tokens.mask),
             "approx_kl": TokenStat(k3_from_samples(moved), tokens.mask),  # target_kl needs it of every loss
             **result.stats,
             "logprobs": TokenStat(tokens.logprobs, tokens.mask),
+            **({} if late is None else late.stats),
         }
         return result.losses, stats
 

@@ -240,7 +240,6 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
         ("actor.use_lora=true", "actor.use_lora"),
         ("actor.pad_to_maximum=true", "actor.pad_to_maximum"),
         ("actor.is_critic=true", "actor.is_critic"),
-        ("actor.prox_logp_method=loglinear", "actor.prox_logp_method"),
         ("actor.log_agent_stats=true", "actor.log_agent_stats"),
         ("actor.use_sapo_loss=true", "actor.use_sapo_loss"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload"),

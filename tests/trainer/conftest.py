@@ -118,7 +118,7 @@ def select(batch, indices):
     fields = {}
     for name in TrainBatch.__dataclass_fields__:
         value = getattr(batch, name)
-        if name not in own and value is not None:
+        if name not in own and isinstance(value, torch.Tensor):
             fields[name] = value[torch.tensor(indices, dtype=torch.int64) if name in per_sequence else rows]
     return replace(batch, **fields, **own)
 

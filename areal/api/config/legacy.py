@@ -79,7 +79,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "overlong_tokens": _SILENT,
         "overlong_penalty_factor": _SILENT,
         "max_new_tokens": _SILENT,
-        "prox_logp_method": Accepts(("recompute",)),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
         "use_sapo_loss": _FALSE,

@@ -135,6 +135,8 @@ class OffPolicyOptions:
     """Use log-probabilities recomputed by the trainer as the old policy instead of the servers' (not decoupled)."""
     use_decoupled_loss: bool = False
     """Decoupled PPO: clip around the policy at the start of the update, weight by its ratio to the behaviour policy."""
+    prox_logp_method: str = choice("recompute", "recompute", "loglinear", "metrics")
+    """How the policy at the start of the update is known: a forward pass, a guess from versions, both to compare."""
     behav_imp_weight_cap: float | None = number(None, above=1)
     """Decoupled loss: tokens whose proximal/behaviour ratio is above this are left out; null = no cap."""
     rollout_correction: RolloutCorrectionConfig | None = None
@@ -160,8 +162,30 @@ class OffPolicyOptions:
                     "compares the old policy of the loss with the rollout policy, which here are the same: set "
                     "use_decoupled_loss or recompute_logprob to true, or remove it",
                 )
+        if self.prox_logp_method != "recompute" and around_rollout:
+            yield (
+                "prox_logp_method",
+                f"{self.prox_logp_method} has no effect, since the loss is around the rollout policy: set "
+                "use_decoupled_loss or recompute_logprob to true, or remove it",
+            )
         if self.rollout_correction is not None:
             yield from self._correction_problems(self.rollout_correction)
+        if self.prox_logp_method == "loglinear":
+            yield from self._guess_problems(self.rollout_correction or RolloutCorrectionConfig())
+
+    def _guess_problems(self, given: RolloutCorrectionConfig) -> Problems:
+        """What looks at the whole batch before the update, when the old policy is not known yet."""
+        for name, is_set in (
+            ("m2_threshold", self.m2_threshold is not None),
+            ("rollout_correction.renormalize", given.renormalize),
+            ("rollout_correction.batch_normalize", given.batch_normalize),
+        ):
+            if is_set:
+                yield (
+                    name,
+                    "is decided over the whole batch before the update, and prox_logp_method=loglinear knows the old "
+                    "policy in training only: use prox_logp_method=recompute or remove it",
+                )
 
     def _correction_problems(self, given: RolloutCorrectionConfig) -> Problems:
         if self.behav_imp_weight_cap is not None:
