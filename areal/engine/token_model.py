@@ -130,4 +130,4 @@ class ScoreModel(ValueModel):
         return TokenOutputs(scores=values[0])
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor]:
-        return (self._head(inputs),)
+        return (self._head(inputs).clone(),)  # not a view, which FSDP warns of

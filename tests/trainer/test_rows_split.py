@@ -125,3 +125,11 @@ def test_accuracy_margin_and_rewards_are_of_the_pairs(folder, whole):
     right = [float(a > b) for a, b in zip(rewards["chosen"], rewards["rejected"], strict=True)]
     assert metrics["accuracy"] == pytest.approx(mean(right))
     assert 0 < mean(right) < 1
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
+def test_bfloat16_computes_the_same_up_to_rounding(folder, whole, kind):
+    task = cases.make_task(kind, folder / "models", TrainerMesh.open(None), cases.CUTS[0], dtype="bfloat16")
+    metrics = task.update(task.batch_of(cases.rows_of(kind)))
+    assert metrics["loss"].value == pytest.approx(whole[kind][0]["loss"], rel=0.02)
+    assert metrics["grad_norm"].value == pytest.approx(whole[kind][0]["grad_norm"], rel=0.05)
