@@ -1,0 +1,104 @@
+"""What the loop tells the roles about the step, and what the roles' engines are built with."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from areal.api.config import GRPOConfig, OptimizerConfig, PPOActorConfig, PPOCriticConfig
+from areal.observe.phase import PhaseClock
+from areal.trainer import ppo_loop
+from areal.trainer.progress import Progress, TrainingLength
+
+LENGTH = TrainingLength(steps_per_epoch=10, total_steps=10)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """built(config) -> (roles, what each engine was built with, by role)."""
+    module = sys.modules[ppo_loop.build_roles.__module__]
+
+    def build(config):
+        asked = {}
+
+        def build_train_engine(model, *, role, **others):
+            asked[role] = SimpleNamespace(**others)
+            return SimpleNamespace(role=role)
+
+        monkeypatch.setattr(module, "build_train_engine", build_train_engine)
+        return ppo_loop.build_roles(config, mesh=None, length=LENGTH), asked
+
+    return build
+
+
+def config_of(*, critic=None, **options):
+    optimizer = OptimizerConfig()
+    return GRPOConfig(
+        experiment_name="a",
+        trial_name="b",
+        actor=PPOActorConfig(path="x", optimizer=optimizer, **options),
+        critic=None if critic is None else PPOCriticConfig(path="x", optimizer=optimizer, **critic),
+    )
+
+
+def test_the_schedule_counts_every_epoch_and_begins_after_the_critics_head_start(built):
+    _, asked = built(config_of(ppo_n_minibatches=4, ppo_epochs=3))
+    assert asked["actor"].total_steps == 10 * 4 * 3
+    critic = {"ppo_n_minibatches": 2, "ppo_epochs": 5, "warmup_steps": 4}
+    _, asked = built(config_of(ppo_n_minibatches=4, ppo_epochs=3, critic=critic))
+    assert asked["actor"].total_steps == (10 - 4) * 4 * 3
+    assert asked["critic"].total_steps == 10 * 2 * 5
+    _, asked = built(config_of(ppo_n_minibatches=4, critic={"warmup_steps": 40}))
+    assert asked["actor"].total_steps == 4  # a schedule needs a length, even if it is never begun
+
+
+def test_the_policys_engine_gives_what_the_bonus_needs(built):
+    assert not built(config_of())[1]["actor"].outputs.entropy_grad
+    assert built(config_of(entropy_coef=0.1))[1]["actor"].outputs.entropy_grad
+    assert built(config_of(entropy_coef=0.1, entropy_clamp=0.25))[1]["actor"].outputs.entropy_clamp == 0.25
+
+
+def test_the_loop_tells_every_role_its_step_and_filters_before_it_corrects(toolbox):
+    told = []
+
+    def passing(name, result):
+        def call(batch, **options):
+            told.append((name, options.get("step")))
+            return result(batch)
+
+        return call
+
+    def metrics(batch):
+        return {}
+
+    def plain(batch):
+        return batch
+
+    def pair(batch):
+        return batch, {}
+
+    actor = SimpleNamespace(
+        with_prox_logprobs=passing("prox", plain),
+        with_filters=passing("filters", pair),
+        with_correction=passing("correction", pair),
+        with_advantages=passing("advantages", plain),
+        update=passing("actor", metrics),
+    )
+    critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
+    roles = SimpleNamespace(actor=actor, critic=critic, reference=None, judge=None, teacher=None)
+    share = SimpleNamespace(stats={}, token_ids=[1, 2])
+    weights = SimpleNamespace(ask=lambda next_batch, version: next_batch(), publish=lambda version: "")
+    batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
+
+    batch = toolbox.random_batch(0, 2)
+    clock = PhaseClock()
+    loop = ppo_loop.PPOLoop(
+        roles=roles, batches=batches, weights=weights, after_step=lambda *facts: False,
+        progress=Progress(TrainingLength(steps_per_epoch=9, total_steps=9), start_step=7), clock=clock, is_rank0=True,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, clock.active():
+        patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
+        loop.run()
+    names = ["prox", "values", "filters", "correction", "advantages", "actor", "critic"]
+    assert [name for name, _ in told] == names * 2
+    assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]
