@@ -21,7 +21,7 @@ class _Answer:
     """Where it begins in the packed batch."""
     keys: Tensor  # [n] int64: next token and whether it is trained on, in one number
     order: bytes
-    """The same in big-endian bytes, which sort as the numbers do."""
+    """The same in bytes: sorted by them, answers with a common beginning are neighbours, whatever the byte order."""
     reward: float
 
 
@@ -53,7 +53,7 @@ def contested_prefixes(
         first, last = start + int(places[0]), start + int(places[-1])
         keys = 2 * input_ids[first + 1 : last + 2] + loss_mask[first : last + 1]
         prompt = input_ids[start : first + 1].numpy().tobytes()
-        answer = _Answer(first, keys, keys.numpy().astype(">i8").tobytes(), reward)
+        answer = _Answer(first, keys, keys.numpy().tobytes(), reward)
         prompts.setdefault((int(group), prompt), []).append(answer)
     found = torch.zeros_like(loss_mask)
     for answers in prompts.values():

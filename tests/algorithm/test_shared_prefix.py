@@ -113,7 +113,7 @@ def test_tokens_of_tools_must_agree_and_are_not_counted():
     assert found_in(rows, 3) == [[], [], []]
 
 
-def test_large_ids_sort_as_numbers():
+def test_large_ids():
     rows = [row(1, 1.0, [255, 1, 7]), row(1, 0.0, [256, 1, 7]), row(1, 0.0, [255, 1, 8]), row(1, 1.0, [151_000, 1, 2])]
     assert found_in(rows, 1) == by_brute_force(rows, 1) == [[0, 1], [], [0, 1], []]
 
