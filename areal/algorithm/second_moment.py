@@ -57,8 +57,8 @@ def _sums_by_digit(steps: Tensor, shift: int, reduce: Reduce) -> list[tuple[int,
     """(how many, their sum) of the `steps` of all ranks with each value of one digit."""
     size = 1 << _DIGIT_BITS
     digits = (steps >> shift) & (size - 1)
-    parts = (torch.ones_like(steps), steps >> _HALF, steps & ((1 << _HALF) - 1))
-    local = torch.stack([torch.bincount(digits, weights=part.double(), minlength=size) for part in parts])
+    parts = torch.stack([torch.ones_like(steps), steps >> _HALF, steps & ((1 << _HALF) - 1)]).double()
+    local = parts.new_zeros(3, size).index_add(1, digits, parts)
     numbers = reduce(local.cpu().reshape(-1)).reshape(3, size).long()
     rows = cast("list[list[int]]", numbers.T.tolist())  # pyright: ignore[reportUnknownMemberType]
     return [(more, (high << _HALF) + low) for more, high, low in rows]

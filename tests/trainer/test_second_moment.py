@@ -97,6 +97,8 @@ def test_ranks_that_are_threads_find_what_one_list_would(toolbox, seed, num_rank
     def rank_main(rank):
         def reduce(values):
             calls[rank] += 1
+            assert values.dtype == torch.float64
+            assert values.shape == (3 * 1024,), "shares of every size bring the same"
             return group.all_reduce(rank, values, "sum")
 
         mine = owner == rank

@@ -1,0 +1,184 @@
+"""The correction stage through the real actor: denominators, ranks, micro-batches, short forms, metrics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.api.config import CorrectionRule, PPOActorConfig, RolloutCorrectionConfig
+from areal.api.metrics import merge_metrics, metric_values
+from areal.trainer.actor import PPOActor
+from areal.trainer.off_policy import correction_of
+from areal.trainer.reduce import reduce_metrics
+
+
+def config(**options):
+    return PPOActorConfig(
+        **{"path": "table", "kl_ctl": 0.0, "ppo_n_minibatches": 1, "recompute_logprob": True} | options
+    )
+
+
+def section(**options):
+    return RolloutCorrectionConfig(**options)
+
+
+def step(engine, options, batch):
+    """One train step; (batch before the update, all its metrics)."""
+    actor = PPOActor(engine, options)
+    batch, metrics = actor.with_correction(actor.with_prox_logprobs(batch))
+    batch = actor.with_advantages(batch)
+    return batch, merge_metrics(metrics, actor.update(batch))
+
+
+BOUNDS = [
+    {"rollout_correction": section(mode="mask", upper=1.3)},
+    {"rollout_correction": section(level="sequence", mode="mask", upper=2.0, batch_normalize=True)},
+    {"rollout_correction": section(level="segment", upper=1.2, veto_threshold=0.4)},
+    {"rollout_correction": section(level="geometric", mode="clamp", upper=1.1, rules=[CorrectionRule(upper=1.6)])},
+    {"rollout_correction": section(mode="off", rules=[CorrectionRule(metric="k3", level="sequence_mean", upper=0.1)])},
+    {"rollout_correction": section(batch_normalize=True), "m2_threshold": 0.1},
+    {"rollout_correction": section(mode="off"), "m2_threshold": 0.05},
+]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("bounds", BOUNDS, ids=range(len(BOUNDS)))
+def test_ranks_and_micro_batches_make_the_update_of_the_whole_batch(toolbox, bounds, renormalize):
+    options = config(**bounds | {"rollout_correction": replace(bounds["rollout_correction"], renormalize=renormalize)})
+    batch = toolbox.random_batch(3, 12)
+    alone = toolbox.TableEngine()
+    whole, metrics = step(alone, options, batch)
+    left_out = (whole.loss_mask & (whole.behaviour_weights == 0)).sum()
+    assert 0 < left_out < whole.loss_mask.sum(), "the bounds of this case leave out some"
+    assert alone.denominators == [float(whole.loss_mask.sum() - (left_out if renormalize else 0))]
+    shares = [list(range(6)), [], list(range(6, 12))]
+    for num_micro_batches in (1, 3):
+        group = toolbox.RankGroup(3)
+
+        def rank_main(rank, group=group, num_micro_batches=num_micro_batches):
+            engine = toolbox.TableEngine(rank=rank, group=group, num_micro_batches=num_micro_batches)
+            share, found = step(engine, options, toolbox.select(batch, shares[rank]))
+            return engine, share, metric_values(reduce_metrics(found, engine))
+
+        results = group.run(rank_main)
+        for engine, _, values in results:
+            assert torch.allclose(engine.gradients[0], alone.gradients[0], rtol=0, atol=1e-9)
+            assert engine.denominators == alone.denominators
+            expected = metric_values(reduce_metrics(metrics, alone))
+            assert values.keys() == expected.keys()
+            for name in expected.keys() - {"actor/optimizer_steps"}:
+                assert values[name] == pytest.approx(expected[name], abs=1e-6), name
+        together = torch.cat([share.behaviour_weights for _, share, _ in results])
+        assert torch.allclose(together, whole.behaviour_weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_denominators_by_hand(toolbox, renormalize):
+    """Two tokens, ratios 2 and 1/2, A = 1: the first is left out; gradient -(1/2) d log p over 2 tokens or over 1."""
+    engine = toolbox.TableEngine()
+    logprobs = engine.table.detach().log_softmax(-1)[1].float()
+    rollout = [float(logprobs[2]) - math.log(2), 0.0, float(logprobs[3]) + math.log(2), 0.0]
+    batch = toolbox.make_batch([[1, 2], [1, 3]], rewards=[1.0, 1.0], rollout=rollout)
+    bound = section(mode="mask", lower=0.0, upper=1.5, renormalize=renormalize)
+    trained, metrics = step(engine, config(rollout_correction=bound), batch)
+    assert trained.behaviour_weights.tolist() == pytest.approx([0, 0, 0.5, 0])
+    assert trained.trained.tolist() == [not renormalize, False, True, False]
+    assert trained.loss_mask.tolist() == [True, False, True, False]
+    gradient = torch.zeros_like(engine.gradients[0])
+    unit = torch.nn.functional.one_hot(torch.tensor(3), toolbox.VOCABULARY).double()
+    gradient[1] = -0.5 * (unit - logprobs.double().exp()) / (1 if renormalize else 2)
+    assert torch.allclose(engine.gradients[0], gradient, atol=1e-6)
+    values = metric_values(metrics)
+    assert values["batch/correction/masked"] == 0.5
+    assert values["batch/correction/left_out"] == 0.5
+    assert values["batch/correction/weight"] == pytest.approx(0.5)
+    assert values["batch/correction/ess"] == pytest.approx(1.0)
+    assert values["batch/mismatch/ratio"] == pytest.approx(1.25)
+    assert values["batch/mismatch/ratio_max"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("short", "written_out"),
+    [
+        ({"use_decoupled_loss": True}, {"rollout_correction": section()}),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 1.2},
+            {"rollout_correction": section(mode="mask", lower=0.0, upper=1.2)},
+        ),
+        ({"m2_threshold": 0.05}, {"rollout_correction": section(mode="off"), "m2_threshold": 0.05}),
+    ],
+)
+def test_the_short_forms_are_settings_of_the_section(toolbox, short, written_out):
+    found = []
+    for options in (short, written_out):
+        engine = toolbox.TableEngine()
+        _, metrics = step(engine, config(**options), toolbox.random_batch(5, 8))
+        found.append((engine.gradients[0], metric_values(metrics)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert correction_of(config(**short)) == written_out["rollout_correction"]
+
+
+def test_weights_that_are_only_logged_change_nothing(toolbox):
+    batch = toolbox.random_batch(6, 8)
+    plain, logged = toolbox.TableEngine(), toolbox.TableEngine()
+    _, without = step(plain, config(), batch)
+    options = config(rollout_correction=section(mode="clamp", upper=1.5, apply_weights=False))
+    _, metrics = step(logged, options, batch)
+    assert torch.equal(plain.gradients[0], logged.gradients[0])
+    values = metric_values(metrics)
+    assert 0 < values["batch/correction/clamped"] < 1
+    assert values["batch/correction/weight_max"] <= 1.5
+    assert values["batch/correction/weight_min"] == pytest.approx(1 / 1.5)
+    assert values["batch/correction/ess"] < 1
+    assert not any(name.startswith("batch/correction") for name in without)
+    assert {name for name in without if name.startswith("batch/mismatch")} <= set(metrics)
+
+
+def test_rewards_and_advantages_do_not_mind_what_is_left_out(toolbox):
+    batch = toolbox.random_batch(7, 8)
+    corrected, _ = step(toolbox.TableEngine(), config(m2_threshold=0.01), batch)
+    plain, _ = step(toolbox.TableEngine(), config(), batch)
+    assert (corrected.behaviour_weights[corrected.loss_mask] == 0).any()
+    assert torch.equal(corrected.advantages, plain.advantages)
+
+
+def test_the_weights_are_those_of_the_start_of_the_update(toolbox):
+    """Minibatches of one step train on weights decided before the first of them moved the policy."""
+    engine, batch = toolbox.TableEngine(lr=5.0), toolbox.random_batch(8, 12)
+    whole, _ = step(engine, config(ppo_n_minibatches=3, use_decoupled_loss=True), batch)
+    expected = (whole.prox_logprobs - whole.rollout_logprobs).exp() * whole.loss_mask
+    assert torch.allclose(whole.behaviour_weights, expected)
+    parts = torch.cat([mini.behaviour_weights for mini in engine.minibatches])
+    assert parts.sort().values.tolist() == whole.behaviour_weights.sort().values.tolist()
+
+
+def test_a_batch_that_is_left_out_as_a_whole_takes_no_step(toolbox):
+    bound = CorrectionRule(metric="k2", level="sequence_max", upper=1e-12)
+    for renormalize in (False, True):
+        engine = toolbox.TableEngine()
+        options = config(rollout_correction=section(mode="off", rules=[bound], renormalize=renormalize))
+        before = engine.table.detach().clone()
+        _, metrics = step(engine, options, toolbox.random_batch(9, 6))
+        assert metrics["actor/optimizer_steps"].value == (0 if renormalize else 1)
+        assert torch.equal(engine.table, before)
+        assert metric_values(metrics)["batch/correction/rule0_masked"] == 1
+
+
+def test_an_earlier_filter_stays_in_force(toolbox):
+    batch = toolbox.random_batch(10, 6)
+    policy_mask = batch.loss_mask & (torch.arange(batch.num_tokens) % 2 == 0)
+    engine = toolbox.TableEngine()
+    options = config(rollout_correction=section(mode="mask", upper=1.4, renormalize=True))
+    whole, _ = step(engine, options, replace(batch, policy_mask=policy_mask))
+    assert not (whole.policy_mask & ~policy_mask).any()
+    assert whole.policy_mask.sum() < policy_mask.sum()
+    assert (whole.behaviour_weights[~policy_mask] == 0).all()
+
+
+def test_without_log_probabilities_of_the_trainer_nothing_is_known(toolbox):
+    batch = toolbox.random_batch(11, 4)
+    same, metrics = PPOActor(toolbox.TableEngine(), config(recompute_logprob=False)).with_correction(batch)
+    assert same is batch
+    assert metrics == {}
