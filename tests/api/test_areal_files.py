@@ -224,6 +224,46 @@ def test_it_loads_with_its_own_allocation_and_flags(tmp_path: Path) -> None:
     assert on_vllm.server_flags == {"model": "Qwen/Qwen2.5-1.5B-Instruct", "max_model_len": 32768}
 
 
+SAPO = ("actor.eps_clip=0.2", "actor.use_decoupled_loss=false", "actor.behav_imp_weight_cap=null")
+
+
+def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
+    config = grpo(*SAPO, "actor.use_sapo_loss=true", "actor.sapo_tau_pos=1.5", "actor.sapo_tau_neg=2")
+    assert config.actor.policy_loss == "sapo"
+    assert (config.actor.sapo.tau_pos, config.actor.sapo.tau_neg) == (1.5, 2.0)
+    both = grpo(*SAPO, "actor.use_sapo_loss=true", "actor.policy_loss=sapo", "actor.sapo={tau_neg: 2}")
+    assert (both.actor.sapo.tau_pos, both.actor.sapo.tau_neg) == (1.0, 2.0)
+    equal = grpo(*SAPO, "actor.policy_loss=sapo", "actor.sapo.tau_neg=2", "actor.sapo_tau_neg=2.0")
+    assert equal.actor.sapo.tau_neg == 2.0
+    off = grpo("actor.use_sapo_loss=false", "actor.sapo_tau_pos=1.0", "actor.sapo_tau_neg=1.05")
+    assert off.actor.policy_loss == "ppo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["actor.use_sapo_loss=true", "actor.policy_loss=gspo"],
+            r"use_sapo_loss: True differs from policy_loss='gspo'",
+        ),
+        (
+            ["actor.use_sapo_loss=false", "actor.policy_loss=sapo"],
+            r"use_sapo_loss: False differs from policy_loss='sapo'",
+        ),
+        (
+            ["actor.policy_loss=sapo", "actor.sapo.tau_pos=2", "actor.sapo_tau_pos=3"],
+            r"sapo_tau_pos: 3 differs from sapo",
+        ),
+        (["actor.use_sapo_loss=maybe"], r"use_sapo_loss: 'maybe' differs from policy_loss='ppo'"),
+        (["actor.sapo_tau_pos=3"], r"actor.sapo.tau_pos: has an effect only with policy_loss=sapo"),
+        (["actor.policy_loss=sapo", "actor.sapo_tau_pos=null"], r"actor.sapo.tau_pos: null was given"),
+    ],
+)
+def test_an_old_key_that_says_something_else_is_refused(grpo, overrides, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        grpo(*SAPO, *overrides)
+
+
 def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text(SFT, encoding="utf-8")
@@ -241,7 +281,6 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
         ("actor.pad_to_maximum=true", "actor.pad_to_maximum"),
         ("actor.is_critic=true", "actor.is_critic"),
         ("actor.log_agent_stats=true", "actor.log_agent_stats"),
-        ("actor.use_sapo_loss=true", "actor.use_sapo_loss"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload"),
         ("actor.optimizer.initial_loss_scale=65536", "actor.optimizer.initial_loss_scale"),
         ("rollout.queue_size=99", "rollout.queue_size"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from areal.api.config.legacy import CopyOf, Ignored, legacy_rule, refusal
+from areal.api.config.legacy import CopyOf, Ignored, MovedTo, legacy_rule, moved, refusal
 from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, type_text
 
 T = TypeVar("T")
@@ -101,6 +101,8 @@ class Reader:
                 self._report(path, f"unknown key; did you mean {guess}?" if guess else "unknown key: remove it")
             return
         copied = self._lookup(rule.path) if isinstance(rule, CopyOf) else None
+        if isinstance(rule, MovedTo):
+            copied = self._lookup(f"{section}.{rule.path}")
         problem = refusal(rule, value, copied)
         if problem is not None:
             self._report(path, problem)
@@ -231,8 +233,10 @@ def _blank(spec: FieldSpec) -> Any:
 def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -> dict[str, Any]:
     """`given` laid over the defaults of `cls`; a null section gets its class's defaults once `given` opens it.
 
-    So does every mapping in a list of sections. A list replaces the default list as a whole.
+    So does every mapping in a list of sections. A list replaces the default list as a whole. What stands under a key
+    that has moved (see legacy.py) is found at its new place.
     """
+    given = moved(cls, given)
     tree: dict[str, Any] = {}
     for name, spec in fields_of(cls).items():
         default = spec.default if instance is None else cast("Any", vars(instance)[name])

@@ -7,7 +7,7 @@ read by nothing must not look as if it worked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from areal.api.config.algorithm import PPOActorConfig
 
@@ -40,7 +40,23 @@ class SwitchedOff:
     """A section that may stand there as long as its `enabled` is false."""
 
 
-LegacyRule = Accepts | CopyOf | Ignored | SwitchedOff
+@dataclass(frozen=True, slots=True)
+class MovedTo:
+    """The value goes to another option of the same section, which has taken this key's place."""
+
+    path: str
+    """Dotted, below the section that the key stands in."""
+    values: tuple[tuple[Any, Any], ...] | None = None
+    """What old values are called there; of a switch, false asks only that none of them is given. None: the same."""
+
+    def translated(self, value: Any) -> tuple[Any, ...]:
+        """(the value there,), or () when the key does not decide it."""
+        if self.values is None:
+            return (value,)
+        return tuple(new for old, new in self.values if type(value) is type(old) and value == old)
+
+
+LegacyRule = Accepts | CopyOf | Ignored | SwitchedOff | MovedTo
 
 _FALSE = Accepts((False,))
 _NULL = Accepts((None,))
@@ -81,9 +97,9 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "max_new_tokens": _SILENT,
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
-        "use_sapo_loss": _FALSE,
-        "sapo_tau_pos": _SILENT,
-        "sapo_tau_neg": _SILENT,
+        "use_sapo_loss": MovedTo("policy_loss", ((True, "sapo"),)),
+        "sapo_tau_pos": MovedTo("sapo.tau_pos"),
+        "sapo_tau_neg": MovedTo("sapo.tau_neg"),
     },
     "OptimizerConfig": {
         "offload": Accepts((False,), "fsdp.offload_params does it"),
@@ -139,8 +155,31 @@ def legacy_rule(cls: type[Any], key: str, path: str) -> LegacyRule | None:
     return None
 
 
+def moved(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave for a section of class `cls`, the values of moved keys at their new places.
+
+    A key stays where it stands when its new place holds something else, or when it does not decide what stands there.
+    """
+    result = dict(given)
+    for key, value in given.items():
+        rule = None if key in cls.__dataclass_fields__ else legacy_rule(cls, key, "")
+        if not isinstance(rule, MovedTo):
+            continue
+        section, _, name = rule.path.rpartition(".")
+        place: Any = result.get(section, {}) if section else result
+        if not isinstance(place, dict):
+            continue
+        entry = cast("dict[str, Any]", place)
+        for new in rule.translated(value):
+            if entry.get(name, new) == new:
+                entry = {**entry, name: new}
+                result = {**result, section: entry} if section else entry
+                del result[key]
+    return result
+
+
 def refusal(rule: LegacyRule, value: Any, copied: Any) -> str | None:
-    """Why `value` cannot be accepted under `rule`, or None. `copied` is what a CopyOf rule points at."""
+    """Why `value` cannot be accepted under `rule`, or None. `copied` is what a CopyOf or MovedTo rule points at."""
     match rule:
         case Ignored():
             return None
@@ -153,6 +192,10 @@ def refusal(rule: LegacyRule, value: Any, copied: Any) -> str | None:
                 return None
             hint = f"; {instead}" if instead else ""
             return f"{value!r} is not supported by this version of areal: remove it{hint}"
+        case MovedTo(path, values):
+            if value is False and copied not in [new for _, new in values or ()]:
+                return None
+            return f"{value!r} differs from {path}={copied!r}, which has taken its place: remove it"
         case SwitchedOff():
             section: dict[str, Any] = value or {}
             if not section.get("enabled", False):
