@@ -55,10 +55,8 @@ def valid_sample_scale(rewards: Tensor, group_ids: Tensor, *, reduce: Reduce = i
     """
     require_same_shape(rewards=rewards, group_ids=group_ids)
     valid = torch.zeros_like(rewards, dtype=torch.bool) if not rewards.numel() else mixed_group(rewards, group_ids)
-    counts: list[float] = reduce(
-        torch.tensor([float(rewards.numel()), float(valid.sum())], dtype=torch.float64)
-    ).tolist()
-    return counts[0] / counts[1] if counts[1] else 1.0
+    counts = reduce(torch.tensor([float(rewards.numel()), float(valid.sum())], dtype=torch.float64))
+    return float(counts[0] / counts[1]) if counts[1] else 1.0
 
 
 def mixed_group(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class TrainBatch:
     """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN where none was drawn."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
+    teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher
     values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic before the update
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic

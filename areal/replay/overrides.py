@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from areal.api.errors import ConfigError
 
-UPDATED = ("actor", "critic", "ref", "ref_reset_steps", "ref_reset_optimizer")
+UPDATED = ("actor", "critic", "ref", "teacher", "reward_model", "ref_reset_steps", "ref_reset_optimizer")
 """Sections of the models, in which everything may change but for the keys below, and what goes on between models."""
 
 _IN_MODELS = {

@@ -28,11 +28,12 @@ from areal.rollout.payload import check_payload
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.launched import join_run
-from areal.trainer.ppo_loop import PPOLoop, PPORoles, build_roles
+from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.progress import Progress
 from areal.trainer.rank import prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.reduce import reduce_metrics
+from areal.trainer.roles import PPORoles, build_roles
 from areal.trainer.weights import ChecksummedWeights, WeightPublisher, checksum_of
 
 

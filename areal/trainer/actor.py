@@ -10,7 +10,7 @@ from torch import Tensor
 from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.api.batch import TrainBatch
-from areal.api.config import PPOActorConfig
+from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
@@ -20,8 +20,8 @@ from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
-from areal.trainer.token_choice import with_chosen_tokens
 from areal.trainer.recover import ActorState
+from areal.trainer.token_choice import with_chosen_tokens
 
 
 class PPOActor:
@@ -40,10 +40,13 @@ class PPOActor:
         seed: int = 0,
         frozen_steps: int = 0,
         critic_lambda: float | None = None,
+        teacher: TeacherConfig | None = None,
     ) -> None:
         """`max_new_tokens` is the limit of an answer, which the overlong penalty needs; `seed` the run's, from which
         the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight;
-        `critic_lambda` is of the critic's targets, None = as the advantages."""
+        `critic_lambda` is of the critic's targets, None = as the advantages;
+        `teacher` says what the loss takes of a teacher, None = there is none."""
+        self._teacher = teacher
         self._engine = engine
         self._config = config
         self._max_new_tokens = max_new_tokens
@@ -117,7 +120,7 @@ class PPOActor:
         Metrics of this rank's tokens.
         """
         batch = with_chosen_tokens(batch, self._config, reduce=self._engine.all_reduce)
-        config, rule = self._config, PolicyUpdate(self._config, entropy_coef=self._entropy_coef)
+        config, rule = self._config, self._rule()
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches,
             num_epochs=config.ppo_epochs if step >= self._frozen_steps else 0,
@@ -134,12 +137,22 @@ class PPOActor:
                 self._entropy_coef = adapted_entropy_coef(self._entropy_coef, entropy, config.adaptive_entropy)
         return prefixed("actor", metrics)
 
+    def _rule(self) -> PolicyUpdate:
+        return PolicyUpdate(self._config, entropy_coef=self._entropy_coef, teacher=self._teacher)
+
     def _require_finite(self, batch: TrainBatch) -> None:
         """Every rank learns of bad numbers on any rank, so that all stop together instead of waiting for one."""
-        names = ["rewards", "baselines", "rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "values"]
-        trained = [batch.rollout_logprobs, batch.prox_logprobs, batch.ref_logprobs, batch.ref_full_kl, batch.values]
+        trained = {
+            "rollout_logprobs": batch.rollout_logprobs,
+            "prox_logprobs": batch.prox_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "ref_full_kl": batch.ref_full_kl,
+            "teacher_logprobs": batch.teacher_logprobs,
+            "values": batch.values,
+        }
+        names = ["rewards", "baselines", *trained]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
-        for values in trained:
+        for values in trained.values():
             found = torch.zeros((), dtype=torch.int64) if values is None else _num_bad(values, batch.loss_mask)
             bad.append(found)
         counts: list[float] = self._engine.all_reduce(torch.stack(bad).double().cpu()).tolist()

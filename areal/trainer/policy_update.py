@@ -21,10 +21,11 @@ from areal.algorithm.importance import log_ratio
 from areal.algorithm.policy_loss import PolicyTokens, k3_from_samples, policy_loss
 from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_nll
 from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
-from areal.api.config import PPOActorConfig
+from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.off_policy import behaviour_weights, late_correction, old_logprobs, prox_errors
+from areal.trainer.teacher import distillation_loss
 
 
 def output_spec(config: PPOActorConfig) -> OutputSpec:
@@ -39,14 +40,18 @@ def output_spec(config: PPOActorConfig) -> OutputSpec:
 class PolicyUpdate:
     """The policy's `UpdateRule`: what a minibatch is divided by, and the loss of its micro-batches.
 
-    loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL) / D
+    loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL
+                                 + teacher.loss_coef KL to the teacher) / D
            + positive_nll_coef sum over tokens of good answers of -log pi / their number,
     with the weights w and the denominator D of `loss_aggregation`; both counts are of the minibatch on all ranks.
     """
 
-    def __init__(self, config: PPOActorConfig, *, entropy_coef: float = 0.0) -> None:
-        """`entropy_coef` is the one of this train step."""
+    def __init__(
+        self, config: PPOActorConfig, *, entropy_coef: float = 0.0, teacher: TeacherConfig | None = None
+    ) -> None:
+        """`entropy_coef` is the one of this train step; `teacher` None = the policy has none."""
         self._config = config
+        self._teacher = teacher
         self._entropy_coef = entropy_coef
         self._aggregation: LossAggregation = cast("LossAggregation", config.loss_aggregation)
 
@@ -68,7 +73,7 @@ class PolicyUpdate:
         outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
         stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens)[1]
         stats |= prox_errors(nothing, None, self._config)
-        stats |= kl_loss(outputs, None, self._config)[1]
+        stats |= kl_loss(outputs, None, self._config)[1] | distillation_loss(outputs, None, self._teacher)[1]
         return to_metrics(stats | self._likelihood_loss(tokens, nothing)[1])
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
@@ -94,11 +99,13 @@ class PolicyUpdate:
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         weights = scale * loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences, self._aggregation)
         divergence, kl_stats = kl_loss(outputs, batch, self._config)
-        total = (weights * (losses + bonus + divergence)).sum()
+        taught, teacher_stats = distillation_loss(outputs, batch, self._teacher)
+        total = (weights * (losses + bonus + divergence + taught)).sum()
+        stats |= entropy_stats | teacher_stats
         likelihood, likelihood_stats = self._likelihood_loss(tokens, batch.rewards)
         if denominators[1] > 0:  # the engine divides everything by the first denominator, this term has its own
             total = total + likelihood.sum() * (denominators[0] / denominators[1])
-        return LossOutput(loss=total, metrics=to_metrics(stats | entropy_stats | kl_stats | likelihood_stats))
+        return LossOutput(loss=total, metrics=to_metrics(stats | kl_stats | likelihood_stats))
 
     def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
         """The policy-gradient loss of each token, [T], and what to log."""

@@ -10,19 +10,14 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, StepInfo
-from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
-from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
-from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
@@ -32,41 +27,15 @@ from areal.system.durable import write_atomic
 from areal.system.heartbeat import beating_thread, heartbeat_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
-from areal.trainer.actor import PPOActor
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.batch_metrics import batch_metrics
-from areal.trainer.critic import Critic
 from areal.trainer.evaluator import Evaluator
-from areal.trainer.kl_term import num_candidates, uses_reference
-from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.rank import announce_ready, prepare_process
 from areal.trainer.recover import RecoverStore
-from areal.trainer.reference import Reference, ReferenceResets
+from areal.trainer.roles import PPORoles, build_roles
 from areal.trainer.saver import Saver
 from areal.trainer.weights import WeightPublisher, build_weight_publisher, checksum_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PPORoles:
-    """The models of a rank and what they do."""
-
-    actor: PPOActor
-    reference: Reference | None
-    critic: Critic | None
-    trained: dict[str, TrainEngine]
-    """Engines that learn, by role, the actor first."""
-    frozen: dict[str, TrainEngine]
-
-    @property
-    def recovered(self) -> dict[str, TrainEngine]:
-        """Engines whose weights change, so that a recovery checkpoint must hold them."""
-        keeps = self.reference is None or self.reference.is_frozen
-        return self.trained if keeps else self.trained | {"ref": self.frozen["ref"]}
-
-    @property
-    def engines(self) -> dict[str, TrainEngine]:
-        return self.trained | self.frozen
 
 
 class BatchSource(Protocol):
@@ -107,6 +76,7 @@ class PPOLoop:
     def run(self) -> None:
         """Every remaining step, in order."""
         actor, reference, critic = self._roles.actor, self._roles.reference, self._roles.critic
+        judge, teacher = self._roles.judge, self._roles.teacher
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
@@ -114,10 +84,14 @@ class PPOLoop:
                 next_batch = partial(self._batches.next_batch, info.step)
                 share = self._weights.ask(next_batch, version=info.step)
                 batch = to_train_batch(share)
+            with phase("scores"):
+                batch, scored = judge.with_scores(batch) if judge else (batch, {})
             with phase("prox_logprobs"):
                 batch = actor.with_prox_logprobs(batch)
             with phase("ref_logprobs"):
                 batch = reference.with_ref_logprobs(batch) if reference else batch
+            with phase("teacher_logprobs"):
+                batch = teacher.with_teacher_logprobs(batch) if teacher else batch
             with phase("values"):
                 batch = critic.with_values(batch) if critic else batch
             with phase("filters"):
@@ -126,6 +100,7 @@ class PPOLoop:
                 batch, mismatch = actor.with_correction(batch)
             with phase("advantages"):
                 batch = actor.with_advantages(batch)
+                batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
             with phase("update"):
                 metrics = actor.update(batch, step=info.step)
                 metrics |= critic.update(batch, step=info.step) if critic else {}
@@ -134,7 +109,8 @@ class PPOLoop:
                 checksum = self._weights.publish(info.step + 1)
             if self._is_rank0:
                 self._batches.consumed(info.step, info.step + 1, checksum)
-            metrics = merge_metrics(metrics, filtered, mismatch, batch_metrics(batch), _share_metrics(share, began_s))
+            found = merge_metrics(scored, filtered, mismatch, taught, batch_metrics(batch))
+            metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
             with phase("after_step"):
                 ends = self._after_step(info, metrics, self._clock.end_step())
             if ends:
@@ -148,53 +124,6 @@ def _share_metrics(share: BatchShare, began_s: float) -> Metrics:
     metrics["trained_tokens_per_s"] = Metric(len(share.token_ids) / seconds, 1.0, "sum")
     metrics["seconds/step"] = Metric(seconds)
     return metrics
-
-
-def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
-    """Load the models this configuration names."""
-    frozen_steps = 0 if config.critic is None else config.critic.warmup_steps
-    per_step = config.actor.ppo_n_minibatches * config.actor.ppo_epochs
-    optimizer_steps = max(length.total_steps - frozen_steps, 1) * per_step
-    actor = build_train_engine(
-        config.actor,
-        role="actor",
-        total_steps=optimizer_steps,
-        mesh=mesh,
-        seed=config.seed,
-        outputs=output_spec(config.actor),
-    )
-    trained: dict[str, TrainEngine] = {"actor": actor}
-    frozen: dict[str, TrainEngine] = {}
-    reference = critic = None
-    if config.ref is not None and uses_reference(config.actor):
-        outputs = OutputSpec(candidates=num_candidates(config.actor))
-        frozen["ref"] = build_train_engine(
-            config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed, outputs=outputs
-        )
-        reference = Reference(frozen["ref"], config.actor, resets=_resets_of(config, actor))
-    elif config.ref is not None:
-        get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0, nothing needs it")
-    if config.critic is not None:
-        steps = length.total_steps * config.critic.ppo_n_minibatches * config.critic.ppo_epochs
-        trained["critic"] = build_train_engine(
-            config.critic, role="critic", total_steps=steps, mesh=mesh, seed=config.seed
-        )
-        critic = Critic(trained["critic"], config.critic, seed=config.seed)
-    policy = PPOActor(
-        actor,
-        config.actor,
-        max_new_tokens=config.gconfig.max_new_tokens,
-        seed=config.seed,
-        frozen_steps=frozen_steps,
-        critic_lambda=None if config.critic is None else config.critic.gae_lambda,
-    )
-    return PPORoles(actor=policy, reference=reference, critic=critic, trained=trained, frozen=frozen)
-
-
-def _resets_of(config: PPOConfig, policy: TrainEngine) -> ReferenceResets | None:
-    if config.ref_reset_steps is None:
-        return None
-    return ReferenceResets(policy=policy, every_steps=config.ref_reset_steps, with_optimizer=config.ref_reset_optimizer)
 
 
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:

@@ -42,7 +42,10 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
             f"actor.adv_estimator=remax compares answers with a greedy one, and workflow={config.workflow} draws none: "
             "use workflow=rlvr, or let its constructor take greedy_baseline and set Trajectory.baseline"
         )
-    if "reward_fn" in parameters and not config.reward_fn and not config.reward.names_functions:
+    names_none = not config.reward_fn and not config.reward.names_functions
+    if names_none and config.reward_model is not None:
+        given["reward_fn"] = "none"  # the reward model scores, in the trainer
+    elif "reward_fn" in parameters and names_none:
         raise ConfigError(
             f"reward_fn is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k, or several with "
             "weights in reward.fns"

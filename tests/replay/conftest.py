@@ -24,10 +24,11 @@ from areal.rollout.prompts import PromptStream
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
-from areal.trainer.ppo_loop import PPOLoop, build_roles
+from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.rank import prepare_process
 from areal.trainer.recover import RecoverStore
+from areal.trainer.roles import build_roles
 from areal.trainer.saver import Saver
 from areal.trainer.weights import ChecksummedWeights, WeightPublisher, checksum_of
 

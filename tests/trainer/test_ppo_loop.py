@@ -25,6 +25,7 @@ from areal.trainer import ppo_loop
 from areal.trainer.actor import PPOActor
 from areal.trainer.checksum import WeightsChecksum
 from areal.trainer.progress import TrainingLength
+from areal.trainer.roles import PPORoles
 from areal.trainer.weights import ChecksummedWeights, WeightPublisher
 
 LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)
@@ -123,8 +124,14 @@ def start(toolbox, monkeypatch, tmp_path):
     def run(controller, *, run_id=0, recover=False, length=LENGTH, has_valid=False, **options):
         engine = Engine()
         config = config_of(tmp_path, **options)
-        roles = ppo_loop.PPORoles(
-            actor=PPOActor(engine, config.actor), reference=None, critic=None, trained={"actor": engine}, frozen={}
+        roles = PPORoles(
+            actor=PPOActor(engine, config.actor),
+            reference=None,
+            critic=None,
+            judge=None,
+            teacher=None,
+            trained={"actor": engine},
+            frozen={},
         )
         controller.weights = ChecksummedWeights(engine, is_rank0=True)
         publisher = WeightPublisher(controller, controller.weights)

@@ -27,18 +27,19 @@ from areal.api.config.offline import (
     RowsExperimentConfig,
     RWConfig,
     RWOptions,
-    ScoreModelConfig,
     SFTConfig,
     SFTOptions,
 )
 from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.reward import RewardConfig
+from areal.api.config.roles import RewardModelConfig, TeacherConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import (
     FSDPEngineConfig,
     FSDPWrapPolicy,
     MicroBatchSpec,
     OptimizerConfig,
+    ScoreModelConfig,
     TrainEngineConfig,
 )
 from areal.api.config.validate import check_config
@@ -51,9 +52,9 @@ __all__ = [
     "Cadence",
     "ClusterSpecConfig",
     "CorrectionRule",
-    "DatasetConfig",
     "DPOConfig",
     "DPOOptions",
+    "DatasetConfig",
     "EvaluatorConfig",
     "FSDPEngineConfig",
     "FSDPWrapPolicy",
@@ -74,18 +75,20 @@ __all__ = [
     "PPOCriticConfig",
     "PerfTracerConfig",
     "PolicyLossOptions",
-    "RecoverConfig",
     "RWConfig",
     "RWOptions",
+    "RecoverConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutCorrectionConfig",
-    "SFTConfig",
     "RowsExperimentConfig",
-    "SaverConfig",
+    "SFTConfig",
     "SFTOptions",
-    "StatsLoggerConfig",
+    "SaverConfig",
     "ScoreModelConfig",
+    "StatsLoggerConfig",
     "SwanlabConfig",
+    "TeacherConfig",
     "TensorBoardConfig",
     "TrainDatasetConfig",
     "TrainEngineConfig",

@@ -23,6 +23,7 @@ from areal.api.config.observe import (
     StatsLoggerConfig,
 )
 from areal.api.config.reward import RewardConfig, selection_problems
+from areal.api.config.roles import RewardModelConfig, TeacherConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems, given_flags
 from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
@@ -151,6 +152,10 @@ class PPOConfig(BaseExperimentConfig):
     """With each reset of the reference the policy's optimiser forgets its moments; its schedule goes on."""
     critic: PPOCriticConfig | None = None
     """Value model; null = none (GRPO)."""
+    teacher: TeacherConfig | None = None
+    """Frozen model that the policy imitates on its own answers (on-policy distillation); null = none."""
+    reward_model: RewardModelConfig | None = None
+    """Frozen model whose score is added to the reward of every answer; null = none."""
     workflow: str = "rlvr"
     """Workflow of a run without a script: a registered name (rlvr, multi_turn) or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -162,7 +167,13 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
-        models = {"actor": self.actor, "critic": self.critic, "ref": self.ref}
+        models = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "ref": self.ref,
+            "teacher": self.teacher,
+            "reward_model": self.reward_model,
+        }
         return {name: model for name, model in models.items() if model is not None}
 
     @property
@@ -190,6 +201,7 @@ class PPOConfig(BaseExperimentConfig):
         yield from misplaced_data("rl", self.train_dataset, self.valid_dataset)
         yield from self._must_be_equal()
         yield from self._sampling_problems()
+        yield from self._role_problems()
         yield from self._server_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if self.reward.filter_on and not self.rollout.should_accept_fn:
@@ -233,6 +245,8 @@ class PPOConfig(BaseExperimentConfig):
         temperatures = [("actor", self.actor.temperature)]
         if self.ref is not None:
             temperatures.append(("ref", self.ref.temperature))
+        if self.teacher is not None:
+            temperatures.append(("teacher", self.teacher.temperature))
         for model, temperature in temperatures:
             if not math.isclose(temperature, self.gconfig.temperature):
                 yield _unequal(f"{model}.temperature", temperature, "gconfig.temperature", self.gconfig.temperature)
@@ -243,6 +257,15 @@ class PPOConfig(BaseExperimentConfig):
         for path, group_size in groups:
             if group_size not in (1, samples):
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
+
+    def _role_problems(self) -> Problems:
+        """What a reward model, which scores in the trainer, leaves without sense."""
+        scores_nothing = not self.reward_fn and not self.reward.names_functions
+        if self.reward_model is not None and scores_nothing and self.rollout.should_accept_fn:
+            yield (
+                "rollout.should_accept_fn",
+                "looks at rewards before the reward model scores, and no reward function is given: remove it",
+            )
 
     def _sampling_problems(self) -> Problems:
         samples = self.gconfig.n_samples

@@ -9,7 +9,7 @@ from typing import ClassVar
 from areal.api.config.data import misplaced_data
 from areal.api.config.experiment import BaseExperimentConfig
 from areal.api.config.fields import Problems, choice, number
-from areal.api.config.train import TrainEngineConfig
+from areal.api.config.train import ScoreModelConfig, TrainEngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,6 @@ class SFTConfig(RowsExperimentConfig):
         yield from super().problems()
         if self.model.optimizer is None:
             yield "model.optimizer", "is null: the model would never learn; give at least {lr: 1e-5}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreModelConfig(TrainEngineConfig):
-    """A model with a head of one output; the backbone of `path` gets a new head when it has none."""
-
-    def problems(self) -> Problems:
-        yield from super().problems()
-        if self.temperature != 1.0:
-            yield "temperature", "divides the logits of a language model, and a score has none: remove it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,70 @@
+"""Owns the teacher's role: what it says of the policy's own answers, and how the policy learns from that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from areal.algorithm.aggregate import TokenStat, to_metrics
+from areal.algorithm.distillation import distilled_advantages
+from areal.algorithm.importance import log_ratio
+from areal.algorithm.kl import kl_estimate
+from areal.api.batch import TokenOutputs, TrainBatch
+from areal.api.config import TeacherConfig
+from areal.api.engine import TrainEngine
+from areal.api.metrics import Metrics
+from areal.trainer.minibatch import prefixed
+
+
+class Teacher:
+    """A frozen policy that is imitated, on all trainer ranks; every method is called by every rank."""
+
+    def __init__(self, engine: TrainEngine, config: TeacherConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    def with_teacher_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Add the teacher's log-probabilities of the policy's tokens; a collective."""
+        outputs = self._engine.forward(replace(batch, candidate_ids=None))
+        if outputs.logprobs is None:
+            raise ValueError("the teacher's engine gave no log-probabilities: it was built with another head")
+        return replace(batch, teacher_logprobs=outputs.logprobs)
+
+    def with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """Mix the teacher into the advantages that rewards gave, and tell how far it is from the policy.
+
+        The policy is the trainer's before the update where the batch holds it, else the servers'.
+        """
+        teacher = batch.teacher_logprobs
+        if teacher is None or batch.advantages is None:
+            raise ValueError("the batch lacks what the teacher says, or advantages: call those stages before")
+        policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
+        mask, config = batch.loss_mask, self._config
+        stats = {
+            "logprobs": TokenStat(teacher, mask),
+            "kl": TokenStat(kl_estimate(policy, teacher, mask, "k3"), mask),
+            "log_ratio": TokenStat(log_ratio(teacher, policy, mask), mask),
+        }
+        advantages = distilled_advantages(
+            batch.advantages, policy, teacher, mask, rl_weight=config.rl_weight, coef=config.advantage_coef
+        )
+        return replace(batch, advantages=advantages), prefixed("teacher", to_metrics(stats))
+
+
+def distillation_loss(
+    outputs: TokenOutputs, batch: TrainBatch | None, config: TeacherConfig | None
+) -> tuple[Tensor | float, dict[str, TokenStat]]:
+    """loss_coef KL(policy || teacher) of each trained token, [T], or 0 without such a term, and what to log.
+
+    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: of no tokens, for the names.
+    """
+    if config is None or config.loss_coef == 0:
+        return 0.0, {}
+    if batch is None:
+        return 0.0, {"teacher_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
+    if outputs.logprobs is None or batch.teacher_logprobs is None:
+        raise ValueError("the batch has no teacher_logprobs: call with_teacher_logprobs before update")
+    estimate = kl_estimate(outputs.logprobs, batch.teacher_logprobs, batch.trained, config.loss_estimator)
+    return config.loss_coef * estimate, {"teacher_loss": TokenStat(estimate, batch.trained)}

@@ -1,0 +1,116 @@
+"""A teacher beside the policy: what it adds to advantages and loss, and that ranks and cuts do not matter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.api.batch import TokenOutputs
+from areal.api.config import PPOActorConfig, TeacherConfig
+from areal.api.errors import InputError
+from areal.api.metrics import metric_values
+from areal.trainer.actor import PPOActor
+from areal.trainer.teacher import Teacher, distillation_loss
+
+
+def teacher_config(**options):
+    return TeacherConfig(**{"path": "table"} | options)
+
+
+def actor_config(**options):
+    return PPOActorConfig(
+        **{"path": "table", "kl_ctl": 0.0, "ppo_n_minibatches": 1, "recompute_logprob": True} | options
+    )
+
+
+def another_table(toolbox, **options):
+    engine = toolbox.TableEngine(**options)
+    with torch.no_grad():
+        engine.table.copy_(torch.randn(engine.table.shape, generator=torch.Generator().manual_seed(1)).double())
+    return engine
+
+
+def prepared(toolbox, engine, batch, config, *, teacher_engine):
+    actor = PPOActor(engine, actor_config(), teacher=config)
+    teacher = Teacher(teacher_engine, config)
+    batch = teacher.with_teacher_logprobs(actor.with_prox_logprobs(batch))
+    batch, metrics = teacher.with_advantages(actor.with_advantages(batch))
+    return actor, batch, metrics
+
+
+def test_a_teacher_equal_to_the_policy_changes_nothing(toolbox):
+    batch = toolbox.random_batch(1, 5)
+    config = teacher_config(advantage_coef=3.0, loss_coef=2.0)
+    plain, taught = toolbox.TableEngine(), toolbox.TableEngine()
+    actor = PPOActor(plain, actor_config())
+    alone = actor.with_advantages(actor.with_prox_logprobs(batch))
+    actor.update(alone)
+    pupil, with_teacher, metrics = prepared(toolbox, taught, batch, config, teacher_engine=toolbox.TableEngine())
+    pupil.update(with_teacher)
+    assert torch.allclose(with_teacher.advantages, alone.advantages, atol=1e-6)
+    assert torch.allclose(taught.gradients[0], plain.gradients[0], atol=1e-6)
+    assert metric_values(metrics)["teacher/kl"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"advantage_coef": 1.0}, {"advantage_coef": 0.0, "loss_coef": 1.0}])
+def test_learning_from_the_teacher_alone_lowers_the_divergence(toolbox, options):
+    config = teacher_config(rl_weight=0.0, **options)
+    engine, teacher_engine = toolbox.TableEngine(lr=0.5), another_table(toolbox)
+    found = []
+    for _ in range(6):
+        actor, batch, metrics = prepared(
+            toolbox, engine, toolbox.random_batch(2, 40), config, teacher_engine=teacher_engine
+        )
+        actor.update(batch)
+        found.append(metric_values(metrics)["teacher/kl"])
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.9 * found[0]
+
+
+def test_the_loss_term_has_the_gradient_of_its_estimator(toolbox):
+    # k2: x grad log pi with x = log pi - log T = -1 - -3 = 2, times the coefficient 5
+    logprobs = torch.tensor([-1.0, 0.0], requires_grad=True)
+    batch = replace(toolbox.make_batch([[1, 2]], rewards=[1.0]), teacher_logprobs=torch.tensor([-3.0, 0.0]))
+    losses, stats = distillation_loss(TokenOutputs(logprobs=logprobs), batch, teacher_config(loss_coef=5.0))
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == [10.0, 0.0]
+    assert stats["teacher_loss"].values.tolist() == [2.0, 0.0]
+
+
+def test_any_cut_gives_the_same_gradient_and_names(toolbox):
+    batch, config = toolbox.random_batch(4, 9), teacher_config(loss_coef=0.5)
+    found = []
+    for count in (1, 3, 11):
+        engine = toolbox.TableEngine(num_micro_batches=count)
+        actor, ready, _ = prepared(toolbox, engine, batch, config, teacher_engine=another_table(toolbox))
+        metrics = actor.update(ready)
+        found.append((engine.gradients[0], metric_values(metrics)))
+    for gradient, values in found[1:]:
+        assert torch.allclose(gradient, found[0][0], rtol=0, atol=1e-9)
+        assert values == pytest.approx(found[0][1], abs=1e-6)
+    assert "actor/teacher_loss" in found[0][1]
+
+
+def test_a_rank_without_sequences_reports_the_same_names(toolbox):
+    batch, config = toolbox.random_batch(4, 3), teacher_config(loss_coef=0.5)
+    names = []
+    for share in (batch, toolbox.select(batch, [])):
+        actor, ready, metrics = prepared(
+            toolbox, toolbox.TableEngine(), share, config, teacher_engine=another_table(toolbox)
+        )
+        names.append(set(metrics) | set(actor.update(ready)))
+    assert names[0] - {"actor/grad_norm"} == names[1] - {"actor/grad_norm"}
+
+
+def test_numbers_that_are_not_finite_stop_the_run(toolbox):
+    batch = toolbox.make_batch([[1, 2]], rewards=[1.0])
+    actor = PPOActor(toolbox.TableEngine(), actor_config(), teacher=teacher_config())
+    batch = replace(actor.with_prox_logprobs(batch), teacher_logprobs=torch.tensor([float("nan"), 0.0]))
+    with pytest.raises(InputError, match="1 in teacher_logprobs"):
+        actor.with_advantages(batch)
+
+
+def test_a_teacher_without_effect_is_refused():
+    assert "advantage_coef" in dict(teacher_config(advantage_coef=0.0).problems())
+    assert "loss_estimator" in dict(teacher_config(loss_estimator="k3").problems())
+    assert not list(teacher_config().problems())
