@@ -23,8 +23,10 @@ def is_around_prox(config: PPOActorConfig) -> bool:
 
 
 def needs_prox_logprobs(config: PPOActorConfig) -> bool:
-    """Whether that policy's log-probabilities come from a forward pass before the update."""
-    return is_around_prox(config) and config.prox_logp_method != "loglinear"
+    """Whether that policy's log-probabilities come from a forward pass before the update, be it only to measure."""
+    if is_around_prox(config):
+        return config.prox_logp_method != "loglinear"
+    return config.rollout_correction is not None  # one that only logs, or the configuration is refused
 
 
 def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor:
@@ -76,8 +78,8 @@ def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
 def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
     """Decide once for the whole batch which tokens the policy loss leaves out, and what weighs the others.
 
-    Also how far apart the policies are, of all ranks' tokens. A collective. Nothing is done, and nothing known, where
-    the loss is around the rollout policy: every ratio is 1. Where the old policy is guessed, see `late_correction`.
+    Also how far apart the policies are, of all ranks' tokens. A collective. Where the loss is around the rollout policy
+    every ratio is 1: nothing is done, at most measured. Where the old policy is guessed, see `late_correction`.
     """
     if not needs_prox_logprobs(config):
         return batch, {}
@@ -92,6 +94,8 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     if options.mode != "off":
         weight = found.stats["correction/weight"]
         metrics["correction/ess"] = effective_sample_size(weight.values, weight.mask, reduce=reduce)
+    if not is_around_prox(config):  # only measured: the KL in the reward goes on with the servers' log-probabilities
+        return replace(batch, prox_logprobs=None), prefixed("batch", metrics)
     corrected = replace(batch, behaviour_weights=found.weights)
     if options.renormalize:
         corrected = replace(corrected, policy_mask=found.kept)
@@ -100,7 +104,8 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     """The factor of each token's loss, [T], or None when there is none. ValueError when it was not computed yet."""
-    needed = needs_prox_logprobs(config) and correction_of(config) is not None
+    early = is_around_prox(config) and needs_prox_logprobs(config)
+    needed = early and correction_of(config) is not None
     if needed and batch.behaviour_weights is None:
         raise ValueError("the batch has no behaviour_weights: call with_correction before update")
     return batch.behaviour_weights

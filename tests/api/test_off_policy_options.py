@@ -87,6 +87,12 @@ def test_options_that_need_log_probabilities_of_the_trainer():
         assert problems(recompute_logprob=False, use_decoupled_loss=True, **options) == []
 
 
+def test_what_only_logs_needs_no_other_loss():
+    assert problems(recompute_logprob=False, correction={"apply_weights": False}) == []
+    for acts in ({"mode": "mask", "upper": 2.0}, {"veto_threshold": 0.1}, {"rules": [rule(upper=2.0)]}):
+        assert problems(recompute_logprob=False, correction={"apply_weights": False} | acts) == ["rollout_correction"]
+
+
 def test_the_short_forms_do_not_stand_beside_the_section():
     assert problems(behav_imp_weight_cap=5.0) == ["behav_imp_weight_cap"]
     assert problems(use_decoupled_loss=True, behav_imp_weight_cap=5.0) == []

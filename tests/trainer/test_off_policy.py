@@ -177,6 +177,24 @@ def test_an_earlier_filter_stays_in_force(toolbox):
     assert (whole.behaviour_weights[~policy_mask] == 0).all()
 
 
+def test_a_loss_around_the_rollout_policy_may_be_measured(toolbox):
+    """One forward pass more, the same update bit by bit: also with a KL penalty, whose policy stays the servers'."""
+    batch = replace(
+        toolbox.random_batch(12, 8), ref_logprobs=torch.full((toolbox.random_batch(12, 8).num_tokens,), -2.0)
+    )
+    plain, measured = toolbox.TableEngine(), toolbox.TableEngine()
+    options = {"recompute_logprob": False, "kl_ctl": 0.3}
+    _, without = step(plain, config(**options), batch)
+    trained, metrics = step(measured, config(**options, rollout_correction=section(apply_weights=False)), batch)
+    assert torch.equal(plain.gradients[0], measured.gradients[0])
+    assert (plain.num_forwards, measured.num_forwards) == (0, 1)
+    assert trained.prox_logprobs is None
+    assert trained.behaviour_weights is None
+    assert {name for name in metrics if name.startswith("batch/mismatch")}
+    assert metrics["batch/correction/weight"].value == pytest.approx(metrics["batch/mismatch/ratio"].value)
+    assert without.keys() == {name for name in metrics if name.startswith("actor/")}
+
+
 def test_without_log_probabilities_of_the_trainer_nothing_is_known(toolbox):
     batch = toolbox.random_batch(11, 4)
     same, metrics = PPOActor(toolbox.TableEngine(), config(recompute_logprob=False)).with_correction(batch)

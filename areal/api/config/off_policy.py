@@ -89,6 +89,11 @@ class RolloutCorrectionConfig:
         has_mask_rule = any(rule.action == "mask" for rule in self.rules)
         return self.mode == "mask" or self.veto_threshold is not None or has_mask_rule
 
+    @property
+    def only_logs(self) -> bool:
+        """Whether training goes as it would without."""
+        return not self.apply_weights and not self.masks
+
     def problems(self) -> Problems:
         yield from self._mode_problems()
         if self.mode == "off":
@@ -152,15 +157,17 @@ class OffPolicyOptions:
                 "has an effect only with use_decoupled_loss=true: set that or remove the cap",
             )
         around_rollout = not (self.use_decoupled_loss or self.recompute_logprob)
-        for name, is_set in (
-            ("rollout_correction", self.rollout_correction is not None),
+        given = self.rollout_correction
+        for name, acts in (
+            ("rollout_correction", given is not None and not given.only_logs),
             ("m2_threshold", self.m2_threshold is not None),
         ):
-            if is_set and around_rollout:
+            if acts and around_rollout:
                 yield (
                     name,
                     "compares the old policy of the loss with the rollout policy, which here are the same: set "
-                    "use_decoupled_loss or recompute_logprob to true, or remove it",
+                    "use_decoupled_loss or recompute_logprob to true, or remove it"
+                    + (" (with apply_weights=false and nothing that masks it only logs)" if given is not None else ""),
                 )
         if self.prox_logp_method != "recompute" and around_rollout:
             yield (
@@ -168,10 +175,10 @@ class OffPolicyOptions:
                 f"{self.prox_logp_method} has no effect, since the loss is around the rollout policy: set "
                 "use_decoupled_loss or recompute_logprob to true, or remove it",
             )
-        if self.rollout_correction is not None:
-            yield from self._correction_problems(self.rollout_correction)
+        if given is not None:
+            yield from self._correction_problems(given)
         if self.prox_logp_method == "loglinear":
-            yield from self._guess_problems(self.rollout_correction or RolloutCorrectionConfig())
+            yield from self._guess_problems(given or RolloutCorrectionConfig())
 
     def _guess_problems(self, given: RolloutCorrectionConfig) -> Problems:
         """What looks at the whole batch before the update, when the old policy is not known yet."""
