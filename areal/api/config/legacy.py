@@ -91,10 +91,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "ScoreModelConfig": {"is_critic": Accepts((False, True))},
     "PPOCriticConfig": {"is_critic": Accepts((False, True)), "mask_no_eos_with_zero": _SILENT},
     "PPOActorConfig": {
-        "overlong_reward_penalty": _FALSE,
-        "overlong_tokens": _SILENT,
-        "overlong_penalty_factor": _SILENT,
-        "max_new_tokens": _SILENT,
+        "max_new_tokens": CopyOf("gconfig.max_new_tokens"),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
         "use_sapo_loss": MovedTo("policy_loss", ((True, "sapo"),)),
