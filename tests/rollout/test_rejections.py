@@ -92,16 +92,16 @@ def test_a_run_that_filters_everything_warns_and_ends_at_its_limit(kit, caplog):
     assert [text for text in caplog.messages if text.startswith("less than one group in 10")]
 
 
-def test_batches_tell_which_share_was_accepted(kit):
+def test_batches_tell_which_share_was_accepted_and_every_step_has_the_whole_limit(kit):
     async def main():
         log = MemoryLog()
         ledger = Ledger(log, read_payload=lambda where: log.payloads[where[1]])
-        config = kit.make_config(batch_size=2, max_staleness=0)
+        config = kit.make_config(batch_size=2, max_staleness=0, rejections=6)
         turns = iter(range(1000))
         controller = kit.make_controller(ledger, config=config, accept=lambda group: next(turns) % 3 == 2)
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-        await kit.train(controller, range(2))
+        await kit.train(controller, range(4))
         await controller.close()
         return ledger.state.batches[1].stats
 
