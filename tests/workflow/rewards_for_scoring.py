@@ -22,6 +22,10 @@ def fails_on_bad(prompt, completion, prompt_ids, completion_ids, **row):
     return 1.0
 
 
+def fails_too(prompt, completion, prompt_ids, completion_ids, **row):
+    raise ValueError("and so do I")
+
+
 def nan_on_bad(prompt, completion, prompt_ids, completion_ids, **row):
     return float("nan") if completion == "bad" else 1.0
 

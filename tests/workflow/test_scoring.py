@@ -107,11 +107,13 @@ async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(
 
 
 async def test_a_failure_is_told_once_for_each_function_and_way_to_fail(scorer_of, caplog):
-    lenient = scorer_of(fns={f"{FILE}:fails_on_bad": 1.0, f"{FILE}:nan_on_bad": 1.0}, on_error="zero")
+    lenient = scorer_of(
+        fns={f"{FILE}:{name}": 1.0 for name in ("fails_on_bad", "fails_too", "nan_on_bad")}, on_error="zero"
+    )
     with caplog.at_level(logging.WARNING):
-        assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [2, 2, 2]
+        assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [3, 3, 3]
     told = [text for text in caplog.messages if "counted 0, and so will others like it" in text]
-    assert sorted(text.split()[2].rpartition(":")[2] for text in told) == ["fails_on_bad", "nan_on_bad"]
+    assert sorted(text.split()[2].rpartition(":")[2] for text in told) == ["fails_on_bad", "fails_too", "nan_on_bad"]
 
 
 async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_path):
