@@ -284,6 +284,14 @@ def test_m2po_looks_at_what_the_bounds_leave():
     found = rows.apply(section(mode="off", rules=[rule(upper=2.0)]), m2_threshold=0.07)
     assert found.kept.tolist() == [True, True, False]
     assert not found.stats["correction/m2_masked"].values.any()
+    # squares 0.01, 0.04, 0.09: all of them have mean 0.047 <= 0.05, without the first 0.065
+    rows_of_small = Rows([[0.1, -0.2, -0.3]], [[True] * 3])
+    found = rows_of_small.apply(section(mode="off", rules=[rule(metric="k1", lower=0.0)]), m2_threshold=0.05)
+    assert found.kept.tolist() == [False, True, False]
+    stats = {name: stat.values[stat.mask].tolist() for name, stat in found.stats.items()}
+    assert stats["correction/m2_masked"] == [False, False, True]
+    assert stats["correction/m2"] == pytest.approx([0.04, 0.09])
+    assert stats["correction/m2_kept"] == pytest.approx([0.04])
     alone = rows.apply(section(), m2_threshold=0.06)
     assert alone.kept.tolist() == [True, False, False]
     assert alone.weights.tolist() == pytest.approx([math.exp(0.2), 0, 0])
