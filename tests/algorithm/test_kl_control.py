@@ -105,6 +105,13 @@ def test_a_batch_without_a_token_changes_nothing():
     assert controller.coefficient == 0.2
 
 
+def test_a_divergence_that_is_no_number_leaves_the_coefficient():
+    kl, mask, index = torch.tensor([9.0, NAN]), torch.tensor([True, True]), torch.tensor([0, 1])
+    controller = KLController(0.2, ADAPTIVE)
+    controller.observe(kl, mask, index, 2, reduce=identity_reduce)
+    assert controller.coefficient == 0.2
+
+
 def test_a_fixed_coefficient_stays_and_exchanges_nothing():
     controller = KLController(0.2, KLControlConfig())
     controller.observe(*a_batch(3, [4, 4]), 2, reduce=lambda _: pytest.fail("not a collective"))
