@@ -199,6 +199,7 @@ def test_segments_by_hand():
     mask = torch.tensor([True, True, False, True, True, False, True])
     index = torch.tensor([0, 0, 0, 0, 1, 1, 1])
     assert segment_index(mask, index)[mask].tolist() == [0, 0, 1, 2, 3]
+    assert segment_index(torch.tensor([False, False, True]), torch.zeros(3).long()).tolist() == [0, 0, 0]
     values = torch.tensor([1.0, 2.0, NAN, 4.0, 8.0, INF, 16.0], dtype=torch.float64)
     assert at_level(values, "segment_sum", mask, index, 2).tolist() == [3, 3, 0, 4, 8, 0, 16]
     assert at_level(values, "segment_mean", mask, index, 2).tolist() == [1.5, 1.5, 0, 4, 8, 0, 16]
