@@ -103,8 +103,15 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
     """The verdict on two plain numbers, without the library; None when it needs more than that."""
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return given == wanted or parse_number(given) == parse_number(wanted)
-    left = None if "=" in given + wanted else parse_number(given)
-    return True if left is not None and left == parse_number(wanted) else None
+    if "=" in given + wanted:
+        return None
+    left, right = parse_number(given), parse_number(wanted)
+    if left is None or right is None:
+        return None
+    (a, a_percent), (b, b_percent) = left, right
+    # 50% is written as 50 and as 0.5; not left to the library, whose answer depends on the version of its parser
+    is_share = a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)
+    return True if a == b or is_share else None
 
 
 def _symbolic_equality(given: str, wanted: str) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
-from areal.reward.code import code_reward, last_code_block
+from areal.reward.code import Trial, code_reward, last_code_block
 from areal.reward.pool import RewardPool
 from areal.reward.registry import REWARD_FUNCTIONS
 
@@ -145,6 +145,22 @@ else:
 """
     assert score(stack, [test]) == 1.0
     assert score(stack, ["assert Stack() == Stack()"]) == 0.0
+
+
+def test_a_program_cannot_bring_its_own_meaning_of_a_module():
+    uses_math = ["assert math.isclose(add(1, 2), 3)"]
+    assert score("import math\n" + ADD, uses_math) == 1.0
+    fake = "class Fake:\n    def isclose(self, *a): return True\nmath = Fake()\ndef add(a, b): return 9"
+    assert score(fake, uses_math) == 0.0
+
+
+def test_all_or_nothing_stops_at_the_first_failure(monkeypatch):
+    tried = []
+    monkeypatch.setattr(Trial, "_writes", lambda self, case: tried.append(case) or False)
+    assert score("", PAIRS) == 0.0
+    assert len(tried) == 1
+    assert score("", PAIRS, continuous=True) == 0.0
+    assert len(tried) == 3
 
 
 def test_an_endless_program_fails_and_the_next_test_gets_its_turn():

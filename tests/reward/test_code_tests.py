@@ -13,6 +13,7 @@ from areal.reward.sandbox_values import decoded, encoded
     [
         ("3\n", "3", True),
         ("a  \nb\n\n\n", "a\nb", True),
+        ("a\n  \n", "a", True),
         ("a  b", "a b", True),  # words
         ("0.3000000001", "0.3", True),
         ("1", "1.0", True),
@@ -52,6 +53,7 @@ def test_without_tolerance_decimals_are_equal_as_numbers():
         ({1: "a"}, {"1": "a"}, True),
         ({"a": 1}, {"b": 1}, False),
         (True, 1, False),
+        (True, 1.0, False),
         (True, True, True),
         (None, None, True),
         (None, 0, False),

@@ -78,6 +78,8 @@ def test_the_rows_answer_may_be_latex_boxed_or_plain(answer, content):
         (r"90^\circ", "90"),
         (r"50\%", "50"),
         ("0.5", r"50\%"),
+        (r"50\%", "0.5"),
+        ("50", r"50\%"),
         (r"\text{Monday}", "Monday"),
         ("1,234", "1234"),
         (r"\$18.50", "18.5"),
@@ -102,6 +104,8 @@ def test_equal(given, gold):
         (r"\{1,2,3\}", r"\{1,2\}"),
         (r"\begin{bmatrix}1&2\\3&5\end{bmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
         ("y=5", "x=5"),
+        (r"50\%", "5"),
+        (r"0.5\%", r"50\%"),
         ("y=2x", "y=2x+1"),
         (r"\text{Monday}", r"\text{Friday}"),
         ("", "1"),
@@ -133,6 +137,7 @@ def test_a_rows_answer_that_cannot_be_read_is_named(gold):
 @pytest.fixture
 def short_limit(monkeypatch):
     monkeypatch.setattr(math_symbolic, "_CPU_LIMIT_S", 1)
+    monkeypatch.setattr(math_symbolic, "_WALL_LIMIT_S", 100.0)  # on a busy machine, too, processor time decides
 
 
 @pytest.mark.parametrize("given", ["9^{9^{9^9}}", "(10^9)!", "(" * 999])
@@ -159,7 +164,8 @@ def test_a_child_that_waits_is_killed(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["{" * 100_000, "\\boxed{" * 20_000, "\\frac" * 20_000, "1 " * 50_000])
-def test_long_answers_are_not_read(given):
+def test_long_answers_are_not_read(monkeypatch, given):
+    monkeypatch.setattr(math_symbolic, "_in_child", None)
     began_s = time.process_time()
     assert score(given, "1") == 0.0
     assert time.process_time() - began_s < 1.0
