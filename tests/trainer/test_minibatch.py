@@ -90,6 +90,8 @@ def test_every_epoch_covers_the_batch_once(toolbox):
         assert sorted(token for mini in minis for token in mini.input_ids.tolist()) == rows
         assert sum(mini.num_sequences for mini in minis) == 12
     assert len({str(ids_of(minis)) for minis in epochs}) == 3
+    expected = Passes(num_minibatches=3, num_epochs=3, seed=4, step=6)
+    assert [ids_of(minis) for minis in epochs] == [ids_of(expected.cut(batch, epoch)) for epoch in range(3)]
     again = toolbox.TableEngine(lr=0.01)
     other = actor_of(again, ppo_n_minibatches=3, ppo_epochs=3, seed=4)
     other.update(ready(other, batch), step=6)
