@@ -200,7 +200,7 @@ class _Forward:
         decay = shift.exp()
         logits.sub_(highest.unsqueeze(1))
         weights = logits.exp()
-        moved = torch.where(total > 0, product + shift * total, 0.0)  # of the blocks before, about the new maximum
+        moved = product + shift * total  # of the blocks before, about the new maximum
         self._highest[tokens] = highest
         self._total[tokens] = total * decay + weights.sum(-1)
         self._product[tokens] = moved * decay + weights.mul_(logits).sum(-1)

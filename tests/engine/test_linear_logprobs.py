@@ -105,6 +105,15 @@ def test_two_tokens_by_hand():
     assert grad.flatten().tolist() == pytest.approx([-0.2059898041, 0.2059898041])
 
 
+def test_large_logits_lose_nothing_in_their_difference():
+    hidden, weight = torch.ones(1, 1), torch.tensor([[1000.0], [990.0]])
+    found = linear_logprobs(hidden, weight, None, torch.tensor([0]), outputs=OutputSpec(candidates=1), max_logits=1)
+    expected = -math.log1p(math.exp(-10.0))  # -4.5e-5, less than the distance of float32 numbers at 1000
+    assert found.logprobs.item() == pytest.approx(expected, rel=1e-3)
+    assert found.candidate_logprobs.item() == pytest.approx(expected, rel=1e-3)
+    assert found.entropy.item() == pytest.approx(-expected + 10 * math.exp(-10.0), rel=1e-3)
+
+
 def test_clamped_entropy_by_hand():
     spec = OutputSpec(entropy_clamp=0.5)
     logits = [math.log(6.0), 0.0, math.log(3.0), 0.0]
@@ -136,6 +145,9 @@ def test_the_most_likely_tokens_are_found_across_blocks(max_logits):
     torch.testing.assert_close(found.candidate_logprobs, best.values, rtol=0, atol=1e-12)
     again = linear_logprobs(hidden, weight, bias, labels, outputs=spec, candidate_ids=found.candidate_ids)
     assert torch.equal(again.candidate_ids, found.candidate_ids)
+    valid = torch.arange(T) != 2
+    some = linear_logprobs(hidden, weight, bias, labels, outputs=spec, valid=valid, max_logits=max_logits)
+    assert some.candidate_ids.tolist() == (best.indices * valid.unsqueeze(1)).tolist()
     grads = [torch.autograd.grad(weighted([part.candidate_logprobs]), weight)[0] for part in (found, again)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
