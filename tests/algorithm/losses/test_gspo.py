@@ -56,6 +56,8 @@ def test_by_hand(kit):
     assert result.losses.tolist() == pytest.approx([-1.8, -1.8, 0.0, -1.8])
     assert result.stats["clip_ratio"].values.tolist() == [True, True, False, False]
     assert result.stats["importance_weight"].values.tolist() == pytest.approx([2.0, 2.0, 1.0, 0.9])
+    # k3 of each token whatever the level: (4 - 1) - log 4 and 0
+    assert result.stats["approx_kl"].values[:2].tolist() == pytest.approx([3 - math.log(4), 0.0])
     capped = kit.loss_of(
         tokens, policy_loss="gspo", eps_clip=-1.0, sequence_level=kit.section("sequence_level", max_log_ratio=0.5)
     )

@@ -32,14 +32,14 @@ def test_it_conforms(kit, options, formula):
 
 
 def test_by_hand(kit):
-    # ratios 1.5, 1.5, 0.5, 0.5 with A = 2, -2, 2, -2, clip to [0.8, 1.2]
+    # ratios 1.5, 1.5, 0.5, 0.5 with A = 2, -2, 2, -2, clip to [0.8, 1.2]; 1.1 is inside of it
     # A=2, 1.5: max(-3, -2.4) = -2.4 clipped;  A=-2, 1.5: max(3, 2.4) = 3
     # A=2, 0.5: max(-1, -1.6) = -1;            A=-2, 0.5: max(1, 1.6) = 1.6 clipped
-    tokens = kit.make_tokens(torch.tensor([1.5, 1.5, 0.5, 0.5]).log(), advantages=[2.0, -2.0, 2.0, -2.0])
+    tokens = kit.make_tokens(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1]).log(), advantages=[2.0, -2, 2, -2, 2])
     result = kit.loss_of(tokens, eps_clip=0.2)
-    assert result.losses.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6])
-    assert result.stats["clip_ratio"].values.tolist() == [True, False, False, True]
-    assert result.stats["importance_weight"].values.tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5])
+    assert result.losses.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2])
+    assert result.stats["clip_ratio"].values.tolist() == [True, False, False, True, False]
+    assert result.stats["importance_weight"].values.tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1.1])
 
 
 def test_dual_clip_by_hand(kit):
