@@ -4,6 +4,7 @@ import pytest
 
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
+from areal.reward import sandbox
 from areal.reward.code import Trial, code_reward, last_code_block
 from areal.reward.pool import RewardPool
 from areal.reward.registry import REWARD_FUNCTIONS
@@ -13,6 +14,14 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 CHECK = "def check(candidate):\n    assert abs(candidate(1, 2) - 3) < 1e-6\n"
 CALLS = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
 PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """On a busy machine a sandbox may take long to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_START_WAIT_S", 100.0)
+        yield
 
 
 def score(source, tests, **row):

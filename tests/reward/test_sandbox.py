@@ -19,6 +19,14 @@ NO_NAMESPACES = Isolation(namespaces=False)
 NO_FILTER = Isolation(system_calls=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """On a busy machine a sandbox may take long to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_START_WAIT_S", 100.0)
+        yield
+
+
 def run(source, *, stdin=b"", isolation=None, limits=None, wait_s=100.0):
     with Sandbox(
         "program",
@@ -108,12 +116,13 @@ def tried(step):
         return errno.errorcode[error.errno]
     return "DONE"
 print(tried(lambda: open({str(existing)!r}, "w")), tried(lambda: open({str(tmp_path / "new")!r}, "w")))
-print(tried(lambda: os.unlink({str(existing)!r})), tried(lambda: os.mkdir("/dev/shm/x")))
+print(tried(lambda: os.unlink({str(existing)!r})), tried(lambda: os.mkdir("/dev/shm/areal-{os.getpid()}")))
 libc = ctypes.CDLL(None)
 print(libc.mount(b"none", b"/", None, 32 | 4096, None), libc.umount2({str(tmp_path)!r}.encode(), 2))
 print(tried(lambda: open({str(existing)!r}, "a")))
 """
     assert run(source, isolation=isolation).stdout == b"EROFS EROFS\nEROFS EROFS\n-1 -1\nEROFS\n"
+    assert not os.path.exists(f"/dev/shm/areal-{os.getpid()}")
     assert existing.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [existing]
 
@@ -179,9 +188,13 @@ os.wait()
 
 
 def is_sandbox(pid):
+    """Of this test run: its command line names who started it."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "areal.reward.sandbox_inside" in process.cmdline()
+        is_ours = process.cmdline()[-3:-2] == ["areal.reward.sandbox_inside"] and process.cmdline()[-1] == str(
+            os.getpid()
+        )
+        return is_ours and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -218,8 +231,8 @@ def test_a_sandbox_ends_with_the_process_that_started_it(tmp_path):
     source = """
 import os, sys, time
 from areal.reward.sandbox import *
-s = Sandbox("functions", "", limits=SandboxLimits(), isolation=available_isolation(), keep_s=1000)
-s.wait_started().receive(until_s=time.monotonic() + 100)
+s = Sandbox("program", "while True: pass", limits=SandboxLimits(cpu_s=60), isolation=available_isolation(), keep_s=1000)
+s.wait_started()
 print(s.pid, flush=True)
 time.sleep(1000)
 """
