@@ -123,7 +123,12 @@ def test_long_sides_are_dropped_refused_or_cut(tokenizer, long_pairs):
     assert answers(right, tokenizer) == ["mn", "op"]
 
 
-def test_pairs_that_a_cut_left_without_a_difference_are_left_out(tokenizer, long_pairs):
+def test_pairs_that_a_cut_left_without_a_difference_are_left_out(tokenizer, long_pairs, tmp_path):
+    late = tmp_path / "late.jsonl"
+    rows = [{"prompt": "ab", "chosen": chosen, "rejected": rejected} for chosen, rejected in (("cd", "ce"), ("d", "c"))]
+    late.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (kept,) = load(str(late), tokenizer, max_length=3, truncation="right")
+    assert texts(kept, tokenizer) == ["abd", "abc"]
     assert len(load(long_pairs, tokenizer, max_length=12, truncation="right")) == 2
     with pytest.raises(InputError, match="has no rows of at most max_length=2 tokens"):
         load(long_pairs, tokenizer, max_length=2, truncation="right")
