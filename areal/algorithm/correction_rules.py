@@ -27,7 +27,7 @@ def first_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> T
     places = torch.arange(mask.numel(), device=mask.device)
     none = places.new_full((num_sequences,), mask.numel())
     first = none.scatter_reduce(0, sequence_index[mask], places[mask], "amin")
-    return mask & (places == first[sequence_index])
+    return places == first[sequence_index]
 
 
 def at_level(values: Tensor, level: str, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithm.correction import correct, weighted
-from areal.algorithm.correction_rules import at_level, segment_index
+from areal.algorithm.correction_rules import at_level, broken_by, segment_index
 from areal.algorithm.policy_loss import PolicyLoss
 from areal.api.config import CorrectionRule, RolloutCorrectionConfig
 from areal.api.config.off_policy import RULE_LEVELS
@@ -255,6 +255,13 @@ def test_rules_look_at_the_ratios_as_measured_and_their_masks_meet():
     assert found.weights.tolist() == pytest.approx([0.5, 0.5, 0])
     assert found.stats["correction/rule0_clamped"].values.tolist() == [False, False, True]
     assert found.stats["correction/rule1_masked"].values.tolist() == [False, False, True]
+
+
+def test_only_trained_tokens_break_a_rule():
+    mask, index = torch.tensor([True, False, True]), torch.zeros(3).long()
+    gaps = torch.tensor([0.0, 0.0, -1.0], dtype=torch.float64)
+    found = broken_by(rule(metric="k1", lower=0.5), gaps, mask, index, 1)
+    assert found.tolist() == [True, False, False]
 
 
 def test_batch_normalisation_by_hand():

@@ -47,6 +47,15 @@ def test_a_mean_equal_to_the_threshold_is_allowed():
     assert kept(values, 0.125 - 2**-30) == [True, True, False]
 
 
+def test_squares_of_float32_are_exact():
+    values = torch.tensor([0.1, 0.3], dtype=torch.float32)
+    both = sum(round(Fraction(float(d)) ** 2 * 2**40) for d in values)
+    for excess, expected in ((0, [True, True]), (1, [True, False])):
+        threshold = (both / 2 - excess) / 2**40
+        found = second_moment_kept(values, torch.ones(2, dtype=torch.bool), threshold, reduce=identity_reduce)
+        assert found.tolist() == expected
+
+
 def test_equal_squares_go_together():
     # without ties one of the two 0.5 could stay: (1/16 + 1/4) / 2 = 0.156
     assert kept([0.5, 0.25, -0.5], 0.16) == [False, True, False]
@@ -58,6 +67,7 @@ def test_squares_of_all_sizes():
     assert kept([20.0, -20.0], 500.0) == [True, True]
     assert kept([20.0, -20.0, 0.0], 266.0) == [False, False, True]
     assert kept([20.0, -20.0, 0.0], 267.0) == [True] * 3
+    assert kept([1e-4, 2e-4], 2e-8) == [True, False]
     assert kept([1e-9, 0.0], 1e-30) == [True, True]  # below 2^-41 a square counts as 0
 
 
