@@ -225,6 +225,16 @@ def test_candidates_cost_a_forward_pass_and_change_no_old_policy(toolbox, make):
     assert make(config(kl_loss_coef=1.0))[2].with_prox_logprobs(nothing) is nothing
 
 
+def test_a_rank_without_a_trained_token_reports_the_same_names(toolbox, make):
+    names = []
+    for length in (1, 3):  # of the prompt: with 3 nothing is left to train on, and no step is taken
+        _, _, actor, ref = make(config(kl_loss_coef=1.0))
+        batch = ready(actor, ref, toolbox.make_batch([[1, 2, 3]], prompt_length=length))
+        names.append(actor.update(batch).keys() - {"actor/grad_norm"})
+    assert names[0] == names[1]
+    assert "actor/kl_loss" in names[0]
+
+
 def test_a_bad_reference_stops_every_rank_with_one_line(toolbox, make):
     _, _, actor, ref = make(config(kl_loss_coef=1.0, kl_loss_estimator="full", kl_top_k=0))
     batch = ref.with_ref_logprobs(actor.with_prox_logprobs(toolbox.random_batch(3, 4)))
