@@ -75,7 +75,7 @@ class SFTTask:
         """The loss, and the mean over sequences of exp(mean -log p)."""
         means, trained = sequence_means(logprobs, batch.loss_mask, batch.sequence_index, batch.num_sequences)
         loss = Metric(float(self._sum(batch, logprobs)), float(self._denominator(batch)))
-        return {"loss": loss} | to_metrics({"perplexity": TokenStat(torch.exp(-means), trained)})
+        return {"loss": loss} | to_metrics({"perplexity": TokenStat(torch.exp(-means.double()), trained)})
 
     @staticmethod
     def _names() -> Metrics:
