@@ -50,6 +50,8 @@ def test_kl_by_hand(kit):
 
 
 def test_certain_tokens_have_a_finite_divergence(kit):
-    tokens = kit.make_tokens([0.0, -1e-9, -30.0], old=[-1e-3, 0.0, 0.0])
+    # a certain token that has become very unlikely: D = 30, whatever 0 log 0 is
+    tokens = kit.make_tokens([0.0, -1e-9, -30.0], old=[-1e-3, 0.0, 0.0], advantages=[1.0, 1.0, -1.0])
     result = kit.loss_of(tokens, policy_loss="dppo", dppo=kit.section("dppo", divergence="kl"))
     assert result.losses.isfinite().all()
+    assert result.stats["clip_ratio"].values.tolist() == [False, False, True]
