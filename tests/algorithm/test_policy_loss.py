@@ -53,6 +53,7 @@ def test_ppo_and_gspo_are_told_apart_by_the_level_alone(kit):
         ({"policy_loss": "topr", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"c_clip": 1.0}, "c_clip"),
+        ({"policy_loss": "sappo", "eps_clip_higher": 0.3, "c_clip": 3.0}, "policy_loss"),
     ],
 )
 def test_an_option_without_effect_is_refused_by_name(options, path):

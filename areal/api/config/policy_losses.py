@@ -6,6 +6,7 @@ its own (a field of its name), the function in `areal/algorithm/losses/NAME.py`,
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -183,6 +184,8 @@ class PolicyLossOptions:
     def policy_loss_problems(self) -> Problems:
         """What is wrong with these options together."""
         name = self.policy_loss
+        if name not in POLICY_LOSSES:
+            return  # said already
         if name not in _WITH_CLIP:
             yield from self._clip_without_effect()
         if self.c_clip is not None and name not in _WITH_DUAL_CLIP:
@@ -232,7 +235,10 @@ class PolicyLossOptions:
             yield "custom.path", "is required with policy_loss=custom: give module:function or file.py:function"
             return
         try:
-            parse_function_path(self.custom.path, key="custom.path")
+            ref = parse_function_path(self.custom.path, key="custom.path")
+            spec = importlib.util.find_spec(ref.module) if ref.module else None
+            if spec is not None and (spec.origin or "").endswith(".py"):  # the name too, without running the module
+                parse_function_path(f"{spec.origin}:{ref.name}", key="custom.path")
         except ConfigError as error:
             yield "custom.path", str(error).removeprefix("custom.path=")
 
