@@ -40,7 +40,7 @@ _WITH_LEVEL = ("ppo", "gspo", "sapo", "cispo", "aipo", "custom")
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLevelOptions:
-    """How the ratio of a sequence enters a loss. With advantages equal within a sequence all choices give one loss."""
+    """How the ratio of a sequence enters a loss. Advantages and weights equal within one: all the same loss."""
 
     advantage: str = choice("mean", "mean", "token")
     """mean = a token's advantage is the mean over its sequence (AReaL); token = its own (GSPO-token, verl, cosmos)."""
