@@ -42,6 +42,7 @@ def test_every_fact_about_a_token_moves_to_the_position_that_predicts_it():
     assert batch.baselines[0] == 0.25
     assert batch.baselines[1].isnan()
     assert batch.sequence_lengths == [4, 3]
+    assert batch.version == 5
 
 
 def test_dtypes_are_those_of_the_contract():
