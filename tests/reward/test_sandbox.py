@@ -265,6 +265,7 @@ def test_a_sandbox_that_nobody_ends_ends_itself():
     with Sandbox(
         "functions", "", limits=SandboxLimits(), isolation=module.available_isolation(), keep_s=0.3
     ) as sandbox:
+        assert os.getsid(sandbox.pid) == sandbox.pid  # signals to its group are none to ours
         sandbox.wait_started().receive(until_s=time.monotonic() + 100)
         with pytest.raises(SandboxEnded, match="ended early"):
             sandbox.receive(until_s=time.monotonic() + 100)
