@@ -13,7 +13,7 @@ from areal.api.errors import ConfigError
 
 MIN_VERSION = (0, 8, 2)
 """Before this one every token's gradient was multiplied by that of the first token, without an error (its PR 1298)."""
-NO_LABEL = -100
+NO_LABEL = -100  # of no token: what is not valid is left out afterwards
 
 
 def require_liger(device: torch.device, outputs: OutputSpec) -> None:
@@ -48,9 +48,8 @@ def liger_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: 
     """
     from liger_kernel.ops import fused_linear_cross_entropy as liger  # pyright: ignore[reportMissingImports]
 
-    targets = labels.masked_fill(~valid, NO_LABEL)
     # class weights, ignored label, z-loss, smoothing, reduction, soft cap, whether z-loss is wanted, type of the sums
     losses = liger.LigerFusedLinearCrossEntropyFunction.apply(
-        hidden, weight, targets, bias, None, NO_LABEL, 0.0, 0.0, "none", None, False, torch.float32
+        hidden, weight, labels, bias, None, NO_LABEL, 0.0, 0.0, "none", None, False, torch.float32
     )  # fmt: skip
     return torch.where(valid, -losses[0], 0.0)

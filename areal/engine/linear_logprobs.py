@@ -26,6 +26,8 @@ MAX_LOGITS_CPU = 2**22
 """Logits of one block on the CPU: 16 MiB in float32, so that the passes over a block stay in the cache."""
 MAX_LOGITS = 2**26
 """Logits of one block elsewhere: 256 MiB in float32, so that one block is work enough."""
+MAX_ROW_LOGITS = 2**24
+"""Logits of one block of whole rows, at least, which the clamped entropy needs once in the forward pass."""
 MAX_BLOCK_TOKENS = 8192
 """Most tokens of one block: beyond this a block would be long and narrow."""
 
@@ -72,6 +74,7 @@ def linear_logprobs(
     if candidate_ids is not None:
         wanted, count = torch.cat([wanted, candidate_ids], dim=1), None
     num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
+    default = MAX_LOGITS_CPU if hidden.device.type == "cpu" else MAX_LOGITS
     plan = _Plan(
         temperature=temperature,
         entropy_grad=outputs.entropy_grad,
@@ -79,7 +82,8 @@ def linear_logprobs(
         clamps=outputs.entropy_clamp > 0,
         top_k=min(count or 0, vocab_size),
         all_tokens=count == 0,
-        max_logits=max_logits or (MAX_LOGITS_CPU if hidden.device.type == "cpu" else MAX_LOGITS),
+        max_logits=max_logits or default,
+        max_row_logits=max_logits or max(default, MAX_ROW_LOGITS),
     )
     if valid is None:
         valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device)
@@ -104,13 +108,15 @@ class _Plan:
     top_k: int
     all_tokens: bool
     max_logits: int
+    max_row_logits: int
+
+    def rows(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
+        """Cuts of the tokens, and the whole vocabulary."""
+        return _even_slices(num_tokens, max(self.max_row_logits // vocab_size, 1)), [slice(0, vocab_size)]
 
     def blocks(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
-        """Cuts of the tokens and of the vocabulary; the clamped entropy needs whole rows."""
-        limit = max(self.max_logits // vocab_size, 1) if self.clamps else MAX_BLOCK_TOKENS
-        tokens = _even_slices(num_tokens, limit)
-        if self.clamps:
-            return tokens, [slice(0, vocab_size)]
+        """Cuts of the tokens and of the vocabulary."""
+        tokens = _even_slices(num_tokens, MAX_BLOCK_TOKENS)
         longest = max((cut.stop - cut.start for cut in tokens), default=1)
         return tokens, _even_slices(vocab_size, max(self.max_logits // longest, 1))
 
@@ -122,7 +128,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, valid: Tensor, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
-        token_cuts, vocab_cuts = plan.blocks(hidden.shape[0], weight.shape[0])
+        cut = plan.rows if plan.clamps else plan.blocks
+        token_cuts, vocab_cuts = cut(hidden.shape[0], weight.shape[0])
         is_small = len(token_cuts) == len(vocab_cuts) == 1
         forward = _Forward(hidden, weight, wanted, plan)
         kept = None
@@ -134,7 +141,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     kept = logits  # which are now less their maximum
         found = forward.finish(~valid, is_less_highest=kept is not None)
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, forward.wanted, valid, forward.logsumexp, found[1], kept)
+        saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
+        ctx.save_for_backward(hidden, weight, bias, *saved)
         constants = [found[4]] if found[4] is not None else []
         ctx.mark_non_differentiable(*constants, *([] if plan.entropy_grad else [found[1]]))
         ctx.set_materialize_grads(False)
@@ -142,13 +150,14 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, wanted, valid, logsumexp, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, wanted, valid, logsumexp, entropy, clamp, kept = ctx.saved_tensors
         rows = _trained_rows(valid, upstream)
         if rows is not None:
             upstream = tuple(None if values is None else values[rows] for values in upstream)
             wanted, logsumexp, entropy = wanted[rows], logsumexp[rows], entropy[rows]
+            clamp = None if clamp is None else clamp[:, rows]
             kept = None if kept is None else kept[rows]
-        backward = _Backward(wanted, logsumexp, entropy, upstream, ctx.plan)
+        backward = _Backward(wanted, logsumexp, entropy, clamp, upstream, ctx.plan)
         states = hidden if rows is None else hidden[rows]
         grads = _Gradients(states, weight, bias, ctx.needs_input_grad)
         token_cuts, vocab_cuts = ctx.plan.blocks(states.shape[0], weight.shape[0])
@@ -157,7 +166,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 if kept is None:
                     logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan.temperature)
                 else:
-                    logits = kept.clone() if rows is None else kept  # a graph may be walked twice
+                    part = kept[tokens, vocabulary]
+                    logits = part.clone() if rows is None else part  # a graph may be walked twice
                 grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
         grad_hidden = grads.hidden
         if grad_hidden is not None:
@@ -179,7 +189,7 @@ class _Forward:
         self._total = torch.zeros(size, **options)
         self._product = torch.zeros(size, **options)
         self._found = torch.zeros(wanted.shape, **options)
-        self._clamped = torch.zeros(size, **options) if plan.clamps else None
+        self.clamp = torch.zeros((5, size), **options) if plan.clamps else None
         self._all = torch.empty((size, weight.shape[0]), **options) if plan.all_tokens else None
         self._top = torch.full((size, plan.top_k), float("-inf"), **options)
         self._top_ids = torch.zeros((size, plan.top_k), dtype=torch.int64, device=hidden.device)
@@ -192,8 +202,8 @@ class _Forward:
             self._all[tokens, vocabulary] = logits
         if self._plan.top_k:
             self._merge_top(logits, tokens, vocabulary)
-        if self._clamped is not None:
-            self._clamped[tokens] = _clamped(logits, self._plan.num_clamped)[0]
+        if self.clamp is not None:
+            self.clamp[:, tokens] = _clamp(logits, self._plan.num_clamped)
         before, total, product = self._highest[tokens], self._total[tokens], self._product[tokens]
         highest = torch.maximum(before, logits.amax(-1))
         shift = before - highest
@@ -224,7 +234,11 @@ class _Forward:
         elif self._plan.top_k:
             candidates, ids = normalised(self._top), self._top_ids.masked_fill_(left_out.unsqueeze(1), 0)
             self.wanted = torch.cat([self.wanted, ids], dim=1)
-        clamped = None if self._clamped is None else self._clamped.masked_fill_(left_out, 0.0)
+        clamped = None
+        if self.clamp is not None:
+            clamped = self.clamp[-1].masked_fill(left_out, 0.0)
+            if is_less_highest:
+                self.clamp[:3] -= self._highest
         # copies, since FSDP warns of outputs that are views
         return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids
 
@@ -245,11 +259,12 @@ class _Backward:
         wanted: Tensor,
         logsumexp: Tensor,
         entropy: Tensor,
+        clamp: Tensor | None,
         upstream: tuple[Tensor | None, ...],
         plan: _Plan,
     ) -> None:
         on_label, self._on_entropy, self._on_clamped, on_candidates, _ = upstream
-        self._wanted, self._logsumexp, self._entropy, self._plan = wanted, logsumexp, entropy, plan
+        self._logsumexp, self._entropy, self._clamp, self._plan = logsumexp, entropy, clamp, plan
         self._on_all = on_candidates if plan.all_tokens else None
         parts = [torch.zeros_like(logsumexp) if on_label is None else on_label.to(logsumexp.dtype)]
         self._on_wanted = parts[0].unsqueeze(1)
@@ -263,9 +278,11 @@ class _Backward:
     def block(self, logits: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
         """d loss / d (unscaled logits), [t, v], from the logits, whose memory is used up."""
         clamped = None
-        if self._on_clamped is not None:
-            entropy, share, log_share = _clamped(logits, self._plan.num_clamped)
-            clamped = share.mul_(log_share.add_(entropy.unsqueeze(1))).mul_(self._on_clamped[tokens].unsqueeze(1))
+        if self._on_clamped is not None and self._clamp is not None:
+            low, high, logsumexp, part, entropy = self._clamp[:, tokens].unsqueeze(2)
+            stays = torch.where(logits > high, 1.0, torch.where(logits > low, part, 0.0))
+            log_share = logits - logsumexp
+            clamped = stays.mul_(log_share.exp()).mul_(log_share.add_(entropy)).mul_(self._on_clamped[tokens, None])
         logits.sub_(self._logsumexp[tokens].unsqueeze(1))
         mass = self._mass[tokens].unsqueeze(1)
         if self._on_entropy is None:
@@ -330,21 +347,26 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: sli
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _clamped(logits: Tensor, num_clamped: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole rows [t, V] -> entropy [t] without the `num_clamped` least likely, shares [t, V] and their logs [t, V].
+def _clamp(logits: Tensor, num_clamped: int) -> Tensor:
+    """Whole rows [t, V] -> [5, t]: between which logits the last token to stay lies, logsumexp of all that stay, the
+    part of the last ones that stays, and the entropy of all that stay. The `num_clamped` least likely do not.
 
     Where the bound falls among tokens of equal logits, each counts for the part of them that stays: the value is that
-    of any choice among them, and the gradient prefers none.
+    of any choice among them, and the gradient prefers none. The two limits lie half way to the next other logits, so
+    that logits computed again, in other blocks and with other last bits, fall on the same side.
     """
-    bound = logits.kthvalue(num_clamped + 1, dim=-1, keepdim=True).values
-    above, tied = logits > bound, logits == bound
-    part = (logits.shape[1] - num_clamped - above.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True)
-    shifted = logits - logits.amax(-1, keepdim=True)
-    share = shifted.exp().mul_(torch.where(above, 1.0, tied * part))
-    total = share.sum(-1, keepdim=True)
-    share.div_(total)
-    log_share = shifted.sub_(total.log())
-    return -(share * log_share).sum(-1), share, log_share
+    last = logits.kthvalue(num_clamped + 1, dim=-1, keepdim=True).values
+    above, tied = logits > last, logits == last
+    part = (logits.shape[1] - num_clamped - above.sum(-1)) / tied.sum(-1)
+    lower = logits.masked_fill(logits >= last, float("-inf")).amax(-1)
+    higher = logits.masked_fill(~above, float("inf")).amin(-1)
+    highest = logits.amax(-1)
+    shifted = logits - highest.unsqueeze(1)
+    shares = shifted.exp().mul_(torch.where(above, 1.0, tied * part.unsqueeze(1)))
+    total = shares.sum(-1)
+    entropy = total.log() - shares.mul_(shifted).sum(-1) / total
+    middle = last.squeeze(1)
+    return torch.stack([(middle + lower) / 2, (middle + higher) / 2, highest + total.log(), part, entropy])
 
 
 def _trained_rows(valid: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api.batch import OutputSpec
-from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.linear_logprobs import _clamp, linear_logprobs
 from areal.engine.mesh import TrainerMesh
 
 T, H, V = 13, 5, 29
@@ -105,6 +105,16 @@ def test_two_tokens_by_hand():
     assert grad.flatten().tolist() == pytest.approx([-0.2059898041, 0.2059898041])
 
 
+def test_the_bound_of_the_clamp_lies_between_logits():
+    """Of 3, 1, 1, 0 two or three stay: limits half way to the next, so that rounding puts nothing on the other side."""
+    low, high, _, part, _ = _clamp(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 2).flatten().tolist()
+    assert (low, high, part) == (0.5, 2.0, 0.5)
+    low, high, _, part, _ = _clamp(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 1).flatten().tolist()
+    assert (low, high, part) == (0.5, 2.0, 1.0)
+    low, high, _, part, _ = _clamp(torch.tensor([[1.0, 1.0, 1.0, 1.0]]), 1).flatten().tolist()
+    assert (low, high, part) == (-math.inf, math.inf, 0.75)
+
+
 def test_large_logits_lose_nothing_in_their_difference():
     hidden, weight = torch.ones(1, 1), torch.tensor([[1000.0], [990.0]])
     found = linear_logprobs(hidden, weight, None, torch.tensor([0]), outputs=OutputSpec(candidates=1), max_logits=1)
@@ -123,6 +133,29 @@ def test_clamped_entropy_by_hand():
     (grad,) = torch.autograd.grad(found.clamped_entropy, weight)
     slope = 2 / 3 * (math.log(2 / 3) + expected)
     assert grad.flatten().tolist() == pytest.approx([-slope, 0.0, slope, 0.0])
+
+
+@pytest.mark.parametrize("max_logits", [None, 7])
+@pytest.mark.parametrize("clamp", [0.1, 0.3, 0.6, 0.9])
+def test_clamped_entropy_among_many_equal_logits(max_logits, clamp):
+    """Logits of a few values, as bfloat16 makes them; the gradient is the mean over all choices among the last ones."""
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randint(0, 4, (V, 1), generator=g).double().requires_grad_()
+    hidden, labels = torch.tensor([[0.5], [1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    spec = OutputSpec(entropy_clamp=clamp)
+    found = linear_logprobs(hidden, weight, None, labels, outputs=spec, max_logits=max_logits).clamped_entropy
+    (grad,) = torch.autograd.grad(found.sum(), weight)
+    wanted, num_orders = torch.zeros_like(grad), 100
+    for seed in range(num_orders):
+        noise = 1e-9 * torch.randn(V, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        shaken = (weight.detach() + noise).requires_grad_()
+        expected = slow(hidden, shaken, torch.zeros(V, dtype=torch.float64), labels, clamp=clamp)[2]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        wanted += torch.autograd.grad(expected.sum(), shaken)[0] / num_orders
+    torch.testing.assert_close(grad, wanted, rtol=0, atol=0.04)
+    for value in range(4):  # equal tokens, equal gradients
+        same = grad[weight == value]
+        assert same.numel() == 0 or (same - same[0]).abs().max() < 1e-12
 
 
 def test_tokens_of_equal_logits_share_the_place_that_is_left():
