@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from areal.algorithm.aggregate import require_same_shape
 from areal.algorithm.importance import LOG_RATIO_LIMIT, log_ratio
 
 KL_LIMIT = 10.0
 """Estimates are cut to +-this, so that one token far from the reference cannot outweigh a batch."""
+MAX_NUMBERS = 2**26
+"""Of [T, k] taken at once (256 MiB of float32): five of that size are needed at a time, and not kept for the backward
+pass of more."""
 
 
 def kl_estimate(
@@ -74,16 +80,32 @@ def distribution_kl(
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_same_shape(mask=mask, rows=logprobs[:, 0])
+    rows = max(MAX_NUMBERS // logprobs.shape[1], 1)
+    parts: list[Tensor] = []
+    for first in range(0, max(logprobs.shape[0], 1), rows):
+        taken = slice(first, first + rows)
+        arguments = (logprobs[taken], ref_logprobs[taken], mask[taken], is_whole)
+        if logprobs.requires_grad and logprobs.shape[0] > rows:
+            part = cast("Any", checkpoint)(_block_kl, *arguments, use_reentrant=False, preserve_rng_state=False)
+            parts.append(part)
+        else:
+            parts.append(_block_kl(*arguments))
+    divergence = torch.cat(parts)
+    return divergence if limit is None else divergence.clamp(-limit, limit)
+
+
+def _block_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, is_whole: bool) -> Tensor:
+    """`distribution_kl` without the cut of the sum."""
     # what is masked, and 0 log 0 with its infinite gradient, must not enter the graph at all
     is_read = mask.unsqueeze(-1) & (logprobs != float("-inf"))
     policy = torch.where(is_read, logprobs, float("-inf")).exp()
     x = torch.where(is_read, logprobs, 0.0) - torch.where(is_read, ref_logprobs, 0.0)
     divergence = (policy * x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum(-1)
-    if not is_whole:
-        reference = torch.where(mask.unsqueeze(-1), ref_logprobs, float("-inf")).exp()
-        rest, ref_rest = _rest(policy), _rest(reference)
-        divergence = divergence + torch.where(mask, rest * (rest.log() - ref_rest.log()), 0.0)
-    return divergence if limit is None else divergence.clamp(-limit, limit)
+    if is_whole:
+        return divergence
+    reference = torch.where(mask.unsqueeze(-1), ref_logprobs, float("-inf")).exp()
+    rest, ref_rest = _rest(policy), _rest(reference)
+    return divergence + torch.where(mask, rest * (rest.log() - ref_rest.log()), 0.0)
 
 
 def _rest(probabilities: Tensor) -> Tensor:

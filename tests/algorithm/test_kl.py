@@ -246,6 +246,25 @@ def test_gradient_of_distributions_equals_finite_differences(is_whole):
     assert torch.autograd.gradcheck(divergence, (logits,))
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_blocks_of_any_size_give_the_same_value_and_gradient(is_whole, monkeypatch):
+    policy, ref = distributions(5)
+    chosen = policy.topk(9 if is_whole else 4, dim=-1).indices
+    mask = torch.arange(7) != 3
+    found = []
+    for numbers in (2**26, 27, 1):
+        monkeypatch.setattr("areal.algorithm.kl.MAX_NUMBERS", numbers)
+        logits = policy.clone().requires_grad_()
+        taken = logits.log_softmax(-1).gather(-1, chosen)
+        result = distribution_kl(taken, ref.gather(-1, chosen), mask, is_whole=is_whole)
+        (result * torch.arange(7)).sum().backward()
+        found.append((result.detach(), logits.grad))
+    for result, gradient in found[1:]:
+        assert torch.allclose(result, found[0][0], rtol=0, atol=1e-15)
+        assert torch.allclose(gradient, found[0][1], rtol=0, atol=1e-15)
+    assert distribution_kl(policy[:0], ref[:0], mask[:0], is_whole=is_whole).shape == (0,)
+
+
 def test_certainty_is_safe():
     """The k tokens hold everything, in one model or in both: no log of 0, no gradient without an end."""
     sure = torch.tensor([[0.0, -40.0, -INF]]).requires_grad_()

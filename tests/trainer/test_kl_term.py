@@ -154,6 +154,19 @@ def test_the_term_by_hand(toolbox, make):
     assert torch.allclose(policy.gradients[0][1], expected, atol=1e-5)
 
 
+def test_a_token_that_a_filter_took_is_not_in_the_mean_that_is_logged(toolbox, make):
+    policy, _, actor, _ = make(config(kl_loss_coef=1.0))
+    batch = toolbox.make_batch([[1, 2, 3]])
+    logprob = policy.forward(batch).logprobs
+    batch = replace(
+        batch,
+        ref_logprobs=logprob - torch.tensor([0.2, 0.9, 0.0]),
+        policy_mask=torch.tensor([True, False, False]),
+    )
+    values = metric_values(actor.update(actor.with_advantages(batch)))
+    assert values["actor/kl_loss"] == pytest.approx(0.018731, abs=1e-6)
+
+
 @pytest.mark.parametrize(("correction", "exponent"), [("none", 0.0), ("old", 0.5), ("rollout", -0.3)])
 def test_the_correction_is_by_the_old_policy_or_by_the_one_that_sampled(toolbox, make, correction, exponent):
     policy, _, actor, _ = make(config(kl_loss_coef=1.0, kl_loss_correction=correction, recompute_logprob=True))
