@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from areal.algorithm.aggregate import identity_reduce
 from areal.api.config import PPOActorConfig
+from areal.api.config.policy_losses import POLICY_LOSSES, KlCovOptions
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.off_policy import old_logprobs
 from areal.trainer.reduce import reduce_metrics
+from areal.trainer.token_choice import with_chosen_tokens
 
 GUESS = {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}
 
@@ -104,6 +107,21 @@ def test_every_rank_reports_the_same_names_also_without_tokens(toolbox):
         assert values == same
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        GUESS | {"behav_imp_weight_cap": 1.3},
+        GUESS | {"prox_logp_method": "metrics"},
+        *({"policy_loss": name} for name in POLICY_LOSSES if name != "custom"),
+    ],
+)
+def test_a_step_without_any_trained_token_reports_the_names_of_one_with(toolbox, options):
+    batch = stale_batch(toolbox, 6, 4)
+    names = updated(PPOActor(toolbox.TableEngine(), config(**options)), batch).keys()
+    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert names - updated(PPOActor(toolbox.TableEngine(), config(**options)), nothing).keys() <= {"actor/grad_norm"}
+
+
 def test_the_errors_of_the_guesses_are_logged(toolbox):
     options = {"use_decoupled_loss": True, "prox_logp_method": "metrics"}
     first = metric_values(updated(PPOActor(toolbox.TableEngine(), config(**options)), stale_batch(toolbox)))
@@ -134,6 +152,23 @@ def test_what_cannot_work_is_refused_by_name(toolbox):
     assert not problems(recompute_logprob=True, prox_logp_method="loglinear")
     assert list(problems(**GUESS, m2_threshold=0.1)) == ["m2_threshold"]
     assert not problems(**GUESS | {"prox_logp_method": "metrics"}, m2_threshold=0.1)
+
+
+def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolbox):
+    # advantages rise from token to token; the servers' log-probabilities too, the trainer's fall
+    rising = torch.arange(4.0)
+    batch = replace(
+        toolbox.make_batch([[1, 2, 3, 4, 5]], rollout=[*rising.tolist(), 0.0]),
+        advantages=torch.cat([rising, torch.zeros(1)]),
+    )
+    options = config(policy_loss="kl_cov", kl_cov=KlCovOptions(ratio=0.5))
+    of_servers = with_chosen_tokens(batch, options, reduce=identity_reduce).chosen_tokens
+    assert of_servers.tolist() == [True, False, False, True, False]
+    fall = torch.tensor([0.0, -4.0, 0.0, -4.0, 0.0])
+    of_trainer = with_chosen_tokens(replace(batch, prox_logprobs=fall), options, reduce=identity_reduce).chosen_tokens
+    assert of_trainer.tolist() == [False, True, True, False, False]  # -3, 1, 1, -3 by hand
+    with pytest.raises(ValueError, match="with_advantages"):
+        with_chosen_tokens(replace(batch, advantages=None), options, reduce=identity_reduce)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
