@@ -1,6 +1,6 @@
 """How well each algorithm learns the quickstart's task under stale rollouts: same samples, several seeds, one table.
 
-    python benchmark/learning.py [--steps 60] [--seeds 3] [--staleness 0 4 8] [--only grpo decoupled] [--jobs 2]
+    python benchmark/learning.py [--steps 120] [--seeds 3] [--staleness 0 4 8] [--only grpo decoupled] [--jobs 2]
 
 Every run is one process: the real train loop (areal.trainer.ppo_loop) is fed by the real native engine, which generates
 batch k with the weights of version k - STALENESS exactly (the first ones with version 0). So a result depends on the
@@ -70,7 +70,7 @@ ALGORITHMS: dict[str, list[str]] = {
         "actor.overlong_penalty_factor=1.0",
         "rollout.should_accept_fn=mixed_rewards",
     ],
-    "cispo": [*GRPO, "actor.policy_loss=cispo"],
+    "cispo": [*GRPO, "actor.policy_loss=cispo", "actor.eps_clip=-1", "actor.eps_clip_higher=4"],
     "decoupled": [*GRPO, "actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=5.0"],
 }
 """What each adds to the common configuration. All but decoupled take the ratio against the policy that generated."""
@@ -237,7 +237,7 @@ def table(results: Sequence[dict[str, Any]], mode: str, staleness: Sequence[int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="train steps of each run (512 answers each)")
+    parser.add_argument("--steps", type=int, default=120, help="train steps of each run (512 answers each)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
     parser.add_argument(
         "--staleness", type=int, nargs="+", default=[0, 4, 8], help="versions between weights and batch"
