@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problems, choice, number
+from areal.api.config.inference import GenerationHyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +95,14 @@ class AdvantageOptions:
             )
         if self.gae_length_alpha is not None and self.gae_lambda != 1.0:
             yield "gae_lambda", "has no effect with gae_length_alpha, which takes its place: remove one of them"
-        if self.overlong_reward_penalty:
-            for name, value in (
-                ("overlong_tokens", self.overlong_tokens),
-                ("overlong_penalty_factor", self.overlong_penalty_factor),
-            ):
-                if value is None:
-                    yield name, "is needed with overlong_reward_penalty=true: give it"
+        for name, value in (
+            ("overlong_tokens", self.overlong_tokens),
+            ("overlong_penalty_factor", self.overlong_penalty_factor),
+        ):
+            if self.overlong_reward_penalty and value is None:
+                yield name, "is needed with overlong_reward_penalty=true: give it"
+            elif not self.overlong_reward_penalty and value is not None:
+                yield name, "has an effect only with overlong_reward_penalty=true: set that or remove it"
 
     @property
     def compares_groups(self) -> bool:
@@ -108,3 +110,20 @@ class AdvantageOptions:
         norm = self.reward_norm
         in_norm = norm is not None and "group" in (norm.mean_level, norm.std_level)
         return in_norm or self.adv_estimator not in _WITHOUT_GROUPS
+
+
+def baseline_problems(options: AdvantageOptions, sampling: GenerationHyperparameters, *, has_critic: bool) -> Problems:
+    """Penalties and baselines that the sampling leaves without sense; paths below the actor."""
+    if (options.overlong_tokens or 0) > sampling.max_new_tokens:
+        yield (
+            "overlong_tokens",
+            f"{options.overlong_tokens} is more than an answer can have (gconfig.max_new_tokens="
+            f"{sampling.max_new_tokens}), so that every answer would be punished: lower it",
+        )
+    if sampling.n_samples > 1:
+        return
+    one = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"
+    if options.compares_groups:
+        yield ("adv_estimator" if options.reward_norm is None else "reward_norm"), one
+    elif options.adv_norm is not None and options.adv_norm.mean_level == "group" and not has_critic:
+        yield "adv_norm", f"{one}, or give a critic"  # all tokens of an answer share one number: 0 would be left of it

@@ -33,9 +33,7 @@ class PPOActorConfig(
         yield from self.off_policy_problems()
         yield from self.kl_problems()
         yield from self.assembly_problems()
-        if self.logprob_kernel == "liger" and (
-            self.has_entropy_bonus or "full" in (self.kl_estimator, self.kl_loss_estimator)
-        ):
+        if self.logprob_kernel == "liger" and (self.has_entropy_bonus or self.wants_distributions):
             yield (
                 "logprob_kernel",
                 "is liger, which gives log-probabilities only, and an entropy bonus or a full KL needs more: use torch",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
+from areal.api.config.advantages import baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problems, number
@@ -23,7 +24,7 @@ from areal.api.config.observe import (
     StatsLoggerConfig,
 )
 from areal.api.config.reward import RewardConfig, selection_problems
-from areal.api.config.roles import RewardModelConfig, TeacherConfig
+from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems, teacher_problems
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems, given_flags
 from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
@@ -231,6 +232,11 @@ class PPOConfig(BaseExperimentConfig):
         )
         if self.ref is not None and self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
+        if self.ref is not None and self.ref.logprob_kernel == "liger" and self.actor.wants_distributions:
+            yield (
+                "ref.logprob_kernel",
+                "is liger, which gives log-probabilities only, and a full KL needs more: use torch",
+            )
 
     @property
     def _wants_servers(self) -> bool | None:
@@ -259,23 +265,26 @@ class PPOConfig(BaseExperimentConfig):
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
 
     def _role_problems(self) -> Problems:
-        """What a reward model, which scores in the trainer, leaves without sense."""
-        scores_nothing = not self.reward_fn and not self.reward.names_functions
-        if self.reward_model is not None and scores_nothing and self.rollout.should_accept_fn:
-            yield (
-                "rollout.should_accept_fn",
-                "looks at rewards before the reward model scores, and no reward function is given: remove it",
+        if self.teacher is not None:
+            yield from teacher_problems(
+                self.teacher,
+                self.actor,
+                has_critic=self.critic is not None,
+                kl_ctl=0.0 if self.ref is None else self.actor.kl_ctl,
+            )
+        if self.reward_model is not None:
+            yield from reward_model_problems(
+                has_functions=bool(self.reward_fn) or self.reward.names_functions,
+                accept_fn=self.rollout.should_accept_fn,
+                adv_estimator=self.actor.adv_estimator,
             )
 
     def _sampling_problems(self) -> Problems:
         samples = self.gconfig.n_samples
         if samples > 1 and self.gconfig.greedy:
             yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
-        if samples == 1 and self.actor.compares_groups:
-            yield (
-                "actor.adv_estimator" if self.actor.reward_norm is None else "actor.reward_norm",
-                "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples",
-            )
+        found = baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None)
+        yield from ((f"actor.{name}", text) for name, text in found)
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",

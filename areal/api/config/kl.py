@@ -63,6 +63,11 @@ class KLOptions:
         if self.kl_estimator == "full" and self.kl_ctl == 0:
             yield "kl_estimator", "has no effect with kl_ctl=0: remove it, or raise kl_ctl"
 
+    @property
+    def wants_distributions(self) -> bool:
+        """Whether a divergence of whole distributions is taken, which needs more than log-probabilities of tokens."""
+        return "full" in (self.kl_estimator, self.kl_loss_estimator)
+
     def _control_problems(self) -> Problems:
         control, defaults = self.kl_control, KLControlConfig()
         if control.type == "fixed":

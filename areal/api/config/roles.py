@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from areal.api.config.advantages import AdvantageOptions
 from areal.api.config.fields import Problems, choice, number
 from areal.api.config.train import ScoreModelConfig, TrainEngineConfig
 
@@ -44,3 +45,38 @@ class RewardModelConfig(ScoreModelConfig):
         yield from super().problems()
         if self.optimizer is not None:
             yield "optimizer", "is set, but a reward model is not trained here: set it to null"
+
+
+def teacher_problems(teacher: TeacherConfig, actor: AdvantageOptions, *, has_critic: bool, kl_ctl: float) -> Problems:
+    """What rl_weight=0, which leaves nothing of the advantages from rewards, leaves without effect; whole paths.
+
+    `kl_ctl`: of the penalty in the reward, 0 without a reference.
+    """
+    if teacher.rl_weight > 0:
+        return
+    given, default = vars(actor), vars(AdvantageOptions())
+    dead = [f"actor.{entry.name}" for entry in fields(AdvantageOptions) if given[entry.name] != default[entry.name]]
+    dead += ["critic"] if has_critic else []
+    for path in dead:
+        yield path, "has no effect with teacher.rl_weight=0, which drops the advantages of rewards: remove one of them"
+    if kl_ctl > 0:
+        yield (
+            "actor.kl_ctl",
+            f"{kl_ctl:g} is a penalty in the reward, which teacher.rl_weight=0 drops: set it to 0 (kl_loss_coef is the "
+            "term of the loss), or remove ref",
+        )
+
+
+def reward_model_problems(*, has_functions: bool, accept_fn: str, adv_estimator: str) -> Problems:
+    """What a reward model, which scores in the trainer, leaves without sense; whole paths."""
+    if accept_fn and not has_functions:
+        yield (
+            "rollout.should_accept_fn",
+            "looks at rewards before the reward model scores, and no reward function is given: remove it",
+        )
+    if adv_estimator == "remax":
+        yield (
+            "actor.adv_estimator",
+            "remax compares with the greedy answer, which the reward model never sees: use another, or remove "
+            "reward_model",
+        )

@@ -1,0 +1,72 @@
+"""Options of advantages and of the frozen roles that their combination leaves without effect are refused by name."""
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config
+from areal.api.errors import ConfigError
+
+FILE = """
+experiment_name: sort
+trial_name: t0
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+gconfig: {n_samples: 4, max_new_tokens: 64}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}, kl_ctl: 0}
+ref: {path: /models/tiny}
+reward_fn: exact
+"""
+TEACHER, CRITIC = "teacher={path: /models/big, rl_weight: 0}", "critic={path: /models/tiny, optimizer: {lr: 1e-4}}"
+JUDGE = "reward_model={path: /models/judge}"
+OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor=1"]
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [TEACHER],
+        [TEACHER, "ref=null", "actor.kl_ctl=0.1"],  # without a reference there is no penalty
+        [TEACHER, "actor.kl_loss_coef=0.1", "actor.positive_nll_coef=0.1", "actor.dynamic_sampling=true"],
+        ["teacher={path: /models/big, rl_weight: 0.1}", CRITIC, "actor.kl_ctl=0.1", "actor.adv_norm={}"],
+        [JUDGE, "reward_fn=", "actor.adv_estimator=grpo"],
+        [JUDGE, "rollout.should_accept_fn=mixed_rewards"],
+        [*OVERLONG, "actor.overlong_tokens=64"],
+        ["actor.adv_norm={mean_level: group, std_level: group}"],
+        ["actor.adv_norm={mean_level: group, std_level: group}", "gconfig.n_samples=1", CRITIC],
+        ["actor.kl_ctl=0.1", "ref.logprob_kernel=liger"],
+    ],
+)
+def test_these_load(load, overrides):
+    load(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([TEACHER, CRITIC], "critic: has no effect with teacher.rl_weight=0"),
+        ([TEACHER, "actor.kl_ctl=0.1"], "actor.kl_ctl: 0.1 is a penalty in the reward, which teacher.rl_weight=0"),
+        ([TEACHER, "actor.adv_estimator=grpo"], "actor.adv_estimator: has no effect with teacher.rl_weight=0"),
+        ([TEACHER, "actor.adv_norm={}"], "actor.adv_norm: has no effect with teacher.rl_weight=0"),
+        ([TEACHER, "actor.reward_bias=1"], "actor.reward_bias: has no effect with teacher.rl_weight=0"),
+        ([JUDGE, "actor.adv_estimator=remax"], "actor.adv_estimator: remax compares with the greedy answer, which the"),
+        ([JUDGE, "reward_fn=", "rollout.should_accept_fn=mixed_rewards"], "rollout.should_accept_fn: looks at rewards"),
+        ([*OVERLONG, "actor.overlong_tokens=65"], "actor.overlong_tokens: 65 is more than an answer can have"),
+        (["actor.overlong_tokens=8"], "actor.overlong_tokens: has an effect only with overlong_reward_penalty=true"),
+        (["actor.overlong_penalty_factor=8"], "actor.overlong_penalty_factor: has an effect only with overlong"),
+        (["actor.adv_norm.mean_level=group", "gconfig.n_samples=1"], "actor.adv_norm: compares the answers of a group"),
+        (
+            ["actor.kl_ctl=0.1", "actor.kl_estimator=full", "actor.kl_top_k=8", "ref.logprob_kernel=liger"],
+            "ref.logprob_kernel: is liger, which gives log-probabilities only",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused_by_name(load, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    assert expected in str(error.value)
