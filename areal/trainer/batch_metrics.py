@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
+from areal.algorithm.baselines import mixed_group
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.kl import kl_estimate
 from areal.algorithm.kl_control import sequence_kl
 from areal.api.batch import TrainBatch
 from areal.api.metrics import Metrics
-from areal.trainer.filters import in_uniform_group
 from areal.trainer.minibatch import prefixed
 
 
@@ -35,7 +35,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
         "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
         "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),
         "unfinished_ratio": TokenStat(~batch.finished, each),
-        "uniform_reward_ratio": TokenStat(in_uniform_group(batch.rewards, batch.group_ids), each),
+        "uniform_reward_ratio": TokenStat(~mixed_group(batch.rewards, batch.group_ids), each),
     }
     for name, values in (("advantage", batch.advantages), ("return", batch.returns), ("value", batch.values)):
         if values is not None:

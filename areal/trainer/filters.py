@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from areal.algorithm.normalise import group_index
+from areal.algorithm.baselines import mixed_group
 from areal.algorithm.shared_prefix import contested_prefixes
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
@@ -28,7 +28,7 @@ def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch,
     if config.mask_truncated:
         taken["truncated"] = ~batch.finished[index]
     if config.dynamic_sampling:
-        taken["uniform_group"] = in_uniform_group(batch.rewards, batch.group_ids)[index]
+        taken["uniform_group"] = ~mixed_group(batch.rewards, batch.group_ids)[index]
     if config.shared_prefix_min_tokens is not None:
         taken["shared_prefix"] = contested_prefixes(
             batch.input_ids,
@@ -49,11 +49,3 @@ def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch,
         kept = kept & ~tokens
     metrics["filter/kept_tokens"] = Metric(float(kept.sum()), 1.0, "sum")
     return replace(batch, policy_mask=kept), metrics
-
-
-def in_uniform_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Sequences whose whole group has one reward: they teach nothing under a group baseline. -> [S] bool"""
-    member = group_index(group_ids)
-    highest = torch.full_like(rewards, float("-inf")).scatter_reduce(0, member, rewards, "amax")
-    lowest = torch.full_like(rewards, float("inf")).scatter_reduce(0, member, rewards, "amin")
-    return (highest == lowest)[member]

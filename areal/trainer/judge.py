@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from torch import Tensor
-
 from areal.algorithm.aggregate import TokenStat, to_metrics
-from areal.algorithm.preference import last_of_each
 from areal.api.batch import TrainBatch
 from areal.api.config import RewardModelConfig
 from areal.api.engine import TrainEngine
@@ -17,6 +14,7 @@ from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
 from areal.data.tokenizer import Tokenizer
 from areal.trainer.minibatch import prefixed
+from areal.trainer.reward_model import sequence_scores
 
 Recode = Callable[[list[int]], list[int]]
 """The policy's tokens of one sequence -> the reward model's."""
@@ -33,7 +31,8 @@ class Judge:
 
     def with_scores(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Add weight x score to the reward of every sequence; a collective."""
-        scores = self._scores(batch if self._recode is None else recoded(batch, self._recode))
+        read = batch if self._recode is None else recoded(batch, self._recode)
+        scores = sequence_scores(self._engine, read)
         each = batch.finished | ~batch.finished
         stats = {
             "score": TokenStat(scores, each),
@@ -43,12 +42,6 @@ class Judge:
         }
         rewards = batch.rewards + self._weight * scores.to(batch.rewards.dtype)
         return replace(batch, rewards=rewards), prefixed("reward_model", to_metrics(stats))
-
-    def _scores(self, batch: TrainBatch) -> Tensor:
-        scores = self._engine.forward(batch).scores
-        if scores is None:
-            raise ValueError("a score needs a reward model, and the engine was built with another head")
-        return last_of_each(scores, batch.cu_seqlens)
 
 
 def recoded(batch: TrainBatch, recode: Recode) -> TrainBatch:

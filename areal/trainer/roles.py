@@ -48,6 +48,12 @@ class PPORoles:
 def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
     """Load the models this configuration names."""
     frozen_steps = 0 if config.critic is None else config.critic.warmup_steps
+    if frozen_steps >= length.total_steps:
+        get_logger("trainer").warning(
+            "critic.warmup_steps=%d leaves the policy none of this run's %d train steps: only the critic learns",
+            frozen_steps,
+            length.total_steps,
+        )
     per_step = config.actor.ppo_n_minibatches * config.actor.ppo_epochs
     optimizer_steps = max(length.total_steps - frozen_steps, 1) * per_step
     actor = build_train_engine(

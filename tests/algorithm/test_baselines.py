@@ -52,6 +52,12 @@ def test_equals_the_formulas_for_unequal_and_interleaved_groups(rows):
     assert valid_sample_scale(r, g) == pytest.approx(len(ids) / sum(mixed) if any(mixed) else 1.0)
 
 
+def test_a_reward_that_is_no_number_makes_no_group_uniform():
+    rewards, groups = torch.tensor([float("nan"), 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1])
+    assert mixed_group(rewards, groups).tolist() == [True, True, False, False]
+    assert mixed_group(rewards[:0], groups[:0]).tolist() == []
+
+
 def test_length_weighted_by_hand():
     # group 5: lengths 1, 3 and rewards 1, 0 -> baseline 1/4; group 2 alone: itself
     advantages = length_weighted(torch.tensor([1.0, 6.0, 0.0]), torch.tensor([1, 8, 3]), torch.tensor([5, 2, 5]))

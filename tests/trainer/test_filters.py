@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import PPOActorConfig
-from areal.trainer.filters import in_uniform_group, with_filters
+from areal.trainer.filters import with_filters
 
 
 def config(**options):
@@ -50,7 +50,6 @@ def test_uniform_groups_leave_by_id(batch):
     result, metrics = with_filters(batch, config(dynamic_sampling=True))
     assert kept_of(result) == [3, 0, 0, 2, 0]
     assert values(metrics) == {"uniform_group_tokens": 4, "uniform_group_sequences": 3, "kept_tokens": 5}
-    assert in_uniform_group(batch.rewards, batch.group_ids).tolist() == [False, True, True, False, True]
 
 
 def test_contested_beginnings_leave(batch):
@@ -87,8 +86,3 @@ def test_an_empty_share_reports_the_same_names(toolbox, batch):
     assert result.trained.tolist() == []
     assert metrics.keys() == with_filters(batch, options)[1].keys()
     assert set(values(metrics).values()) == {0}
-
-
-def test_a_reward_that_is_no_number_makes_no_group_uniform():
-    rewards, groups = torch.tensor([float("nan"), 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1])
-    assert in_uniform_group(rewards, groups).tolist() == [False, False, True, True]

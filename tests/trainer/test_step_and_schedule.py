@@ -52,6 +52,13 @@ def test_the_schedule_counts_every_epoch_and_begins_after_the_critics_head_start
     assert asked["actor"].total_steps == 4  # a schedule needs a length, even if it is never begun
 
 
+def test_a_head_start_as_long_as_the_run_is_told(built, caplog):
+    built(config_of(critic={"warmup_steps": 9}))
+    assert not caplog.records
+    built(config_of(critic={"warmup_steps": 10}))
+    assert "leaves the policy none of this run's 10 train steps" in caplog.text
+
+
 def test_the_policys_engine_gives_what_the_bonus_needs(built):
     assert not built(config_of())[1]["actor"].outputs.entropy_grad
     assert built(config_of(entropy_coef=0.1))[1]["actor"].outputs.entropy_grad
