@@ -17,6 +17,7 @@ reward_fn: exact
 """
 TEACHER, CRITIC = "teacher={path: /models/big, rl_weight: 0}", "critic={path: /models/tiny, optimizer: {lr: 1e-4}}"
 JUDGE = "reward_model={path: /models/judge}"
+CUT = ["actor.mask_truncated=true", "actor.mask_no_eos_with_zero=true"]
 OVERLONG = ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor=1"]
 
 
@@ -40,6 +41,9 @@ def load(tmp_path):
         ["actor.adv_norm={mean_level: group, std_level: group}"],
         ["actor.adv_norm={mean_level: group, std_level: group}", "gconfig.n_samples=1", CRITIC],
         ["actor.kl_ctl=0.1", "ref.logprob_kernel=liger"],
+        [*CUT, CRITIC],
+        [*CUT, "actor.adv_norm={}"],
+        [*CUT, "actor.adv_estimator=reinforce_plus_plus"],
     ],
 )
 def test_these_load(load, overrides):
@@ -59,6 +63,7 @@ def test_these_load(load, overrides):
         ([*OVERLONG, "actor.overlong_tokens=65"], "actor.overlong_tokens: 65 is more than an answer can have"),
         (["actor.overlong_tokens=8"], "actor.overlong_tokens: has an effect only with overlong_reward_penalty=true"),
         (["actor.overlong_penalty_factor=8"], "actor.overlong_penalty_factor: has an effect only with overlong"),
+        ([*CUT, "actor.adv_estimator=grpo"], "actor.mask_no_eos_with_zero: has no effect, since actor.mask_truncated"),
         (["actor.adv_norm.mean_level=group", "gconfig.n_samples=1"], "actor.adv_norm: compares the answers of a group"),
         (
             ["actor.kl_ctl=0.1", "actor.kl_estimator=full", "actor.kl_top_k=8", "ref.logprob_kernel=liger"],

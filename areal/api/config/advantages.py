@@ -45,6 +45,7 @@ ADV_ESTIMATORS = (
     "remax",
 )
 """`areal.algorithm.estimators` says what each stands for."""
+_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
 
@@ -103,6 +104,11 @@ class AdvantageOptions:
                 yield name, "is needed with overlong_reward_penalty=true: give it"
             elif not self.overlong_reward_penalty and value is not None:
                 yield name, "has an effect only with overlong_reward_penalty=true: set that or remove it"
+
+    @property
+    def scales_advantages(self) -> bool:
+        """Whether an answer's reward changes the advantages of others as they are normalised."""
+        return self.adv_norm is not None or self.adv_estimator in _WITH_WHITENING
 
     @property
     def compares_groups(self) -> bool:

@@ -214,6 +214,13 @@ class PPOConfig(BaseExperimentConfig):
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
         yield from ((f"actor.{name}", text) for name, text in filter_problems(self.actor, self.gconfig))
+        withheld = self.actor.mask_truncated and self.actor.mask_no_eos_with_zero
+        if withheld and self.critic is None and not self.actor.scales_advantages:
+            yield (
+                "actor.mask_no_eos_with_zero",
+                "has no effect, since actor.mask_truncated takes those answers out of the loss, and neither a critic "
+                "nor a norm of advantages sees their rewards: remove it",
+            )
         if self.critic is not None and self.critic.warmup_steps >= (self.total_train_steps or math.inf):
             yield (
                 "critic.warmup_steps",
