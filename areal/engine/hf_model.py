@@ -45,7 +45,8 @@ def resolve_model_folder(path: str) -> Path:
 def load_model(
     folder: Path, config: TrainEngineConfig, *, is_critic: bool, seed: int, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Build the model in `folder` on the CPU, the same on every rank. A critic gets a new head unless it has one."""
+    """Build the model in `folder` on the CPU, the same on every rank. A critic that learns gets a new head unless
+    it has one."""
     model_config = _read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
     if config.disable_dropout:
@@ -57,7 +58,8 @@ def load_model(
             if config.init_from_scratch:
                 model = auto.from_config(model_config, attn_implementation=attention, dtype=dtype)
             else:
-                model = _from_weights(auto, folder, model_config, attention, dtype, is_critic=is_critic)
+                new_head = is_critic and config.optimizer is not None  # that of a frozen model would stay random
+                model = _from_weights(auto, folder, model_config, attention, dtype, new_head=new_head)
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             if isinstance(error, ArealError):
                 raise
@@ -103,7 +105,7 @@ def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
 
 
 def _from_weights(
-    auto: Any, folder: Path, config: PretrainedConfig, attention: str, dtype: torch.dtype, *, is_critic: bool
+    auto: Any, folder: Path, config: PretrainedConfig, attention: str, dtype: torch.dtype, *, new_head: bool
 ) -> PreTrainedModel:
     model, info = auto.from_pretrained(
         folder,
@@ -118,7 +120,7 @@ def _from_weights(
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise InputError(f"checkpoint {folder}: {name} has shape {list(found)}, config.json makes it {list(wanted)}")
     missing = sorted(info["missing_keys"])
-    if is_critic and missing == ["score.weight"]:
+    if new_head and missing == ["score.weight"]:
         nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
         missing = []
     if missing:  # transformers would go on with random numbers

@@ -26,6 +26,7 @@ from areal.system.run_paths import RunPaths
 
 _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
 _STEP = re.compile(r"step-(\d+)")
+_HEAD = "score.weight"
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
 """Free room a run needs besides its weights: ledger, logs, metrics."""
@@ -45,6 +46,9 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     if isinstance(config, PPOConfig) and not config.rollout.server_addrs and server_model(config) != config.actor.path:
         key = "vllm.model" if config.server_backend == "vllm" else f"{config.server_backend}.model_path"
         problems += _model_problems(key, server_model(config), needs_weights=True)
+    if isinstance(config, PPOConfig):
+        problems += _head_problems(config)
+        problems += _workflow_problems(config) if script is None else []  # a script may bring its own workflow
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is no folder")
     for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
@@ -66,6 +70,22 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield (
             f"train_dataset.batch_size={data.batch_size} is more than the {rows} rows of {data.path}: lower it or "
             "bring more data"
+        )
+
+
+def _workflow_problems(config: PPOConfig) -> Iterator[str]:
+    """What the workflows that come with areal lack. Others are asked by the processes that build them."""
+    if config.workflow not in ("rlvr", "multi_turn"):
+        return
+    if not config.reward_fn and not config.reward.names_functions and config.reward_model is None:
+        yield (
+            f"reward_fn: is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k, or several "
+            "with weights in reward.fns"
+        )
+    if config.workflow == "multi_turn" and config.actor.adv_estimator == "remax":
+        yield (
+            "actor.adv_estimator: remax compares answers with a greedy one, and workflow=multi_turn draws none: use "
+            "workflow=rlvr or another estimator"
         )
 
 
@@ -118,16 +138,34 @@ def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str
                 yield f"{key}: {file} is cut short or no safetensors file; copy or download it again"
 
 
+def _head_problems(config: PPOConfig) -> Iterator[str]:
+    """A reward model that was never trained as one would score at random."""
+    judge = config.reward_model
+    if judge is None or judge.init_from_scratch or not Path(judge.path, "config.json").is_file():
+        return
+    files = sorted(Path(judge.path).glob("*.safetensors"))
+    if files and all(_is_whole(file) for file in files) and not any(_HEAD in _entries(file)[1] for file in files):
+        yield (
+            f"reward_model.path: {judge.path} has no head that scores ({_HEAD}): give a model trained as a reward "
+            "model (a `model` section with `rw`, see examples/preference)"
+        )
+
+
+def _entries(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the weights of a safetensors file begin, and what its header says of them."""
+    with open(file, "rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > file.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        return 8 + header_bytes, json.loads(stream.read(header_bytes))
+
+
 def _is_whole(file: Path) -> bool:
     """Whether a weight file is as long as its header says: a broken download or copy is not."""
     try:
-        with open(file, "rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if header_bytes > file.stat().st_size:
-                return False
-            entries: dict[str, Any] = json.loads(stream.read(header_bytes))
+        start, entries = _entries(file)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        return file.stat().st_size == 8 + header_bytes + max(ends, default=0)
+        return file.stat().st_size == start + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from areal.api.config import MicroBatchSpec
+from areal.api.errors import InputError
 from areal.data.split import take
 
 LENGTHS = [5, 9, 2, 9, 1, 14]
@@ -58,6 +59,11 @@ def test_the_head_is_new_without_one_and_kept_with_one(cases, models, tmp_path):
     again = cases.make_engine(tmp_path / "export", role="reward", seed=3)
     batch = cases.make_batch(LENGTHS)
     assert torch.equal(again.forward(batch).scores, first.forward(batch).scores)
+
+
+def test_a_frozen_model_without_a_head_is_refused(cases, models):
+    with pytest.raises(InputError, match=r"lacks 1 weights of the model, among them score\.weight"):
+        cases.make_engine(models / "qwen2", role="reward", optimizer=None)
 
 
 def test_a_frozen_reward_model_in_bfloat16_has_an_exact_head(cases, models, tmp_path):

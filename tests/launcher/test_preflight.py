@@ -9,7 +9,10 @@ import pytest
 from areal.api.config import (
     ClusterSpecConfig,
     OptimizerConfig,
+    PPOActorConfig,
+    PPOConfig,
     RecoverConfig,
+    RewardModelConfig,
     SFTConfig,
     TrainDatasetConfig,
     TrainEngineConfig,
@@ -75,6 +78,52 @@ def test_model_folders(tmp_path):
     assert "init_from_scratch=true" in problem
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert missing_inputs(sft_config(tmp_path, model=model), None) == []
+
+
+def ppo_config(tmp_path, **fields):
+    return PPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode="native:d1+fsdp:d1",
+        cluster=ClusterSpecConfig(fileroot=str(tmp_path)),
+        train_dataset=TrainDatasetConfig(path="org/data"),
+        **{"actor": PPOActorConfig(path="org/model", optimizer=OptimizerConfig()), "reward_fn": "exact"} | fields,
+    )
+
+
+@pytest.mark.parametrize("workflow", ["rlvr", "multi_turn"])
+def test_answers_that_nothing_scores_are_seen_before_the_start(tmp_path, workflow):
+    (problem,) = missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn=""), None)
+    assert problem.startswith(f"reward_fn: is empty, and workflow={workflow} scores answers")
+    assert missing_inputs(ppo_config(tmp_path, workflow=workflow), None) == []
+    judge = RewardModelConfig(path="org/judge")
+    assert missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn="", reward_model=judge), None) == []
+    script = tmp_path / "own.py"
+    script.write_text("")
+    assert missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn=""), str(script)) == []
+    assert missing_inputs(ppo_config(tmp_path, workflow="mine:Workflow", reward_fn=""), None) == []
+
+
+def test_remax_in_dialogues_is_seen_before_the_start(tmp_path):
+    actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), adv_estimator="remax")
+    (problem,) = missing_inputs(ppo_config(tmp_path, actor=actor, workflow="multi_turn"), None)
+    assert problem.startswith("actor.adv_estimator: remax compares answers with a greedy one")
+    assert missing_inputs(ppo_config(tmp_path, actor=actor), None) == []
+
+
+def test_a_reward_model_without_a_head_is_seen_before_the_start(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = ppo_config(tmp_path, reward_model=RewardModelConfig(path=str(tmp_path)))
+    write_weights(tmp_path / "one.safetensors", "model.norm.weight")
+    (problem,) = missing_inputs(config, None)
+    assert problem.startswith(f"reward_model.path: {tmp_path} has no head that scores (score.weight)")
+    write_weights(tmp_path / "two.safetensors", "score.weight")
+    assert missing_inputs(config, None) == []
+
+
+def write_weights(file, name):
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
 
 
 def test_folder_that_cannot_be_made(tmp_path):
