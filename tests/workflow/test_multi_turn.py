@@ -94,12 +94,12 @@ async def test_wrong_arguments_and_rows(workflow_of, engine_of):
 
 
 async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_part_discounted(workflow_of, engine_of):
-    reward = RewardConfig(workers=1, by_source={"sums": {"exact": 1.0, "choice": 8.0}}, filter_on=["exact"])
+    reward = RewardConfig(workers=1, by_source={"sums": {"exact": 1.0, "format": 8.0}}, filter_on=["exact"])
     engine = engine_of(["5<e>", "4<e>"])
     group = await workflow_of(reward=reward).arun_episode(engine, ROW | {"data_source": "sums"})
     assert [trajectory.reward for trajectory in group.trajectories] == [0.5]
     assert group.filter_rewards == [0.5]
-    assert (group.stats["reward/exact"], group.stats["reward/choice"], group.stats["num_turns"]) == (1.0, 0.0, 2.0)
+    assert (group.stats["reward/exact"], group.stats["reward/format"], group.stats["num_turns"]) == (1.0, 0.0, 2.0)
     assert group.stats["reward_by_source/sums"] == 0.5
     with pytest.raises(InputError, match="row 0 of a dataset"):
         workflow_of(reward=reward).check_rows([ROW | {"data_source": "poems"}])
