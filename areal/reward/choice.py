@@ -15,7 +15,8 @@ from areal.reward.math_answer import last_boxed
 _MAX_SHORT_CHARS = 500
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|textsf|boxed)\s*\{([^{}]*)\}|[*_`$]")
 _ALONE = re.compile(
-    r"(?:option|choice|answer)?[\s:]*[(\[]?([A-J])(?:[)\].:,]|\s*$)(?!\s*[A-J]\s*(?:[)\].,]|$))", re.IGNORECASE
+    r"(?:option|choice|answer)?[\s:]*[(\[]?([A-J])(?:[)\].:,]|\s*$)(?![\s,;]*[(\[]?[A-J]\s*(?:[)\].,]|$))",
+    re.IGNORECASE,
 )
 _TAGGED = re.compile(r"<answer>(.{0,500}?)</answer>|####([^\n]*)", re.DOTALL | re.IGNORECASE)
 _LETTER = (
@@ -82,8 +83,9 @@ def _sole_letter(text: str) -> str | None:
     plain, before = text, ""
     while plain != before:
         plain, before = _WRAPPER.sub(r"\1", plain), plain
-    match = _ALONE.match(plain.strip())
-    return match[1].upper() if match else None
+    plain = plain.strip()
+    match = _ALONE.match(plain)
+    return match[1].upper() if match and not _MORE.match(plain, match.end()) else None
 
 
 def _letter_of(match: re.Match[str]) -> str:

@@ -137,7 +137,7 @@ def _plain(text: str) -> str:
         plain = plain.replace("\\$", "").replace("\\%", "%")
         plain = _TEXT_COMMAND.sub(r" \1", plain)
         plain = _LATEX_NOISE.sub("", plain)
-        plain = _FRAC.sub(lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", plain)
+        plain = _FRAC.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", plain)  # no digit beside it may join it
     for sign in "$€£¥":
         plain = plain.replace(sign, "")
     plain = plain.replace("−", "-").strip()  # the typographic minus

@@ -33,6 +33,11 @@ _WALL_LIMIT_S = 10.0
 """Below the pool's default limit of 15 s, so that a slow answer scores 0 there instead of failing its episode."""
 _MEMORY_BYTES = 1 << 30
 _WHOLE = re.compile(r"-?\d+")
+_PLAIN = re.compile(
+    r"[-+]?\s*(?:\\?\$)?\s*(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+|\d+\s*/\s*\d+"
+    r"|\d*\\[dt]?frac\{\s*-?\d+\s*\}\{\s*\d+\s*\})\s*(?:\\?%)?"
+)
+"""Nothing but a number: `2x` and `3i` are no 2 and 3 with units, and `3!` is 6."""
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _WRAPPING = re.compile(r"^\s*(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])\s*$", re.DOTALL)
 _BARE_ROOT = re.compile(r"\\sqrt\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|phi)\b|[a-zA-Z])(?!\s*\{)")
@@ -103,7 +108,7 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
     """The verdict on two plain numbers, without the library; None when it needs more than that."""
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return given == wanted or parse_number(given) == parse_number(wanted)
-    if "=" in given + wanted:
+    if not (_PLAIN.fullmatch(given) and _PLAIN.fullmatch(wanted)):
         return None
     left, right = parse_number(given), parse_number(wanted)
     if left is None or right is None:

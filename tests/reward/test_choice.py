@@ -124,3 +124,9 @@ def test_long_junk_takes_no_long_time(text):
     began_s = time.process_time()
     extract_choice(text)
     assert time.process_time() - began_s < 2.0
+
+
+@pytest.mark.parametrize("several", ["(A) or (B)", "(A)(B)(C)", "(A) (B)", "A) and B)", "(A) and (C)", "[A], [B]"])
+def test_a_box_with_several_letters_in_brackets_chooses_none(several):
+    assert extract_choice(f"\\boxed{{{several}}}") is None
+    assert extract_choice(f"<answer>{several}</answer>") is None

@@ -114,3 +114,10 @@ def test_long_junk_takes_no_long_time(text):
     began_s = time.process_time()
     math_reward("", text, [], [], answer="#### 5")
     assert time.process_time() - began_s < 1.0
+
+
+def test_a_fraction_behind_a_whole_number_is_added_to_it():
+    assert answers_equal("2\\frac{1}{2}", "2.5")
+    assert answers_equal("-2\\frac12", "-2.5")
+    assert not answers_equal("2\\frac{1}{2}", "10.5")
+    assert not answers_equal("\\frac{1}{2}3", "1/23")

@@ -214,3 +214,15 @@ def test_the_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InputError, match="pip install 'math-verify"):
         score("x+1", "x+2")
+
+
+@pytest.mark.parametrize(
+    ("given", "gold"),
+    [("2x", "2"), ("3i", "3"), ("3!", "3"), ("2x", "2y"), ("5 million", "5"), ("2 1/2", "21/2"), ("4n", "4"),
+     ("3e", "3"),
+     ("2\\frac{1}{2}", "\\frac{21}{2}"), ("\\frac{1}{2}3", "\\frac{1}{23}"), ("2/3x", "2/3")],
+)  # fmt: skip
+def test_a_number_is_not_that_number_with_something_behind_it(given, gold):
+    for one, other in ((given, gold), (gold, given)):
+        assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=other) == 0
+        assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=one) == 1
