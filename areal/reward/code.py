@@ -29,7 +29,7 @@ from areal.reward.code_tests import (
     same_result,
 )
 from areal.reward.sandbox import Isolation, Role, Sandbox, SandboxEnded, SandboxLimits, available_isolation
-from areal.reward.sandbox_values import decoded, encoded
+from areal.reward.sandbox_values import encoded, plain_data
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
 _PYTHON = ("", "python", "python3", "py")
@@ -199,11 +199,11 @@ class _Served:
 
     def returns(self, case: CallTest, tolerance: float, *, until_s: float) -> bool:
         """Whether a call returns what is wanted, which the program never gets to see. SandboxEnded as for `ask`."""
-        args = [encoded(value, _no_object) for value in case.args]
+        args = [encoded(value, _never) for value in case.args]
         question = {"op": "call", "target": case.function, "args": args, "kwargs": {}}
         answer = self._functions.ask(question, until_s=until_s)
         try:
-            return same_result(decoded(answer["value"], _no_object), case.result, tolerance)
+            return same_result(plain_data(answer["value"]), case.result, tolerance)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             return False  # it raised, or returned what is no plain data
 
@@ -218,5 +218,5 @@ class _Served:
             message = self._functions.ask(said, until_s=until_s)
 
 
-def _no_object(value: Any) -> int:
-    raise TypeError(f"no plain data: {value!r:.100}")
+def _never(value: Any) -> int:
+    raise TypeError(f"an argument of a test is no plain data: {value!r:.100}")

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,10 +26,13 @@ from typing import Any, Literal
 
 from areal.api.errors import RewardError
 from areal.observe.log import get_logger
+from areal.reward.sandbox_confine import remove_folder
 
 Role = Literal["program", "functions", "judge"]
 """What runs inside: a whole program, its functions on request, or a judge of assertions about them."""
 _MAX_LINE_BYTES = 16 << 20
+_MAX_CONTAINERS = 500_000
+"""Lists and dicts in a message: many more in as few bytes would take the reward worker's time and memory."""
 _END_WAIT_S = 2.0
 _START_WAIT_S = 4.0
 """What a sandbox may take to start, usually 0.05 s; a program's own time begins afterwards."""
@@ -171,7 +173,9 @@ class Sandbox:
 
     def receive(self, *, until_s: float) -> Any:
         """The next message. SandboxEnded as for `ask`, or when it is too large or none at all."""
-        while (end := self._buffer.find(b"\n")) < 0:
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
             if len(self._buffer) > _MAX_LINE_BYTES:
                 raise SandboxEnded("said too much")
             try:
@@ -186,6 +190,8 @@ class Sandbox:
             self._buffer += data
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
+        if line.count(b"[") + line.count(b"{") > _MAX_CONTAINERS:
+            raise SandboxEnded("said too much")
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -213,7 +219,7 @@ class Sandbox:
             self._end()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
 
     def _end(self) -> int | None:
         """The keeper's exit code; it is killed with its group when it does not end."""

@@ -75,6 +75,45 @@ def leave_folder(folder: str) -> None:
     ctypes.CDLL(None).umount2(folder.encode(), _MNT_DETACH)
 
 
+def remove_folder(folder: str) -> None:
+    """Remove a folder that a program wrote to, however deep it is and whatever may not be read in it.
+
+    Once nobody works in it. shutil's way recurses, and gives up on folders without permissions.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+    def opened(name: str, within: int | None) -> tuple[int, list[str]]:
+        """A folder without its files, and the names of the folders in it."""
+        os.chmod(name, 0o700, dir_fd=within)
+        here = os.open(name, flags, dir_fd=within)
+        with os.scandir(here) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_folder in found:
+            if not is_folder:
+                os.unlink(name, dir_fd=here)
+        return here, [name for name, is_folder in found if is_folder]
+
+    try:
+        here, names = opened(folder, None)
+        way = [("", names)]
+        while way:
+            name, names = way[-1]
+            if names:
+                outer, below = here, names.pop()
+                here, inside = opened(below, outer)
+                way.append((below, inside))
+            else:
+                way.pop()
+                outer = here
+                if way:
+                    here = os.open("..", flags, dir_fd=outer)
+                    os.rmdir(name, dir_fd=here)
+            os.close(outer)
+        os.rmdir(folder)
+    except OSError:
+        return  # gone already, or somebody else's by now
+
+
 def set_limits(limits: dict[str, Any]) -> None:
     """Bound processor time, memory, files; for this process and all it starts."""
     for kind, value in (

@@ -19,14 +19,14 @@ import sys
 import time
 
 from areal.reward import sandbox_roles
-from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, set_limits
+from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, remove_folder, set_limits
 from areal.reward.sandbox_syscalls import refuse_system_calls
 
 TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -55,9 +55,7 @@ def main(argv: list[str]) -> NoReturn:
         with contextlib.suppress(OSError):
             os.rmdir(os.path.basename(folder), dir_fd=outside)
     else:
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
@@ -147,6 +145,8 @@ def _run(orders: dict[str, Any], channel: int) -> NoReturn:
     drop_capabilities()
     if orders["refuse"] and (problem := _problem_of(refuse_system_calls)):
         _refuse(channel, f"system calls: {problem}")
+    if orders["role"] == "judge":
+        _prctl(_PR_SET_DUMPABLE, 0)  # without namespaces the program could read the tests in its memory
     os.write(channel, b'{"missing": ""}\n')
     sandbox_roles.play(orders["role"], channel)
     sys.exit(0)

@@ -18,6 +18,7 @@ import operator
 import os
 import runpy
 import sys
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 from areal.reward.sandbox_values import decoded, encoded
@@ -122,9 +123,7 @@ class Judge:
     def serve(self) -> None:
         while (order := self._lines.read()) is not None:
             try:
-                with open("test.py", "w", encoding="utf-8") as file:
-                    file.write(order["test"])
-                runpy.run_path("test.py", init_globals=self._globals(order), run_name="test")
+                _run_test(order["test"], self._globals(order))
                 verdict = {"passed": True, "message": ""}
             except BaseException as error:  # noqa: BLE001 - whatever a test or the program raises
                 verdict = {"passed": False, "message": ": ".join(_described(error)["error"])}
@@ -156,7 +155,9 @@ class Judge:
         if "error" in answer:
             kind, text = answer["error"]
             known = getattr(builtins, str(kind), None)
-            if isinstance(known, type) and issubclass(known, Exception):
+            # A function's StopIteration would end the test's own loops early: zip(map(f, xs), wanted), all(map(..)).
+            ends_loops = op not in ("next", "item") and kind in ("StopIteration", "StopAsyncIteration")
+            if isinstance(known, type) and issubclass(known, Exception) and not ends_loops:
                 raise known(text)
             raise RuntimeError(f"{kind}: {text}")
         return decoded(answer["value"], self._remote)
@@ -192,6 +193,32 @@ class Remote:
 
     def __str__(self) -> str:
         return self._judge.ask("str", self.target, (), {})
+
+
+class _TextLoader(SourceFileLoader):
+    """Loads a module from text."""
+
+    def __init__(self, name: str, source: str) -> None:
+        super().__init__(name, "test.py")
+        self._source = source
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self._source.encode(), self.path)
+
+
+def _run_test(source: str, names: dict[str, Any]) -> None:
+    """Run a test as a script runs, so that what stands behind `if __name__ == "__main__"` is run too.
+
+    Not from a file: without namespaces the program could read that, and with it what is wanted.
+    """
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module).update(names)
+    sys.argv[:] = ["test.py"]
+    try:
+        _TextLoader("__main__", source).exec_module(module)
+    except SystemExit as end:  # of the test, as unittest.main does: the program's arrive as RuntimeError
+        if end.code:
+            raise
 
 
 def _number_of(value: Any) -> int:

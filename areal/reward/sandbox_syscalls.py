@@ -20,6 +20,9 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "setsid": (112, 157), "setpgid": (109, 154),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
     "socket": (41, 198),
     "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
@@ -41,11 +44,16 @@ _UNKNOWN: dict[str, tuple[int, int]] = {
 """Answered as by a kernel that does not have them, so that libraries take their other way."""
 _CLONE, _PRCTL, _PRLIMIT = (56, 220), (157, 167), (302, 261)
 _CLONE_THREAD = 0x10000
+_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+"""Say whom a descriptor that becomes ready shall send which signal: SIGKILL to the reward worker, for example."""
+_NOT_A_STREAM = 0xE
+"""Bits of a socket's type. A pair of datagram sockets could send to any other by its path."""
 _FOREIGN_CALLS = 0x40000000
 """Numbers from here on are the x32 twins of the calls above."""
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -84,7 +92,7 @@ def filter_program(column: int, architecture: int) -> bytes:
         for numbers in table.values():
             if numbers[column] != _NONE:
                 steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, answer)]
-    # Calls that depend on their first argument: a jump over the four steps when it is another call.
+    # Calls that depend on an argument: a jump over their steps when it is another call.
     for numbers, test, value, when_true, when_false in (
         (_CLONE, _HAS_BIT, _CLONE_THREAD, _ALLOW, refuse),
         (_PRCTL, _EQUAL, _PR_SET_PDEATHSIG, refuse, _ALLOW),  # it shall end with its keeper
@@ -97,5 +105,14 @@ def filter_program(column: int, architecture: int) -> bytes:
             (_RETURN, 0, 0, when_true),
             (_RETURN, 0, 0, when_false),
         ]
+    for numbers, test, refused in (
+        (_FCNTL, _EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
+        (_IOCTL, _EQUAL, (_FIOSETOWN, _SIOCSPGRP)),
+        (_SOCKETPAIR, _HAS_BIT, (_NOT_A_STREAM,)),
+    ):
+        steps += [(_EQUAL, 0, 2 * len(refused) + 2, numbers[column]), (_LOAD, 0, 0, _SECOND_ARGUMENT_AT)]
+        for value in refused:
+            steps += [(test, 0, 1, value), (_RETURN, 0, 0, refuse)]
+        steps.append((_RETURN, 0, 0, _ALLOW))
     steps.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

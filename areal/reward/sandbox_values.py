@@ -69,3 +69,29 @@ def decoded(data: Any, find: Callable[[int], Any]) -> Any:
     if kind in collections:
         return collections[kind](decoded(item, find) for item in content)
     raise ValueError(f"a value of the unknown kind {kind!r}")
+
+
+def plain_data(data: Any) -> Any:
+    """What encoded data stand for, as far as JSON could say it: tuples are lists, keys of dicts are text.
+
+    ValueError for sets, objects and whatever else equals no JSON; the other errors of `decoded`. Nothing is put where
+    it needs a number's hash: a program may return a million numbers of one hash, which would take hours.
+    """
+    if isinstance(data, list):
+        return [plain_data(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    (kind, content), *more = data.items()
+    if more or kind not in ("tuple", "int", "dict"):
+        raise ValueError("no plain data")
+    if kind == "int":
+        return int(content, 16)
+    if kind == "tuple":
+        return [plain_data(item) for item in content]
+    return {_key(key): plain_data(item) for key, item in content}
+
+
+def _key(data: Any) -> str:
+    """How a key of a dict reads as text."""
+    is_tuple = isinstance(data, dict) and list(data) == ["tuple"]
+    return str(tuple(map(plain_data, data["tuple"])) if is_tuple else plain_data(data))

@@ -5,9 +5,11 @@ import pytest
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
 from areal.reward import sandbox
-from areal.reward.code import Trial, code_reward, last_code_block
+from areal.reward.code import CodeLimits, Trial, code_reward, last_code_block
+from areal.reward.code_tests import AssertTest
 from areal.reward.pool import RewardPool
 from areal.reward.registry import REWARD_FUNCTIONS
+from areal.reward.sandbox import Isolation
 
 ADD = "def add(a, b):\n    return a + b"
 ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
@@ -161,6 +163,69 @@ def test_a_program_cannot_bring_its_own_meaning_of_a_module():
     assert score("import math\n" + ADD, uses_math) == 1.0
     fake = "class Fake:\n    def isclose(self, *a): return True\nmath = Fake()\ndef add(a, b): return 9"
     assert score(fake, uses_math) == 0.0
+
+
+@pytest.mark.parametrize("end", ["StopIteration", "StopAsyncIteration"])
+def test_a_program_cannot_end_the_loops_of_a_test(end):
+    source = f"def add(a, b): raise {end}"
+    assert score(source, "for a, b in zip(map(add, [1], [2]), [3]):\n    assert a == b") == 0
+    assert score(source, "assert all(map(lambda a: add(a, 2) == 3, [1]))") == 0
+    assert score("def add(a, b): yield a + b", "it = iter(add(1, 2))\nassert list(it) == [3]") == 1
+
+
+def test_a_test_runs_as_a_script_does():
+    guarded = "def test():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    test()"
+    unit = (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n"
+        "if __name__ == '__main__':\n    unittest.main()"
+    )
+    for tests in (guarded, unit):
+        assert score(ADD, tests) == 1
+        assert score("def add(a, b): return 4", tests) == 0
+        assert score("def add(a, b): raise SystemExit(0)", tests) == 0
+
+
+def test_the_tests_stand_in_no_file_and_no_memory_that_the_program_can_read(monkeypatch):
+    """Where there are no namespaces; with them there is nothing to find."""
+    source = """
+import glob, os
+def add(a, b):
+    found = [path for path in glob.glob("/tmp/areal-sandbox-*/*.py") if "SECRET" in open(path, errors="ignore").read()]
+    mine = b"areal.reward.sandbox_inside"
+    for path in glob.glob("/proc/[0-9]*"):
+        try:
+            if mine in open(path + "/cmdline", "rb").read() and int(path[6:]) != os.getpid():
+                open(path + "/mem", "rb").close()
+                found.append(path)
+        except OSError:
+            pass
+    return found
+"""
+    source = source.replace('"SECRET" in', '"SEC" + "RET" in')
+    case = AssertTest(source="SECRET = 3\nassert add(1, 2) == []")
+    limits = CodeLimits(time_limit_s=60, total_time_limit_s=100)
+    for isolation in (None, Isolation(namespaces=False)):
+        trial = Trial(source, limits=limits, entry_point="", tolerance=0, isolation=isolation)
+        assert trial.run([case], stop_at_failure=True) == 1
+
+
+def test_a_result_that_would_take_hours_to_hash_is_refused():
+    source = """
+def f(kind):
+    numbers = ",".join(str((2**61 - 1) * k) for k in range(1, 200000))
+    pairs = ",".join(f"[{(2**61 - 1) * k},0]" for k in range(1, 200000))
+    text = '{"value":{"set":[' + numbers + ']}}' if kind else '{"value":{"dict":[' + pairs + ']}}'
+    import os
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, text.encode() + b"\\n")
+        except OSError:
+            pass
+"""
+    tests = {"fn_name": "f", "inputs": [[0], [1]], "outputs": [0, 0]}
+    began_s = time.process_time()
+    assert score(source, tests, continuous=True) == 0
+    assert time.process_time() - began_s < 30
 
 
 def test_all_or_nothing_stops_at_the_first_failure(monkeypatch):

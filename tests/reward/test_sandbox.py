@@ -174,6 +174,69 @@ for step in (os.fork, lambda: subprocess.run(["true"]), lambda: os.execv("/bin/t
     assert run(source, isolation=NO_NAMESPACES).stdout == wanted
 
 
+def test_no_descriptor_sends_a_signal_or_a_datagram(call_filter, tmp_path):
+    """A pipe may be told to send SIGKILL to any process of the user when it becomes ready."""
+    kill = """
+import fcntl, os
+pid, (r, w) = int(input()), os.pipe()
+fcntl.fcntl(r, fcntl.F_SETOWN, pid); fcntl.fcntl(r, 10, 9)
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b"x")
+"""
+    victims = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    pids = [str(victim.pid).encode() for victim in victims]
+    assert run(kill, stdin=pids[0], isolation=NO_WALLS).exit_code == 0  # the test can tell
+    assert run(kill, stdin=pids[1], isolation=NO_NAMESPACES).exit_code == 1
+    assert victims[0].wait(100) == -9
+    assert victims[1].poll() is None
+    victims[1].kill()
+    victims[1].wait()
+    say = "import socket as s; a, b = s.socketpair(s.AF_UNIX, s.SOCK_DGRAM); a.sendto(b'x', input())"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(str(tmp_path / "s"))
+        assert run(say, stdin=bytes(tmp_path / "s"), isolation=NO_WALLS).exit_code == 0
+        assert run(say, stdin=bytes(tmp_path / "s"), isolation=NO_NAMESPACES).exit_code == 1
+    assert run("import socket; a, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))").stdout == b"b'x'\n"
+
+
+def test_other_processes_cannot_be_slowed_down(call_filter):
+    source = "import os; os.setpriority(os.PRIO_PROCESS, int(input()), 19)"
+    pid = str(os.getpid()).encode()
+    assert run(source, stdin=pid, isolation=NO_NAMESPACES).exit_code == 1
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\nopen('f', 'w').close()",
+        "import os; os.makedirs('a/b'); open('a/f', 'w'); os.chmod('a/b', 0); os.chmod('a', 0); os.chmod('.', 0)",
+        "import os\nfor k in range(9): os.makedirs(f'{k}/b/{k}')\nos.symlink('/', 'l'); os.symlink('l', '0/x')",
+    ],
+)
+def test_a_folder_is_removed_however_it_was_left(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    assert run(source, isolation=NO_WALLS).exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_message_that_would_cost_us_memory_is_refused():
+    source = """
+import os
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, b"[" + b"[]," * 600000 + b"1]\\n")
+    except OSError:
+        pass
+"""
+    with (
+        Sandbox(
+            "functions", source, limits=SandboxLimits(), isolation=module.available_isolation(), keep_s=200
+        ) as sandbox,
+        pytest.raises(SandboxEnded, match="said too much"),
+    ):
+        sandbox.wait_started().receive(until_s=time.monotonic() + 100)
+
+
 def test_a_bomb_of_processes_is_gone_with_its_program(namespaces):
     """Without the filter, at most 30 processes of it: the namespace takes them all along."""
     source = "import os, time\nfor _ in range(30):\n  if os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nprint(1)"
