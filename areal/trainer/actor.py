@@ -14,7 +14,7 @@ from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
-from areal.trainer.advantages import with_advantages
+from areal.trainer.advantages import penalty_metrics, with_advantages
 from areal.trainer.filters import with_filters
 from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
@@ -128,6 +128,7 @@ class PPOActor:
             step=step,
         )
         metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
+        metrics |= penalty_metrics(batch, config, self._max_new_tokens)
         if batch.ref_logprobs is not None:
             metrics["kl_coef"] = Metric(self._kl_coef)
         if config.adaptive_entropy is not None:

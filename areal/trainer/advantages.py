@@ -17,12 +17,13 @@ from areal.algorithm.advantage import (
     token_rewards,
     withhold_unfinished,
 )
-from areal.algorithm.aggregate import Reduce, trained_counts
+from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics, trained_counts
 from areal.algorithm.baselines import best_of_group, length_weighted, valid_sample_scale
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.normalise import normalise
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
+from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_penalty
 
 
@@ -101,6 +102,15 @@ def centred(
 
 def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:
     return shape_rewards(rewards, bias=config.reward_bias, scale=config.reward_scaling, clip=config.reward_clip)
+
+
+def penalty_metrics(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Metrics:
+    """What the overlong penalty did to the rewards of this rank's sequences; nothing where there is none."""
+    if not config.overlong_reward_penalty:
+        return {}
+    penalty = _penalty(batch, config, max_new_tokens)
+    each = torch.ones_like(penalty, dtype=torch.bool)
+    return to_metrics({"overlong_penalty": TokenStat(penalty, each), "overlong_ratio": TokenStat(penalty < 0, each)})
 
 
 def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:

@@ -55,6 +55,18 @@ def test_reward_shaping_comes_before_normalisation_and_unfinished_answers_after(
     assert ready(actor, batch).advantages.tolist() == pytest.approx([0.5, 0, 0, 0])
 
 
+def test_the_overlong_penalty_is_logged_where_there_is_one(toolbox):
+    # answers of 4, 3 and 1 of at most 4 tokens, the tail is 2: penalties 2, 1 and 0 -> mean -1, two of three
+    batch = toolbox.make_batch([[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2]], rewards=[1.0, 0.0, 1.0])
+    options = {"overlong_reward_penalty": True, "overlong_tokens": 2, "overlong_penalty_factor": 2.0}
+    actor = PPOActor(toolbox.TableEngine(), config(**options), max_new_tokens=4)
+    metrics = metric_values(actor.update(ready(actor, batch)))
+    assert metrics["actor/overlong_penalty"] == pytest.approx(-1.0)
+    assert metrics["actor/overlong_ratio"] == pytest.approx(2 / 3)
+    plain = PPOActor(toolbox.TableEngine(), config())
+    assert not any("overlong" in name for name in plain.update(ready(plain, batch)))
+
+
 def test_kl_penalty_is_in_the_reward_to_go(toolbox):
     # k1 of the two trained tokens: -1.5 + 2 = 0.5 and -1.5 + 1.7 = 0.2; task reward 1 at the second
     # A_2 = 1 - 0.1 * 0.2 = 0.98; A_1 = -0.1 * 0.5 + A_2 = 0.93
