@@ -149,9 +149,9 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
 
     A model that an override replaced may differ, and so may all of a run that recorded nothing to compare with.
     """
-    recorded, models, before = run.initial_weights(), _models(config), _models(run.config())
+    recorded, models, before = run.initial_weights(), config.models, run.config().models
     for role, engine in roles.engines.items():
-        if role not in recorded or _origin(models[role]) != _origin(before[role]):
+        if role not in recorded or role not in before or _origin(models[role]) != _origin(before[role]):
             continue
         found = checksum_of(engine, is_rank0=is_rank0)
         if is_rank0 and found != recorded[role]:
@@ -162,14 +162,8 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
             )
 
 
-def _models(config: PPOConfig) -> dict[str, TrainEngineConfig | None]:
-    return {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-
-
-def _origin(model: TrainEngineConfig | None) -> dict[str, object]:
+def _origin(model: TrainEngineConfig) -> dict[str, object]:
     """What decides about the weights that a model begins with."""
-    if model is None:
-        return {}
     return {"path": model.path, "init_from_scratch": model.init_from_scratch, "dtype": model.dtype}
 
 

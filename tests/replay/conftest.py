@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config, save_config
@@ -81,6 +81,13 @@ def write_model(folder: Path, seed: int) -> None:
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def write_judge(folder: Path) -> None:
+    """The model in `folder`/model with a head that scores, in `folder`/judge."""
+    torch.manual_seed(2)
+    judge = Qwen2ForSequenceClassification.from_pretrained(folder / "model", num_labels=1, pad_token_id=0)
+    judge.save_pretrained(folder / "judge")
 
 
 class FakeController:
@@ -161,6 +168,8 @@ class NobodyListens:
 def train(folder: Path, text: str) -> Run:
     """The live run: everything real but the controller and the servers."""
     write_model(folder / "model", seed=1)
+    if "FOLDER/judge" in text:
+        write_judge(folder)
     (folder / "given.yaml").write_text(text.replace("FOLDER", str(folder)))
     config = load_config(["--config", str(folder / "given.yaml")], GRPOConfig)
     paths = RunPaths(folder / "run")
@@ -262,3 +271,14 @@ def recorded_with_epochs(tmp_path_factory) -> Run:
     text = CONFIG.replace("  ppo_n_minibatches: 2\n", f"  ppo_n_minibatches: 2\n  {assembly}")
     critic = "huber_delta: 1.0, eps_clip: null, ppo_epochs: 2, warmup_steps: 1, gae_lambda: 0.9, optimizer"
     return train(tmp_path_factory.mktemp("recorded_with_epochs"), text + WITH_ALL.replace("optimizer", critic))
+
+
+@pytest.fixture(scope="session")
+def recorded_with_roles(tmp_path_factory) -> Run:
+    """A run with a teacher and a reward model."""
+    roles = """
+teacher: {path: FOLDER/model, init_from_scratch: true, dtype: float32, advantage_coef: 0.5, loss_coef: 0.1}
+reward_model: {path: FOLDER/judge, dtype: float32, weight: 0.5}
+reward_fn: none
+"""
+    return train(tmp_path_factory.mktemp("recorded_with_roles"), CONFIG + roles)
