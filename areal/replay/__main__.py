@@ -26,7 +26,8 @@ DESCRIPTION = """Train again from the batches that a run recorded: no server, no
 
 Without key=value the replay must equal the run: each step's weights are compared with the ledger's checksum, its loss
 and gradient norm with metrics.jsonl. Exit status: 0 all equal, 1 a difference, 2 it could not be done.
-With key=value (of actor, critic and ref) it is an offline comparison on identical data, and exits 0 once it is made.
+With key=value (of actor, critic, ref, teacher, reward_model, or ref_reset_*) it is an offline comparison on identical
+data, and exits 0 once it is made.
 
 Results are written to RUN/replays/NAME: metrics.jsonl, config.yaml, logs. The run itself is only read: it may have been
 killed and recovered, and it may still go on."""
