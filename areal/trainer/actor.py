@@ -45,7 +45,8 @@ class PPOActor:
         """`max_new_tokens` is the limit of an answer, which the overlong penalty needs; `seed` the run's, from which
         the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight;
         `critic_lambda` is of the critic's targets, None = as the advantages;
-        `teacher` says what the loss takes of a teacher, None = there is none."""
+        `teacher` says what the loss takes of a teacher, None = there is none. A loss of the user's own is called once
+        with no tokens: what it raises passes through, ConfigError when it returns no PolicyLoss."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -57,6 +58,8 @@ class PPOActor:
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
         self._kl_coef = config.kl_ctl
         """Of the batch whose advantages were made last."""
+        if config.policy_loss == "custom":
+            self._rule().names_only()  # a mistake in a user's loss shows now, not after the first rollouts
 
     def state(self) -> ActorState:
         """What of this role outlives a step: the coefficients that adapt."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
-from areal.api.errors import InputError
+from areal.api.config.policy_losses import CustomLossOptions
+from areal.api.errors import ConfigError, InputError
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.batch_metrics import batch_metrics
@@ -65,6 +66,24 @@ def test_the_overlong_penalty_is_logged_where_there_is_one(toolbox):
     assert metrics["actor/overlong_ratio"] == pytest.approx(2 / 3)
     plain = PPOActor(toolbox.TableEngine(), config())
     assert not any("overlong" in name for name in plain.update(ready(plain, batch)))
+
+
+def test_a_loss_of_ones_own_is_tried_before_the_first_batch(toolbox, tmp_path):
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "import math\n\n"
+        "def bare(tokens, options):\n    return tokens.logprobs\n\n"
+        "def wrong(tokens, options):\n    return {}['top']\n"
+    )
+    engine = toolbox.TableEngine()
+    for name, error, text in (
+        ("bare", ConfigError, "returned Tensor, a PolicyLoss is expected"),
+        ("wrong", KeyError, "top"),
+        ("math", ConfigError, "defines no function math"),
+    ):
+        custom = CustomLossOptions(path=f"{file}:{name}")
+        with pytest.raises(error, match=text):
+            PPOActor(engine, config(policy_loss="custom", custom=custom))
 
 
 def test_kl_penalty_is_in_the_reward_to_go(toolbox):
