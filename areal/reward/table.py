@@ -46,6 +46,11 @@ class RewardTable:
                 f"a row has no column {self.source_key!r} to choose its reward functions by, only {sorted(row)}: add "
                 "it in the dataset's map_fn, or name the right column in reward.source_key"
             )
+        if row[self.source_key] is None:
+            raise InputError(
+                f"a row's {self.source_key} is null, so that its source is unknown: name one in the dataset's map_fn, "
+                "also for rows that shall take reward.fns"
+            )
         return str(row[self.source_key])
 
     def of(self, row: Mapping[str, Any]) -> tuple[WeightedReward, ...]:

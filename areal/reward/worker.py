@@ -131,15 +131,16 @@ class Worker:
 
     def _serve(self, message: dict[str, Any]) -> None:
         shared, calls = message["shared"], message["calls"]
-        problem, reward, row = "", None, {}
+        problem, status, reward, row = "", "unusable", None, {}
         try:
             reward = self._function(shared["function"])
+            status = "error"  # of this row
             row = reward.keywords(shared["row"])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's module does at import
             problem = f"cannot be called: {self._explained(error)}"
         for completion, completion_ids in calls:
             if reward is None or problem:
-                self._send({"status": "error", "value": 0.0, "message": problem, "seconds": 0.0})
+                self._send({"status": status, "value": 0.0, "message": problem, "seconds": 0.0})
                 continue
             prompt, prompt_ids = shared["prompt"], shared["prompt_ids"]
             self._send(self._scored(lambda: reward.call(prompt, completion, prompt_ids, completion_ids, row)))  # noqa: B023 - called at once

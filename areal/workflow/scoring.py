@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.config import RewardConfig
+from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.api.workflow import RewardFn
 from areal.observe.log import get_logger
 from areal.reward.pool import RewardPool
+from areal.reward.registry import REWARD_FUNCTIONS
 from areal.reward.result import RewardResult
 from areal.reward.table import RewardTable, WeightedReward, reward_table
 from areal.workflow.generate import gather_or_cancel
@@ -48,8 +50,16 @@ class Scorer:
         self._errors_logged: set[tuple[FunctionRef, str]] = set()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise InputError when no reward function is given for the source of `row`."""
-        self._table.of(row)
+        """Raise InputError when no reward function is given for the source of `row`, or `code` has too little time."""
+        terms = self._table.of(row)
+        if self._config.on_error == "fail" and any(term.function == REWARD_FUNCTIONS["code"] for term in terms):
+            tests_s, limit_s = row.get("total_time_limit_s", CODE_TESTS_S), self._config.timeout_s
+            if isinstance(tests_s, int | float) and tests_s + CODE_STARTS_S > limit_s:
+                raise InputError(
+                    f"the tests of a row may take {tests_s:g} s (total_time_limit_s) and starting them "
+                    f"{CODE_STARTS_S:g} s, but reward.timeout_s={limit_s:g} ends the call before, and with "
+                    "reward.on_error=fail the episode: raise it, lower that column, or set reward.on_error=zero"
+                )
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Raise InputError, with its index, for the first row whose source has no reward function."""
@@ -114,6 +124,8 @@ class Scorer:
 
     def _complain(self, function: FunctionRef, result: RewardResult) -> None:
         text = f"reward function {function} {result.message}"
+        if result.status == "unusable":  # no answer of any row could be scored: nothing to count 0
+            raise RewardError(f"{text}: mend it")
         if self._config.on_error == "fail":
             raise RewardError(f"{text}: mend it, or set reward.on_error=zero to count such calls 0")
         if (function, result.status) not in self._errors_logged:

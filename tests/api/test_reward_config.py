@@ -62,6 +62,11 @@ def test_the_short_form_may_be_the_default_beside_sources(load):
         ("reward: {fns: {exact: much}}", "reward.fns: {'exact': 'much'} was given where mapping of text to number"),
         ("reward: {fns: {exact: 0, format: 0}}", "reward.fns: gives every function the weight 0"),
         ("reward: {by_source: {a: {}}}", "reward.by_source.a: names no function"),
+        (
+            "reward_fn: math\nreward: {timeout_s: 10}",
+            "reward.timeout_s: 10 s is less than the 11 s that the reward math",
+        ),
+        ("reward: {by_source: {a: {math: 1}}, timeout_s: 3}", "reward.timeout_s: 3 s is less than the 11 s"),
         ("reward: {source_key: origin}", "reward.source_key: is origin, but by_source is empty"),
         ("reward: {by_source: {a: {exact: 1}}, source_key: ''}", "reward.source_key: is empty"),
         ("reward: {fns: {exact: 1}, filter_on: [exact]}", "rollout.should_accept_fn is empty, so nothing filters"),
@@ -92,6 +97,11 @@ def test_what_cannot_be_right_is_refused(load, text, expected):
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert expected in str(caught.value)
+
+
+def test_a_short_limit_is_fine_where_a_timeout_counts_zero(load):
+    assert load("reward_fn: math\nreward: {timeout_s: 3, on_error: zero}").reward.timeout_s == 3
+    assert load("reward_fn: exact\nreward: {timeout_s: 3}").reward.timeout_s == 3
 
 
 def test_metrics_show_the_shortest_name_that_tells_functions_apart():

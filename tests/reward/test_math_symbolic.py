@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal.api.config import RewardConfig
+from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S, MATH_NEEDS_S
 from areal.api.errors import InputError
 from areal.reward import math_symbolic
+from areal.reward.code import CodeLimits
 from areal.reward.math_answer import last_boxed
 from areal.reward.math_symbolic import gold_answer, symbolic_math_reward
 from areal.reward.pool import RewardPool
@@ -226,3 +228,10 @@ def test_a_number_is_not_that_number_with_something_behind_it(given, gold):
     for one, other in ((given, gold), (gold, given)):
         assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=other) == 0
         assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=one) == 1
+
+
+def test_the_configuration_knows_how_long_it_may_take():
+    assert math_symbolic._WALL_LIMIT_S < MATH_NEEDS_S <= RewardConfig().timeout_s
+    limits = CodeLimits()
+    assert limits.total_time_limit_s == CODE_TESTS_S
+    assert RewardConfig().timeout_s >= CODE_TESTS_S + CODE_STARTS_S

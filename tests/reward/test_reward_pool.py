@@ -88,7 +88,7 @@ async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
     assert (await score(pool, "returns_text")).status == "error"
     assert (await score(pool, "exits")).status == "error"
     unknown = await score(pool, "lenght")
-    assert unknown.status == "error"
+    assert unknown.status == "unusable"
     assert "did you mean length?" in unknown.message
     missing = await score(pool, "echo_row", other=1)
     assert missing.message.endswith("echo_row needs the column 'weight', a row has only ['other']")

@@ -90,6 +90,34 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"source": "a"})
 
 
+async def test_null_is_no_source(scorer_of):
+    with pytest.raises(InputError, match="a row's data_source is null"):
+        scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"data_source": None})
+
+
+async def test_code_whose_tests_may_outlast_the_time_limit_is_refused_before_anything_starts(scorer_of):
+    with pytest.raises(InputError, match=r"may take 10 s .* starting them 5 s, but reward.timeout_s=12 ends the call"):
+        scorer_of("code", timeout_s=12.0).check_row({"tests": []})
+    with pytest.raises(InputError, match=r"may take 30 s"):
+        scorer_of(by_source={"a": {"code": 1.0}}, timeout_s=15.0).check_row(
+            {"data_source": "a", "total_time_limit_s": 30}
+        )
+    scorer_of("code", timeout_s=15.0).check_row({"tests": []})
+    scorer_of("code", timeout_s=8.0).check_row({"tests": [], "total_time_limit_s": 3})
+    scorer_of("code", timeout_s=8.0, on_error="zero").check_row({"tests": []})
+    scorer_of("exact", timeout_s=1.0).check_row({"total_time_limit_s": 30})
+
+
+async def test_a_function_that_cannot_be_loaded_ends_the_episode_whatever_on_error_says(scorer_of, tmp_path):
+    """Nothing could ever be scored: a run of zeros would look like a policy that learns nothing."""
+    file = tmp_path / "needs_more.py"
+    for text in ("import a_library_that_is_not_here\n", "\n"):
+        file.write_text(f"{text}async def f(*answer): return 1.0")
+        scorer = scorer_of(fns={LENGTH: 1.0, f"{file}:f": 1.0}, on_error="zero")
+        with pytest.raises(RewardError, match=r"cannot be called: .*(a_library_that_is_not_here|async).*: mend it$"):
+            await score(scorer, "a")
+
+
 async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(scorer_of, caplog):
     fns = {LENGTH: 1.0, f"{FILE}:fails_on_bad": 10.0, f"{FILE}:hangs_on_bad": 100.0}
     with pytest.raises(

@@ -10,6 +10,10 @@ from pathlib import PurePath
 from areal.api.config.fields import Problems, choice, number
 
 SOURCE_KEY = "data_source"
+MATH_NEEDS_S = 11.0
+"""Seconds that the reward `math` may take for an answer that is hard to compare, and 1 to start on it."""
+CODE_TESTS_S, CODE_STARTS_S = 10.0, 5.0
+"""Seconds that the reward `code` gives all tests unless a row says otherwise, and that starting them may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,13 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
                     f"{where} gives none of {', '.join(config.filter_on)} a weight other than 0, so all answers there "
                     "would look alike to the filter: name one of its functions too",
                 )
+    if config.on_error == "fail" and "math" in known and config.timeout_s < MATH_NEEDS_S:
+        yield (
+            "reward.timeout_s",
+            f"{config.timeout_s:g} s is less than the {MATH_NEEDS_S:g} s that the reward math may need, and with "
+            "on_error=fail an answer that is hard to compare would then fail its episode instead of scoring 0: raise "
+            "it, or set reward.on_error=zero",
+        )
     yield from _name_problems(known)
 
 
