@@ -61,25 +61,28 @@ def code_reward(
     tests: Any,
     entry_point: str | None = None,
     continuous: bool = False,
-    time_limit_s: float = 4.0,
-    total_time_limit_s: float = 10.0,
-    memory_mb: float = 1024,
-    float_tolerance: float = 1e-6,
+    time_limit_s: float | None = None,
+    total_time_limit_s: float | None = None,
+    memory_mb: float | None = None,
+    float_tolerance: float | None = None,
     **row: Any,
 ) -> float:
     """1 when the completion's last Python block passes all of the row's `tests`, else 0; with the row's `continuous`,
-    the fraction that it passes. docs/rewards.md has the forms of `tests` and the other columns.
+    the fraction that it passes. docs/rewards.md has the forms of `tests` and the other columns; null is the default.
 
     0 without a block. InputError when the row's columns make no sense, RewardError when no sandbox can be started.
     """
     cases = parse_tests(tests, entry_point or "")
     limits = CodeLimits(
-        time_limit_s=time_limit_s, total_time_limit_s=total_time_limit_s, memory_bytes=int(memory_mb * (1 << 20))
+        time_limit_s=4.0 if time_limit_s is None else time_limit_s,
+        total_time_limit_s=10.0 if total_time_limit_s is None else total_time_limit_s,
+        memory_bytes=int((1024 if memory_mb is None else memory_mb) * (1 << 20)),
     )
+    tolerance = 1e-6 if float_tolerance is None else float_tolerance
     source = last_code_block(completion)
     if source is None:
         return 0.0
-    trial = Trial(source, limits=limits, entry_point=entry_point or "", tolerance=float_tolerance)
+    trial = Trial(source, limits=limits, entry_point=entry_point or "", tolerance=tolerance)
     passed = trial.run(cases, stop_at_failure=not continuous)
     return passed / len(cases) if continuous else float(passed == len(cases))
 

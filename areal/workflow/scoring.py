@@ -53,7 +53,8 @@ class Scorer:
         """Raise InputError when no reward function is given for the source of `row`, or `code` has too little time."""
         terms = self._table.of(row)
         if self._config.on_error == "fail" and any(term.function == REWARD_FUNCTIONS["code"] for term in terms):
-            tests_s, limit_s = row.get("total_time_limit_s", CODE_TESTS_S), self._config.timeout_s
+            tests_s, limit_s = row.get("total_time_limit_s"), self._config.timeout_s
+            tests_s = CODE_TESTS_S if tests_s is None else tests_s
             if isinstance(tests_s, int | float) and tests_s + CODE_STARTS_S > limit_s:
                 raise InputError(
                     f"the tests of a row may take {tests_s:g} s (total_time_limit_s) and starting them "

@@ -281,6 +281,13 @@ def test_limits_that_make_no_sense_are_an_error():
         score(ADD, ASSERTS, time_limit_s=0)
 
 
+def test_null_in_a_column_is_its_default():
+    """As in data sets whose rows do not all have it."""
+    row = dict.fromkeys(["entry_point", "continuous", "time_limit_s", "total_time_limit_s", "memory_mb"])
+    assert score(ADD, ASSERTS, **row, float_tolerance=None) == 1
+    assert score(ADD, CALLS, **row, float_tolerance=None) == 1
+
+
 async def test_it_works_in_a_reward_worker():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     answers = [(f"```python\n{source}\n```", []) for source in (ADD, "exit()", ADD)]

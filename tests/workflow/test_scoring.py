@@ -102,6 +102,8 @@ async def test_code_whose_tests_may_outlast_the_time_limit_is_refused_before_any
         scorer_of(by_source={"a": {"code": 1.0}}, timeout_s=15.0).check_row(
             {"data_source": "a", "total_time_limit_s": 30}
         )
+    with pytest.raises(InputError, match=r"may take 10 s"):
+        scorer_of("code", timeout_s=12.0).check_row({"tests": [], "total_time_limit_s": None})
     scorer_of("code", timeout_s=15.0).check_row({"tests": []})
     scorer_of("code", timeout_s=8.0).check_row({"tests": [], "total_time_limit_s": 3})
     scorer_of("code", timeout_s=8.0, on_error="zero").check_row({"tests": []})
