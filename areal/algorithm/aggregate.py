@@ -48,6 +48,23 @@ def trained_counts(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> 
     return torch.bincount(sequence_index[mask], minlength=num_sequences)
 
 
+def sequence_sums(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """Sum over the masked tokens of each sequence; differentiable; what the mask leaves out reaches nothing.
+
+    values [T], mask [T] bool, sequence_index [T] int64 -> [S] of values' dtype, 0 for a sequence without such tokens.
+    """
+    require_same_shape(values=values, mask=mask, sequence_index=sequence_index)
+    inside = torch.where(mask, values, 0.0)
+    return values.new_zeros(num_sequences).index_add(0, sequence_index, inside)
+
+
+def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Mean over the masked tokens of each sequence [S], and which sequences have any [S] bool; 0 for the others."""
+    sums = sequence_sums(values, mask, sequence_index, num_sequences)
+    counts = trained_counts(mask, sequence_index, num_sequences)
+    return sums / counts.clamp(min=1), counts > 0
+
+
 def loss_weights(
     mask: Tensor, sequence_index: Tensor, num_sequences: int, aggregation: LossAggregation = "token-mean"
 ) -> Tensor:

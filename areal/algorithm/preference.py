@@ -1,4 +1,4 @@
-"""Owns what is learned from pairs of sequences: Bradley-Terry, DPO and IPO losses, and numbers of whole sequences.
+"""Owns what is learned from pairs of sequences: Bradley-Terry, DPO and IPO losses.
 
 Per-sequence numbers are [S], per-pair numbers [P] float, chosen and rejected apart. Losses are per pair: their caller
 adds them up and divides by one global number of pairs.
@@ -38,23 +38,6 @@ def pair_places(source_index: Sequence[int]) -> PairPlaces:
         chosen=torch.tensor([places[f] for f in firsts], dtype=torch.int64),
         rejected=torch.tensor([places[f + 1] for f in firsts], dtype=torch.int64),
     )
-
-
-def sequence_sums(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Sum over the masked tokens of each sequence; what the mask leaves out reaches neither value nor gradient.
-
-    values [T], mask [T] bool, sequence_index [T] int64 -> [S] of values' dtype, 0 for a sequence without such tokens.
-    """
-    require_same_shape(values=values, mask=mask, sequence_index=sequence_index)
-    inside = torch.where(mask, values, 0.0)
-    return values.new_zeros(num_sequences).index_add(0, sequence_index, inside)
-
-
-def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
-    """Mean over the masked tokens of each sequence [S], and which sequences have any [S] bool; 0 for the others."""
-    sums = sequence_sums(values, mask, sequence_index, num_sequences)
-    counts = torch.bincount(sequence_index[mask], minlength=num_sequences)
-    return sums / counts.clamp(min=1), counts > 0
 
 
 def last_of_each(values: Tensor, cu_seqlens: Tensor) -> Tensor:

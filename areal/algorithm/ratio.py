@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import TokenStat, trained_counts
+from areal.algorithm.aggregate import TokenStat, sequence_means
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.policy_loss import PolicyTokens, k3_from_samples
 from areal.api.config import PolicyLossOptions
@@ -25,18 +25,6 @@ class PolicyRatio:
     def value(self) -> Tensor:
         """rho, [T] with gradient."""
         return self.log.exp()
-
-
-def sequence_sums(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Sum of the trained tokens of each sequence, -> [S] in float64, differentiable. values [T], mask [T] bool."""
-    trained = torch.where(mask, values, 0.0).double()
-    return trained.new_zeros(num_sequences).index_add(0, sequence_index, trained)
-
-
-def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Mean of the trained tokens of each sequence, -> [S] in float64, 0 without any; differentiable."""
-    sums = sequence_sums(values, mask, sequence_index, num_sequences)
-    return sums / trained_counts(mask, sequence_index, num_sequences).clamp(min=1)
 
 
 def policy_ratio(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyRatio:
@@ -66,7 +54,7 @@ def policy_ratio(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyRati
 
 def spread_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """At every trained token the mean over its sequence, [T] in the dtype of `values`; 0 where the mask is off."""
-    means = sequence_means(values, tokens.mask, tokens.sequence_index, tokens.num_sequences)
+    means, _ = sequence_means(values.double(), tokens.mask, tokens.sequence_index, tokens.num_sequences)
     return torch.where(tokens.mask, means.to(values.dtype)[tokens.sequence_index], 0.0)
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.aggregate import sequence_means, sequence_sums
 from areal.algorithm.preference import (
     PairPlaces,
     dpo_losses,
     ipo_losses,
     preference_accuracy,
     preference_log_ratios,
-    sequence_means,
-    sequence_sums,
 )
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import DPOConfig, DPOOptions

@@ -8,8 +8,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from areal.algorithm.aggregate import LossAggregation, TokenStat, local_denominator, loss_weights, to_metrics
-from areal.algorithm.preference import sequence_means
+from areal.algorithm.aggregate import (
+    LossAggregation,
+    TokenStat,
+    local_denominator,
+    loss_weights,
+    sequence_means,
+    to_metrics,
+)
 from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import SFTConfig, SFTOptions
 from areal.api.engine import TrainEngine

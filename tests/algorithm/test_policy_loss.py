@@ -9,7 +9,6 @@ import torch
 from areal.algorithm.correction import weighted
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.policy_loss import k3_from_samples
-from areal.algorithm.ratio import sequence_means, sequence_sums
 from areal.api.config import PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES
 from areal.api.config.validate import problems_of
@@ -85,13 +84,6 @@ def test_shapes_that_would_broadcast_are_refused(kit):
         kit.make_tokens([0.0, 0.0], advantages=[1.0])
     with pytest.raises(ValueError, match="one shape"):
         kit.make_tokens([0.0, 0.0], chosen=[True])
-
-
-def test_sums_of_a_sequence_leave_out_what_is_masked():
-    mask, index = torch.tensor([True, False, True, True, False]), torch.tensor([0, 0, 0, 2, 2])
-    values = torch.tensor([1.0, float("nan"), 3.0, 5.0, float("inf")])
-    assert sequence_sums(values, mask, index, 3).tolist() == [4, 0, 5]
-    assert sequence_means(values, mask, index, 3).tolist() == [2, 0, 5]
 
 
 def test_k3_by_hand():

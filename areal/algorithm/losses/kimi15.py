@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from areal.algorithm.aggregate import TokenStat, trained_counts
+from areal.algorithm.aggregate import TokenStat, sequence_sums, trained_counts
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, weighted_log_likelihood
-from areal.algorithm.ratio import policy_ratio, ratio_stats, sequence_sums
+from areal.algorithm.ratio import policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 
 
@@ -21,7 +21,7 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     penalty = 0.5 * options.kimi15.tau * ratio.log.square()
     if options.kimi15.ratio == "trajectory":
         where = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
-        square = sequence_sums(ratio.log, *where).square() / trained_counts(*where).clamp(min=1)
+        square = sequence_sums(ratio.log.double(), *where).square() / trained_counts(*where).clamp(min=1)
         penalty = 0.5 * options.kimi15.tau * square.to(ratio.log.dtype)[tokens.sequence_index]
     penalty = torch.where(tokens.mask, penalty, 0.0)
     stats = ratio_stats(tokens, ratio)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from areal.algorithm.aggregate import sequence_sums
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, weighted_log_likelihood
-from areal.algorithm.ratio import PolicyRatio, policy_ratio, ratio_stats, sequence_sums
+from areal.algorithm.ratio import PolicyRatio, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 
 
@@ -18,7 +19,7 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """
     ratio = policy_ratio(tokens, options)
     if options.topr.ratio == "trajectory":
-        sums = sequence_sums(ratio.token_log, tokens.mask, tokens.sequence_index, tokens.num_sequences)
+        sums = sequence_sums(ratio.token_log.double(), tokens.mask, tokens.sequence_index, tokens.num_sequences)
         log = torch.where(tokens.mask, sums.to(ratio.log.dtype)[tokens.sequence_index], 0.0)
         ratio = PolicyRatio(log=log, advantages=ratio.advantages, token_log=ratio.token_log)
     negative = ratio.advantages < 0
