@@ -87,6 +87,8 @@ class _Dialogue:
 class MultiTurnWorkflow(RolloutWorkflow):
     """Up to `max_turns` attempts at a row's `messages`: an attempt with reward 0 is followed by `retry_message`.
 
+    With several reward functions `reward.filter_on` names those that tell a wrong answer: their part must be 0. So a
+    wrong answer in good form is tried again although its form is worth something.
     The reward of a dialogue is that of its last attempt times `turn_discount` for every attempt before it. All
     attempts are one trajectory, trained on what the policy generated. `gconfig.n_samples` dialogues make a group.
     """
@@ -158,7 +160,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             scores = await self._scorer.score(context_text, context_ids, [(text, response.output_ids)], row)
             dialogue.scores += scores
             dialogue.discount = self._turn_discount ** (dialogue.num_turns - 1)
-            if scores[0].reward != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
+            if scores[0].filter_reward != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
                 return
             dialogue.add_fixed(self._retry_ids(response), self._retry_text)
 

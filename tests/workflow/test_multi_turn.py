@@ -103,3 +103,16 @@ async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_
     assert group.stats["reward_by_source/sums"] == 0.5
     with pytest.raises(InputError, match="row 0 of a dataset"):
         workflow_of(reward=reward).check_rows([ROW | {"data_source": "poems"}])
+
+
+async def test_a_wrong_answer_in_good_form_is_tried_again(workflow_of, engine_of, tmp_path):
+    form = tmp_path / "form.py"
+    form.write_text("def good_form(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n")
+    fns = {"exact": 1.0, f"{form}:good_form": 0.25}
+    told = RewardConfig(workers=1, fns=fns, filter_on=["exact"])
+    group = await workflow_of(reward=told).arun_episode(engine_of(["5<e>", "4<e>"]), ROW)
+    assert group.stats["num_turns"] == 2.0
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.25 * 0.5]
+    untold = RewardConfig(workers=1, fns=fns)
+    group = await workflow_of(reward=untold).arun_episode(engine_of(["5<e>", "4<e>"]), ROW)
+    assert group.stats["num_turns"] == 1.0  # nothing says which function decides: any reward is a success
