@@ -1,0 +1,169 @@
+"""Options drawn together at random: what the configuration accepts trains, on one rank as on three with an empty share,
+whole or in micro-batches, to the same weights and metrics."""
+
+import math
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.api.config import GRPOConfig
+from areal.api.config.convert import Reader, with_defaults
+from areal.api.config.validate import problems_of
+from areal.api.metrics import merge_metrics, metric_values
+from areal.trainer.actor import PPOActor
+from areal.trainer.batch_metrics import batch_metrics
+from areal.trainer.critic import Critic
+from areal.trainer.kl_term import uses_reference
+from areal.trainer.reduce import reduce_metrics
+from areal.trainer.reference import Reference
+from areal.trainer.teacher import Teacher
+
+MODEL = {"path": "x", "optimizer": {}, "ppo_n_minibatches": 1}
+GROUP = {"mean_level": "group", "std_level": "group"}
+CHOICES = {
+    "actor": {
+        "adv_estimator": ["grpo", "rloo", "gpg", "opo", "grpo_passk", "remax", "lite_ppo", "reinforce_plus_plus"],
+        "reward_norm": [GROUP, {}],
+        "adv_norm": [GROUP, {}, {"mean_leave1out": True}],
+        "mask_no_eos_with_zero": [True],
+        "discount": [0.9],
+        "gae_length_alpha": [0.3],
+        "kl_ctl": [0.05],
+        "kl_estimator": ["k2", "k3", "abs"],
+        "kl_control": [{"type": "adaptive", "target": 0.01, "horizon": 20.0}],
+        "kl_loss_coef": [0.3],
+        "kl_loss_estimator": ["k1", "k2+", "abs"],
+        "kl_loss_correction": ["old", "rollout"],
+        "use_decoupled_loss": [True],
+        "recompute_logprob": [True],
+        "prox_logp_method": ["loglinear", "metrics"],
+        "m2_threshold": [0.05],
+        "rollout_correction": [
+            {"level": "sequence", "upper": 1.5},
+            {"level": "segment", "mode": "mask", "upper": 1.2, "renormalize": True},
+            {"upper": 1.2, "batch_normalize": True, "veto_threshold": 0.5},
+            {"rules": [{"metric": "k3", "level": "sequence_mean", "upper": 0.05}]},
+            {"mode": "mask", "lower": 1.0, "upper": 1.001, "renormalize": True},
+        ],
+        "policy_loss": ["gspo", "sapo", "cispo", "aipo", "gmpo", "clip_cov", "kl_cov", "topr", "kimi15", "dppo"],
+        "ppo_epochs": [2],
+        "loss_aggregation": ["token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+        "loss_scale_tokens": [7],
+        "positive_nll_coef": [0.2],
+        "mask_truncated": [True],
+        "shared_prefix_min_tokens": [1],
+        "dynamic_sampling": [True],
+    },
+    "critic": {"gae_lambda": [0.5], "warmup_steps": [1], "ppo_epochs": [2], "huber_delta": [0.1], "eps_clip": [None]},
+    "teacher": {"rl_weight": [0.0], "loss_coef": [0.5], "advantage_coef": [0.3]},
+    "ref": {},
+}
+
+
+def drawn(dice: random.Random, chance: float) -> dict:
+    """The text of a configuration: some sections, some options of each."""
+    tree = {"actor": {**MODEL, "kl_ctl": 0.0}}
+    for name, options in CHOICES.items():
+        if name == "actor" or dice.random() < 0.4:
+            section = tree.setdefault(name, {**MODEL} if name == "critic" else {"path": "x"})
+            section |= {key: dice.choice(values) for key, values in options.items() if dice.random() < chance}
+    common = {"experiment_name": "a", "trial_name": "b", "allocation_mode": "native:d1+fsdp:d1", "reward_fn": "exact"}
+    sampling = {"gconfig": {"n_samples": 4}, "train_dataset": {"path": "rows", "batch_size": 8}}
+    return common | sampling | tree
+
+
+def accepted(seed: int) -> GRPOConfig:
+    """The first configuration of the draw that has no problems; one that has loses what is complained of."""
+    dice = random.Random(seed)
+    tree = drawn(dice, dice.choice([0.1, 0.2, 0.3]))
+    for _ in range(200):
+        config = Reader(GRPOConfig, with_defaults(GRPOConfig, tree)).read(GRPOConfig)
+        found = list(problems_of(config))
+        if not found:
+            return config
+        section, _, key = found[0][0].partition(".")
+        if not key:
+            del tree[section]
+            continue
+        name = key.split(".")[0].split("[")[0]
+        if name == "kl_ctl":
+            tree[section] |= {"kl_ctl": 0.0}
+            name = "kl_control" if "kl_control" in tree[section] else "kl_loss_correction"
+        tree[section].pop(name if name in tree[section] else dice.choice(list(CHOICES[section])), None)
+    raise AssertionError(f"the problems of {tree} do not end: {found}")
+
+
+def batch_of(toolbox, step: int):
+    """Interleaved groups, tools in between, mixed versions, NaN where nothing is trained."""
+    batch = toolbox.random_batch(40 + step, 12)
+    dice = torch.Generator().manual_seed(step)
+    mask = batch.loss_mask & (torch.rand(batch.num_tokens, generator=dice) > 0.15)
+    return replace(
+        batch,
+        loss_mask=mask,
+        rollout_logprobs=torch.where(mask, batch.rollout_logprobs, float("nan")),
+        output_versions=torch.where(mask, torch.randint(0, 3, mask.shape, generator=dice), -1),
+        version=2,
+        group_ids=torch.tensor([7, 3, 7, 3, 9, 9, 9, 7, 3, 4, 4, 5]),
+        baselines=torch.rand(12, generator=dice),
+    )
+
+
+def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int):
+    """Two steps on all ranks -> (the policy's table, metrics of each step, state of the role) of each rank."""
+    group = toolbox.RankGroup(ranks)
+    group._barrier = threading.Barrier(ranks, timeout=20)
+    shares = [[7, 9], [], [3, 4, 5]] if ranks == 3 else [[7, 9, 3, 4, 5]]
+
+    def one(rank):
+        def engine(**options):
+            return toolbox.TableEngine(num_micro_batches=num_micro_batches, rank=rank, group=group, **options)
+
+        def others(by):
+            made = engine()
+            made.table = (made.table.detach() + by * torch.arange(6.0, dtype=torch.float64)).requires_grad_()
+            return made
+
+        policy, critic = engine(), config.critic
+        warmup, own_lambda = (critic.warmup_steps, critic.gae_lambda) if critic else (0, None)
+        actor = PPOActor(
+            policy, config.actor, seed=1, frozen_steps=warmup, critic_lambda=own_lambda, teacher=config.teacher
+        )
+        values = Critic(engine(critic=True), critic, seed=1) if critic else None
+        reference = Reference(others(0.2), config.actor) if config.ref and uses_reference(config.actor) else None
+        teacher = Teacher(others(-0.3), config.teacher) if config.teacher else None
+        logged = []
+        for step in range(2):
+            whole = batch_of(toolbox, step)
+            mine = [i for i, group_id in enumerate(whole.group_ids.tolist()) if group_id in shares[rank]]
+            batch = actor.with_prox_logprobs(toolbox.select(whole, mine))
+            batch = reference.with_ref_logprobs(batch) if reference else batch
+            batch = teacher.with_teacher_logprobs(batch) if teacher else batch
+            batch = values.with_values(batch) if values else batch
+            batch, filtered = actor.with_filters(batch)
+            batch, mismatch = actor.with_correction(batch)
+            batch = actor.with_advantages(batch)
+            batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
+            found = actor.update(batch, step=step) | (values.update(batch, step=step) if values else {})
+            found = merge_metrics(found, filtered, mismatch, taught, batch_metrics(batch))
+            logged.append(metric_values(reduce_metrics(found, policy)))
+        return policy.table.detach(), logged, actor.state()
+
+    return group.run(one)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_accepted_trains_alike_however_it_is_cut(toolbox, seed):
+    config = accepted(seed)
+    (table, logged, state) = train(toolbox, config, ranks=1, num_micro_batches=1)[0]
+    assert table.isfinite().all()
+    for other_table, other_logged, other_state in train(toolbox, config, ranks=3, num_micro_batches=2):
+        torch.testing.assert_close(other_table, table, rtol=1e-5, atol=1e-6)
+        assert other_state.coefficients == pytest.approx(state.coefficients, rel=1e-6)
+        for mine, others in zip(logged, other_logged, strict=True):
+            assert mine.keys() == others.keys()
+            assert not [name for name, value in mine.items() if math.isnan(value)]
+            assert others == pytest.approx(mine, rel=1e-4, abs=1e-5)
