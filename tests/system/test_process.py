@@ -140,6 +140,8 @@ def test_kill_trees_is_polite_first_and_ends_the_stopped(tmp_path):
     second = spawn([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path / "second")
     until(lambda: "up" in (tmp_path / "first").read_text())
     os.kill(second.pid, signal.SIGSTOP)
+    # of two pending signals the lower number comes first: not stopped yet, it would die of the polite one
+    until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED)
     kill_trees([first.pid, second.pid, 2**22 + 1], 1000.0, hurry=lambda: first.poll() is not None)
     assert first.wait(200) == 5
     assert second.wait(200) == -signal.SIGKILL
