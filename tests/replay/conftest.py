@@ -17,6 +17,8 @@ from areal.api.data import Trajectory, TrajectoryGroup
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock
 from areal.observe.trackers import JsonlTracker
+from areal.replay import __main__ as command
+from areal.replay.rank import replay_on
 from areal.rollout.batching import build_shares
 from areal.rollout.ledger import Ledger
 from areal.rollout.payload import encode_episode
@@ -282,3 +284,16 @@ reward_model: {path: FOLDER/judge, dtype: float32, weight: 0.5}
 reward_fn: none
 """
     return train(tmp_path_factory.mktemp("recorded_with_roles"), CONFIG + roles)
+
+
+@pytest.fixture
+def ranks_in_process(monkeypatch):
+    """The ranks' work without processes of their own."""
+
+    def run_ranks(ranks, on_poll):
+        for rank in ranks:
+            context = ProcessContext.from_env(rank.env)
+            replay_on(context, Path(context.run_dir))
+        on_poll()
+
+    monkeypatch.setattr(command, "run_ranks", run_ranks)

@@ -13,26 +13,14 @@ import pytest
 from areal.api.errors import ArealError, ConfigError, InputError, LaunchError, LedgerError
 from areal.replay import __main__ as command
 from areal.replay.overrides import check_overrides
-from areal.replay.rank import replay_on
 from areal.replay.recorded import read_metrics
 from areal.rollout.ledger_files import LedgerReader, events_path, payload_path
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch):
-    """The ranks' work without processes of their own."""
-
-    def run_ranks(ranks, on_poll):
-        for rank in ranks:
-            context = ProcessContext.from_env(rank.env)
-            replay_on(context, Path(context.run_dir))
-        on_poll()
-
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
+pytestmark = pytest.mark.usefixtures("ranks_in_process")
 
 
 @pytest.fixture

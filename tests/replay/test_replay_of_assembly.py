@@ -1,28 +1,14 @@
 """A replay of a run with epochs, filters, an adaptive bonus and a head start of the critic, from start and middle."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from areal.replay import __main__ as command
-from areal.replay.rank import replay_on
 from areal.replay.recorded import read_metrics
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
-
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch):
-    """The ranks' work without processes of their own."""
-
-    def run_ranks(ranks, on_poll):
-        for rank in ranks:
-            context = ProcessContext.from_env(rank.env)
-            replay_on(context, Path(context.run_dir))
-        on_poll()
-
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
+pytestmark = pytest.mark.usefixtures("ranks_in_process")
 
 
 @pytest.fixture
