@@ -28,9 +28,9 @@ test: lint
 test-slow: .venv/.installed
 	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang'
 
-# Kills the quickstart's processes again and again, then proves that nothing was lost: tests/faults/soak.py --help
+# Kills the quickstart's processes again and again, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed
-	$(BIN)/python tests/faults/soak.py --seed $(SEED) --kills $(KILLS) $(ARGS)
+	$(BIN)/python -m tests.faults.soak --seed $(SEED) --kills $(KILLS) $(ARGS)
 
 # The real servers, on the CPU, each in an environment of its own (2.5 GB).
 ENVIRONMENTS := tests/servers/environments

@@ -34,11 +34,11 @@ from areal.api.config import GenerationHyperparameters, GRPOConfig, InferenceEng
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
-from areal.rollout.app import make_app
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient
 from areal.rollout.controller import Controller
-from areal.rollout.ledger import Ledger
-from areal.rollout.prompts import PromptStream
+from areal.rollout.controller_routes import make_app
 from areal.system.network import bind_socket, http_address
 
 MAX_TOKENS = 4096

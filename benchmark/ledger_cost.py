@@ -26,14 +26,14 @@ from typing import Any
 import orjson
 
 from areal.api.data import Trajectory, TrajectoryGroup
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import recover_folder
-from areal.rollout.ledger_state import Event, LedgerState
-from areal.rollout.ledger_stats import ledger_stats
-from areal.rollout.payload import EncodedEpisode, encode_episode
-from areal.rollout.prompts import PromptStream
-from areal.rollout.serve import collect_rarely
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.audit import audit
+from areal.ledger.event_files import recover_folder
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import EncodedEpisode, encode_episode
+from areal.ledger.state import Event, LedgerState
+from areal.ledger.stats import ledger_stats
+from areal.rollout.controller_process import collect_rarely
 
 RIVAL = f"SQLite {sqlite3.sqlite_version} (WAL, synchronous=FULL)"
 

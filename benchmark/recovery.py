@@ -36,19 +36,18 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "faults"))
-
-from driver import Run, RunBroken  # noqa: E402 - the soak's driver of real runs lies beside the soak
-from ledger_proof import raw_events, seconds_to_training  # noqa: E402
-from schedule import EVERYTHING  # noqa: E402
-from soak import prepare  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from areal.api.config.inference import GenerationHyperparameters  # noqa: E402
 from areal.api.config.rollout import InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
-from areal.engine.fleet import Fleet  # noqa: E402
-from areal.engine.native import make_native_replica  # noqa: E402
+from areal.fleet.fleet import Fleet  # noqa: E402
+from areal.fleet.native import make_native_replica  # noqa: E402
 from areal.system.discovery import FileNameRegistry  # noqa: E402
+from tests.faults.driver import Run, RunBroken  # noqa: E402 - the soak's driver of real runs lies beside the soak
+from tests.faults.ledger_proof import raw_events, seconds_to_training  # noqa: E402
+from tests.faults.schedule import EVERYTHING  # noqa: E402
+from tests.faults.soak import prepare  # noqa: E402
 
 NUM_REQUESTS, ANSWER_TOKENS = 32, 384
 INTERVALS = (8, 32, 128, 2 * ANSWER_TOKENS)

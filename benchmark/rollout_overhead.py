@@ -25,11 +25,11 @@ from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConf
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import RolloutWorkflow
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.audit import audit
+from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_audit import audit
-from areal.rollout.prompts import PromptStream
-from areal.rollout.serve import collect_rarely
+from areal.rollout.controller_process import collect_rarely
 
 NUM_TOKENS = 16
 

@@ -34,8 +34,8 @@ from transformers.utils import logging as transformers_logging
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.load import load_config
-from areal.engine.replica import GenerationPart, PartChunk, Replica
-from areal.engine.servers import replica_factory
+from areal.fleet.backends import replica_factory
+from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.launcher.foreign_server import prepended, server_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +124,7 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
     config = load_config(["--config", str(file)], PPOConfig)
     command = server_command(config, on_gpu=False)
     env |= command.env | {"PYTHONPATH": prepended(os.environ, "PYTHONPATH", command.env["PYTHONPATH"])}
-    return [sys.executable, "-m", "areal.engine.server_host", "--backend", backend, "--", *command.argv], env
+    return [sys.executable, "-m", "areal.fleet.server_host", "--backend", backend, "--", *command.argv], env
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ import torch
 
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, Trajectory, TrajectoryGroup
-from areal.inference.build import build_engine, load_detokenizer, request_limits
 from areal.inference.engine import Engine
+from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits
 from areal.inference.sequence import SamplingParams
 from areal.inference.sequence import Sequence as Request
 from areal.inference.weight_update import WeightTargets
+from areal.ledger.payload import encode_episode
 from areal.rollout.batching import build_shares
-from areal.rollout.payload import encode_episode
 from areal.trainer.weights import ChecksummedWeights
 
 PROMPTS, SAMPLES = 32, 16

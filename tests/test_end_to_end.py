@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from areal.rollout.ledger_audit import AuditReport, audit
-from areal.rollout.ledger_files import LedgerReader
-from areal.rollout.prompts import PromptStream
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.audit import AuditReport, audit
+from areal.ledger.event_files import LedgerReader
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(900)

@@ -13,7 +13,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.functions import FunctionRef, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.hub import load_hub_rows
-from areal.data.preference import EncodedPair, encode_pair
+from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.sft import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from areal.api.errors import InputError
 from areal.engine.mesh import TrainerMesh
-from areal.engine.weight_files import write_tensors, write_weights
 from areal.system.durable import publish_folder, writing_folder
+from areal.weights.weight_files import write_tensors, write_weights
 
 _COPIED = (
     "tokenizer*",

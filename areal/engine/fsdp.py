@@ -23,7 +23,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer, local_part
 from areal.engine.token_model import TokenModel
-from areal.engine.weight_files import read_weights
+from areal.weights.weight_files import read_weights
 
 FLOAT32_HEAD = "score.weight"
 """The critic's head, which computes and is exported in float32."""

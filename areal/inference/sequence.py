@@ -11,7 +11,7 @@ ALL_TOKENS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Validated by `areal.inference.requests`."""
+    """How the tokens of one request are chosen and when it ends. Validated by `areal.inference.request_parser`."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

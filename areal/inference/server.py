@@ -24,10 +24,10 @@ from aiohttp import web
 from areal.api.config import NativeServerConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError
-from areal.inference.app import ServerApp
-from areal.inference.build import build_engine, load_detokenizer, request_limits, resolve_model_path
 from areal.inference.engine import Engine
-from areal.inference.requests import seed_source
+from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits, resolve_model_path
+from areal.inference.request_parser import seed_source
+from areal.inference.server_routes import ServerApp
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of

@@ -14,9 +14,9 @@ from aiohttp import web
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
 from areal.inference.engine import Engine
-from areal.inference.requests import bool_field, check_fields, int_field, text_field
+from areal.inference.json_answers import ok, read_json
+from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
 from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
-from areal.inference.wire import ok, read_json
 
 _FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
 _INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import InputError, RequestError, WeightSyncError
-from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.system.checkpoint_files import stored_weights, weight_files
 from areal.system.durable import COMPLETE, is_complete
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 
 
 class WeightTargets:

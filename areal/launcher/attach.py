@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.preflight import has_launcher
-from areal.launcher.requests import Answer, Request, RequestBox
+from areal.launcher.run_requests import Answer, Request, RequestBox
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
 

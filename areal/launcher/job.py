@@ -281,7 +281,7 @@ def _command(role: str, paths: RunPaths, script: str | None) -> tuple[str, ...]:
 
 
 def _host_command(backend: str, paths: RunPaths, command: ServerCommand) -> tuple[str, ...]:
-    host = (sys.executable, "-m", "areal.engine.server_host", "--backend", backend, "--config", str(paths.config))
+    host = (sys.executable, "-m", "areal.fleet.server_host", "--backend", backend, "--config", str(paths.config))
     return (*host, "--", *command.argv)
 
 

@@ -21,9 +21,9 @@ from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.interruptions import Interruptions, counted_interruptions
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
-from areal.launcher.leftovers import wait_for_leftovers
 from areal.launcher.life import MemoryMeter
 from areal.launcher.memory import bytes_text
+from areal.launcher.orphans import wait_for_leftovers
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
@@ -34,7 +34,7 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     run_lock,
 )
-from areal.launcher.requests import RequestBox
+from areal.launcher.run_requests import RequestBox
 from areal.launcher.server_check import foreign_server_problems, notices
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Outcome, Supervisor

@@ -13,7 +13,7 @@ from typing import Literal, assert_never
 from areal.api.config import LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import another_server
-from areal.launcher.requests import Answer, Request, RequestBox
+from areal.launcher.run_requests import Answer, Request, RequestBox
 from areal.launcher.units import Unit
 from areal.system.discovery import NameRegistry
 

@@ -19,8 +19,8 @@ from areal.launcher.job import LaunchPlan
 from areal.launcher.life import LifeWatch, MemoryMeter
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
-from areal.launcher.requests import RequestBox
 from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
+from areal.launcher.run_requests import RequestBox
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.units import Unit, death_of, units_of
 from areal.launcher.view import RunView

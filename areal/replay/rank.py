@@ -18,13 +18,13 @@ from areal.api.engine import TrainEngine, WeightSource
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, metric_values
 from areal.engine.mesh import TrainerMesh
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.payload import check_payload
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock
 from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
 from areal.replay.recorded import RecordedRun, read_config
 from areal.rollout.batching import build_shares
-from areal.rollout.ledger_files import PayloadReader
-from areal.rollout.payload import check_payload
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.launched import join_run

@@ -14,8 +14,8 @@ from typing import Any, Self
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError
-from areal.rollout.ledger_files import LedgerReader
-from areal.rollout.ledger_state import BatchRecord, LedgerState
+from areal.ledger.event_files import LedgerReader
+from areal.ledger.state import BatchRecord, LedgerState
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.progress import TrainingLength

@@ -23,7 +23,7 @@ from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.observe.log import get_logger
 from areal.reward.result import RewardResult, RewardStatus
-from areal.reward.wire import frame
+from areal.reward.worker_messages import frame
 from areal.reward.worker_process import WorkerProcess
 from areal.system.device import cpu_count
 

@@ -23,7 +23,7 @@ import orjson
 
 from areal.api.errors import ArealError, ConfigError, InputError
 from areal.api.functions import FunctionRef, load_function
-from areal.reward.wire import HEADER_BYTES, body_length, frame
+from areal.reward.worker_messages import HEADER_BYTES, body_length, frame
 from areal.system.process import watch_parent
 
 _TRACEBACKS_SHOWN = 3

@@ -18,14 +18,14 @@ from typing import Any
 import orjson
 
 from areal.api.functions import FunctionRef
-from areal.reward.wire import FrameReader
+from areal.reward.worker_messages import FrameReader
 from areal.system.process import AREAL_PROCESS
 
 _READ_BYTES = 1 << 18
 
 
 class WorkerProcess:
-    """A child that speaks frames of `areal.reward.wire`. Its owner is told of messages, its end and overdue work."""
+    """A child process that exchanges frames (`worker_messages`); its owner gets messages, its end and overdue work."""
 
     def __init__(
         self,

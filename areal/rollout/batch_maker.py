@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from areal.api.data import BatchShare
+from areal.ledger.ledger import Ledger
+from areal.ledger.state import WAITING, AcceptedEpisode, BatchRecord
 from areal.rollout.batching import build_shares, episode_stats, token_stats
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_state import WAITING, AcceptedEpisode, BatchRecord
 from areal.rollout.producer_stats import ProducerStats
+from areal.rollout.share_codec import encode_share
 from areal.rollout.staleness import is_in_order, mask_before
-from areal.rollout.wire import encode_share
 
 CACHED_STEPS = 2
 """Encoded batches kept in memory; older ones are made again from the ledger."""

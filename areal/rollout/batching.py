@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from areal.api.data import BatchShare
-from areal.rollout.ledger_state import AcceptedEpisode
-from areal.rollout.payload import join_columns, payload_sizes
+from areal.ledger.payload import join_columns, payload_sizes
+from areal.ledger.state import AcceptedEpisode
 
 MAX_AGE_BIN = 8
 """Ages from here on share one bin of the histogram."""

@@ -21,7 +21,7 @@ from areal.api.config import InferenceEngineConfig
 from areal.api.data import BatchShare, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
-from areal.rollout.wire import decode_share, encode_update
+from areal.rollout.share_codec import decode_share, encode_update
 from areal.system.discovery import NameRegistry
 
 ANSWER_S = 60.0

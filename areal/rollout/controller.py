@@ -16,16 +16,16 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import InferenceFleet
 from areal.api.errors import RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.ledger import Ledger
+from areal.ledger.state import BATCHED, CONSUMED, FAILED, REJECTED
 from areal.observe.log import get_logger
 from areal.rollout.batch_maker import BatchMaker
 from areal.rollout.evaluation import Evaluations
 from areal.rollout.executor import Executor
+from areal.rollout.fleet_version import Publications
 from areal.rollout.gate import GateLimits
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_state import BATCHED, CONSUMED, FAILED, REJECTED
 from areal.rollout.producer_stats import ProducerStats
-from areal.rollout.prompts import PromptStream
-from areal.rollout.publication import Publications
 from areal.rollout.waiting import replicas_behind, requests_waiting
 
 _log = get_logger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import AcceptFn
-from areal.rollout.payload import EncodedEpisode, TrajectoryError, check_trajectory, encode_episode
+from areal.ledger.payload import EncodedEpisode, TrajectoryError, check_trajectory, encode_episode
 
 
 class EpisodeEngine:

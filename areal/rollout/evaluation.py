@@ -15,10 +15,10 @@ from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import encode_episode
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, check_stats
-from areal.rollout.ledger import Ledger
-from areal.rollout.payload import encode_episode
 
 _log = get_logger(__name__)
 

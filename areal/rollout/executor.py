@@ -17,13 +17,13 @@ from areal.api.config import InferenceEngineConfig
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import EncodedEpisode, TrajectoryError
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, Rejected, judge
 from areal.rollout.gate import GateLimits, room, why_closed
-from areal.rollout.ledger import Ledger
-from areal.rollout.payload import EncodedEpisode, TrajectoryError
 from areal.rollout.producer_stats import ProducerStats
-from areal.rollout.prompts import PromptStream
 from areal.rollout.rejections import Rejections
 from areal.rollout.staleness import is_dropped
 

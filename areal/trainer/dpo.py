@@ -20,7 +20,7 @@ from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
 from areal.api.config import DPOConfig, DPOOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, merge_metrics
-from areal.data.preference import EncodedPair
+from areal.data.preference_rows import EncodedPair
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import phase

@@ -14,7 +14,7 @@ from areal.api.batch import TrainBatch
 from areal.api.config import TrainEngineConfig
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
-from areal.data.preference import EncodedPair
+from areal.data.preference_rows import EncodedPair
 from areal.trainer.row_loop import count_of
 
 PER_PAIR = 2

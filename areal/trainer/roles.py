@@ -13,11 +13,11 @@ from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
 from areal.trainer.actor import PPOActor
 from areal.trainer.critic import Critic
-from areal.trainer.judge import Judge, recoder
 from areal.trainer.kl_term import num_candidates, uses_reference
 from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import TrainingLength
 from areal.trainer.reference import Reference, ReferenceResets
+from areal.trainer.reward_model_role import Judge, recoder
 from areal.trainer.teacher import Teacher
 
 

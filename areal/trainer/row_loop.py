@@ -19,12 +19,12 @@ from areal.api.batch import LossFn, TrainBatch
 from areal.api.config import RowsExperimentConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics, metric_values
+from areal.data.prompt_stream import PromptStream
 from areal.data.split import balanced_parts
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer
 from areal.observe.trackers import build_trackers
-from areal.rollout.prompts import PromptStream
 from areal.system.discovery import registry_of
 from areal.system.heartbeat import beating_thread, heartbeat_of
 from areal.system.run_paths import RunPaths

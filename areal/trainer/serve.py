@@ -11,12 +11,12 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.workflow import AcceptFn, RolloutWorkflow
-from areal.engine.fleet import Fleet
-from areal.engine.servers import replica_factory
+from areal.data.prompt_stream import PromptStream
+from areal.fleet.backends import replica_factory
+from areal.fleet.fleet import Fleet
+from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
-from areal.rollout.ledger import Ledger
-from areal.rollout.prompts import PromptStream
-from areal.rollout.serve import run_serving
+from areal.rollout.controller_process import run_serving
 from areal.system.discovery import registry_of
 from areal.system.network import bind_socket
 from areal.system.process import ProcessContext

@@ -12,13 +12,13 @@ from areal.api.config import PPOConfig
 from areal.api.data import WeightSpec
 from areal.api.engine import WeightChannel, WeightSource
 from areal.engine.hf_model import resolve_model_folder
-from areal.engine.weight_sync.collective import CollectiveChannel
-from areal.engine.weight_sync.disk import DiskChannel
 from areal.observe.log import get_logger
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.device import pick_device
 from areal.system.run_paths import RunPaths
 from areal.trainer.checksum import WeightsChecksum
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
 
 Answer = TypeVar("Answer")
 

@@ -7,7 +7,7 @@ import pytest
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import InputError
 from areal.data.dataset import load_pairs
-from areal.data.preference import encode_pair
+from areal.data.preference_rows import encode_pair
 from areal.data.sft import encode_sft_row
 
 USER = {"role": "user", "content": "2+2?"}

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from engine_cases import LENGTHS, SGD, make_batch, make_engine, weights_of
 from safetensors.torch import save_file
 
 from areal.api.batch import TrainBatch
@@ -22,6 +21,7 @@ from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.policy_update import output_spec
 from areal.trainer.reduce import reduce_metrics
+from tests.engine.engine_cases import LENGTHS, SGD, make_batch, make_engine, weights_of
 
 SHARES = {"uneven": [[0, 3, 6], [1, 2, 4, 5, 7, 8]], "empty": [[], list(range(9))]}
 """Groups are s % 3, so that these keep them whole."""

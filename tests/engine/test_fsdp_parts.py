@@ -18,7 +18,7 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.engine.lr_schedule import learning_rate
 from areal.engine.micro_batch import make_micro_batch, plan_micro_batches
 from areal.engine.packed_attention import _sdpa_per_sequence, _varlen, choose_attention, packed_layout
-from areal.engine.weight_files import read_weights, write_tensors, write_weights
+from areal.weights.weight_files import read_weights, write_tensors, write_weights
 
 
 def rates(total: int, **options) -> list[float]:

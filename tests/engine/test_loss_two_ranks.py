@@ -5,12 +5,12 @@ import multiprocessing
 import runpy
 from pathlib import Path
 
-import loss_cases
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from areal.api.config.loss_assembly import AGGREGATIONS
+from tests.engine import loss_cases
 
 
 @pytest.fixture(scope="module")

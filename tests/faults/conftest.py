@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from driver import ROOT, Run
-from proofs import prove
+from tests.faults.driver import ROOT, Run
+from tests.faults.proofs import prove
 
 CONFIG = """
 experiment_name: faults

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from driver import ROOT, Run
-from ledger_proof import (
+
+from tests.faults.driver import ROOT, Run
+from tests.faults.ledger_proof import (
     Event,
     check_episodes,
     check_metrics,
@@ -50,7 +51,7 @@ def prove(run: Run, *, data: Path, is_to_solve: bool) -> tuple[list[str], list[s
 def _row_problems(config: dict[str, Any], events: list[Event], ledger: Path, data: Path) -> list[str]:
     from transformers import AutoTokenizer
 
-    from areal.rollout.prompts import PromptStream
+    from areal.data.prompt_stream import PromptStream
 
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
@@ -78,7 +79,7 @@ def _goal_problems(config: dict[str, Any], metrics: Path, facts: list[str]) -> l
 
 
 def _audit_problems(folder: Path, facts: list[str]) -> list[str]:
-    done = _python("-m", "areal.rollout.ledger", "audit", str(folder))
+    done = _python("-m", "areal.ledger", "audit", str(folder))
     facts.append(f"audit: {' | '.join(done.stdout.splitlines()[:2])}")
     return [] if done.returncode == 0 else [f"the audit exits with {done.returncode}:\n{done.stdout}{done.stderr}"]
 

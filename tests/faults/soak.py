@@ -1,6 +1,6 @@
 """Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
 
-    make test-faults [SEED=0]    which is:  python tests/faults/soak.py --seed 0 [--kills 30] [--folder runs/faults]
+    make test-faults [SEED=0]    which is:  python -m tests.faults.soak --seed 0 [--kills 30] [--folder runs/faults]
 
 Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Two thirds of the faults strike a run
 with weights over the collective, which must solve the task; the rest a shorter one with weights over disk; further runs
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from driver import ROOT, Run, RunBroken
-from ledger_proof import raw_events, seconds_to_training
-from proofs import prove
-from schedule import Fault, make_schedule
-from striker import Blow, Striker, last_words
+from tests.faults.driver import ROOT, Run, RunBroken
+from tests.faults.ledger_proof import raw_events, seconds_to_training
+from tests.faults.proofs import prove
+from tests.faults.schedule import Fault, make_schedule
+from tests.faults.striker import Blow, Striker, last_words
 
 HANG_S = 6.0
 LIMIT_S = 3600.0

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from driver import Run, RunBroken
-from schedule import EVERYTHING, Fault, Moment
+
+from tests.faults.driver import Run, RunBroken
+from tests.faults.schedule import EVERYTHING, Fault, Moment
 
 ALIVE_S = 150.0
 """A run that was left alone for so long must have trained a step nobody trained before."""

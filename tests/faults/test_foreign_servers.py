@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_run import Run
-from foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
 
 from areal.api.errors import LaunchError
 from areal.launcher import children, restart_rules
-from areal.launcher.leftovers import leftovers, wait_for_leftovers
+from areal.launcher.orphans import leftovers, wait_for_leftovers
 from areal.system.discovery import FileNameRegistry
+from tests.fleet.foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
+from tests.launcher.fake_run import Run
 
 TESTS = Path(__file__).parents[1]
 UNTIL_READY = "ready(); wait_for('ready/server-0.json')"
@@ -161,9 +161,9 @@ def test_ctrl_c_ends_a_server_that_ignores_sigterm(make_run):
 
 LAUNCHER = f"""
 import sys
-sys.path += {[str(TESTS / "engine"), str(TESTS / "launcher"), str(TESTS / "faults")]!r}
+sys.path.insert(0, {str(TESTS.parent)!r})
 from pathlib import Path
-from test_foreign_servers import ForeignRun
+from tests.faults.test_foreign_servers import ForeignRun
 ForeignRun(Path(sys.argv[1])).with_server("ignores-engine", "ignores-sigterm")
 """
 

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from driver import Run
-from ledger_proof import raw_events
-from schedule import EVERYTHING, SERVERS, TRAINERS
+
+from tests.faults.driver import Run
+from tests.faults.ledger_proof import raw_events
+from tests.faults.schedule import EVERYTHING, SERVERS, TRAINERS
 
 pytestmark = pytest.mark.slow
 

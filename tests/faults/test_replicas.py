@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from driver import ROOT, Run
-from ledger_proof import raw_events
+
+from tests.faults.driver import ROOT, Run
+from tests.faults.ledger_proof import raw_events
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from ledger_proof import (
+
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import encode_episode
+from tests.faults.ledger_proof import (
     check_episodes,
     check_metrics,
     check_rows,
@@ -17,12 +22,7 @@ from ledger_proof import (
     raw_events,
     seconds_to_training,
 )
-from schedule import EVERYTHING, make_schedule
-
-from areal.api.data import Trajectory, TrajectoryGroup
-from areal.rollout.ledger import Ledger
-from areal.rollout.payload import encode_episode
-from areal.rollout.prompts import PromptStream
+from tests.faults.schedule import EVERYTHING, make_schedule
 
 
 def test_the_schedule_is_a_function_of_the_seed():

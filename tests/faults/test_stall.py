@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from driver import Run
+
+from tests.faults.driver import Run
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from driver import Run
-from schedule import EVERYTHING
+
+from tests.faults.driver import Run
+from tests.faults.schedule import EVERYTHING
 
 pytestmark = pytest.mark.slow
 

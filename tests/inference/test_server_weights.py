@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal.api.data import WeightSpec
-from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 
 PROMPT = [3, 4, 5, 6, 7]
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
 from areal.system.durable import publish_folder
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 
 
 class TiedModel(nn.Module):

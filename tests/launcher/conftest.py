@@ -1,17 +1,12 @@
 """Makes the scripted run importable by the tests of this folder, and checks that each leaves no process behind."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_run import Run
-
 from areal.launcher import children
+from tests.launcher.fake_run import Run
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from fake_run import SERVE, alive
 
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach, replicas
 from areal.launcher.preflight import run_lock
-from areal.launcher.requests import Request
+from areal.launcher.run_requests import Request
 from areal.launcher.status import StatusLine
+from tests.launcher.fake_run import SERVE, alive
 
 ADD = ["--add-replica"]
 SERVER = "write(names / 'servers' / f\"{context['index']}.json\", '{}'); " + SERVE

@@ -9,7 +9,6 @@ import sys
 import threading
 
 import pytest
-from fake_run import SERVE
 
 from areal.api.config import (
     ClusterSpecConfig,
@@ -22,7 +21,7 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.errors import ConfigError, LaunchError
-from areal.engine.native import TOKEN_VARIABLE as CLIENTS_TOKEN_VARIABLE
+from areal.fleet.native import TOKEN_VARIABLE as CLIENTS_TOKEN_VARIABLE
 from areal.launcher import attach
 from areal.launcher.attached import (
     ADDRESSES_VARIABLE,
@@ -34,6 +33,7 @@ from areal.launcher.attached import (
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
 from areal.system.discovery import FileNameRegistry
+from tests.launcher.fake_run import SERVE
 
 
 def config_of(servers="native:d2", *, addresses=(), channel="xccl"):

@@ -210,7 +210,7 @@ def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
     at = servers[0].argv.index("--")
     assert servers[0].argv[1:at] == (
         "-m",
-        "areal.engine.server_host",
+        "areal.fleet.server_host",
         "--backend",
         "sglang",
         "--config",

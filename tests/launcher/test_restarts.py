@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
-from fake_run import SERVE, BeatClock, alive
 
 from areal.launcher import children, life, restart_rules, supervisor
+from tests.launcher.fake_run import SERVE, BeatClock, alive
 
 UNTIL_DONE = "ready(); wait_for('done')"
 DIES_ONCE = "if first('died'): ready(); die()\n"

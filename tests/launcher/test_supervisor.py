@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
-from fake_run import DONE, SERVE, alive
 
 from areal.launcher import supervisor
 from areal.launcher.interruptions import Interruptions
+from tests.launcher.fake_run import DONE, SERVE, alive
 
 
 def test_run_ends_when_controller_and_trainers_end(make_run):

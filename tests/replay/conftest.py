@@ -14,15 +14,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config, save_config
 from areal.api.data import Trajectory, TrajectoryGroup
+from areal.data.prompt_stream import PromptStream
 from areal.engine.mesh import TrainerMesh
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import encode_episode
 from areal.observe.phase import PhaseClock
 from areal.observe.trackers import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import replay_on
 from areal.rollout.batching import build_shares
-from areal.rollout.ledger import Ledger
-from areal.rollout.payload import encode_episode
-from areal.rollout.prompts import PromptStream
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks

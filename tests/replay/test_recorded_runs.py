@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.rollout.ledger_files import LedgerReader
+from areal.ledger.event_files import LedgerReader
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ArealError, ConfigError, InputError, LaunchError, LedgerError
+from areal.ledger.event_files import LedgerReader, events_path, payload_path
 from areal.replay import __main__ as command
 from areal.replay.overrides import check_overrides
 from areal.replay.recorded import read_metrics
-from areal.rollout.ledger_files import LedgerReader, events_path, payload_path
 from areal.system.run_paths import RunPaths
 
 STEPS = 4

@@ -6,13 +6,13 @@ import asyncio
 import pytest
 
 from areal.api.data import WeightUpdate
+from areal.ledger.audit import audit
+from areal.ledger.event_files import read_payload
+from areal.ledger.event_log import MemoryLog
+from areal.ledger.ledger import Ledger
+from areal.ledger.state import LedgerState
 from areal.rollout.controller import WeightsLost
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import read_payload
-from areal.rollout.ledger_log import MemoryLog
-from areal.rollout.ledger_state import LedgerState
-from areal.rollout.wire import decode_share
+from areal.rollout.share_codec import decode_share
 
 
 def memory_ledger():

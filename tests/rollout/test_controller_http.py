@@ -13,12 +13,12 @@ from aiohttp import ClientSession, web
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
-from areal.rollout.app import make_app
+from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient, WeightsNeeded
+from areal.rollout.controller_process import serve
+from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
-from areal.rollout.ledger import Ledger
-from areal.rollout.serve import serve
-from areal.rollout.wire import decode_share, decode_update, encode_update
+from areal.rollout.share_codec import decode_share, decode_update, encode_update
 from areal.system.discovery import FileNameRegistry
 from areal.system.network import bind_socket, http_address
 

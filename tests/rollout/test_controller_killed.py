@@ -11,14 +11,14 @@ import pytest
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import WeightSyncError
+from areal.data.prompt_stream import PromptStream
+from areal.ledger.audit import audit
+from areal.ledger.event_files import LedgerReader, read_payload, recover_folder
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import join_columns
+from areal.ledger.state import LedgerState
 from areal.rollout.controller import WeightsLost
 from areal.rollout.gate import GateLimits
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_audit import audit
-from areal.rollout.ledger_files import LedgerReader, read_payload, recover_folder
-from areal.rollout.ledger_state import LedgerState
-from areal.rollout.payload import join_columns
-from areal.rollout.prompts import PromptStream
 
 STEPS, BATCH, ROWS, ETA = 4, 2, 5, 1
 RANKS = 2

@@ -9,11 +9,9 @@ import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
-from areal.rollout.batching import build_shares, split_balanced
-from areal.rollout.episode import judge
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_log import MemoryLog
-from areal.rollout.payload import (
+from areal.ledger.event_log import MemoryLog
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import (
     TrajectoryError,
     check_payload,
     check_trajectory,
@@ -21,7 +19,9 @@ from areal.rollout.payload import (
     join_columns,
     payload_sizes,
 )
-from areal.rollout.wire import decode_share, encode_share
+from areal.rollout.batching import build_shares, split_balanced
+from areal.rollout.episode import judge
+from areal.rollout.share_codec import decode_share, encode_share
 
 GOOD = Trajectory(
     token_ids=[5, 6, 7],

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
+from areal.ledger.event_log import MemoryLog
+from areal.ledger.ledger import Ledger
 from areal.rollout.executor import ProducerStopped
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_log import MemoryLog
 from areal.rollout.rejections import Rejections
 
 

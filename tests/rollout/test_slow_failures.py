@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from areal.api.workflow import RolloutWorkflow
+from areal.ledger.event_log import MemoryLog
+from areal.ledger.ledger import Ledger
 from areal.rollout.evaluation import MAX_FIRST_FAILURES, EvaluationFailed
 from areal.rollout.executor import SLOW_FAILURES_IN_A_ROW, SLOW_FAILURES_S, ProducerStopped
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_log import MemoryLog
 
 
 class HangsUntilItsLimit(RolloutWorkflow):

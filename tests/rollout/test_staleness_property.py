@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.rollout.ledger import Ledger
-from areal.rollout.ledger_log import MemoryLog
-from areal.rollout.wire import decode_share
+from areal.ledger.event_log import MemoryLog
+from areal.ledger.ledger import Ledger
+from areal.rollout.share_codec import decode_share
 
 OUTCOMES = st.sampled_from(["accept"] * 6 + ["reject", "fail"])
 DURATIONS = st.sampled_from([0.001, 0.01, 0.1, 0.5, 3.0])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checkpoints import Scorer, write_checkpoint
-from real_server import Backend, RealServer
-from server_kit import Kit, SpareServer
-
 from areal.api.data import WeightUpdate
+from tests.servers.checkpoints import Scorer, write_checkpoint
+from tests.servers.real_server import Backend, RealServer
+from tests.servers.server_kit import Kit, SpareServer
 
 
 @pytest.fixture(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
-from areal.engine.server_host import filled_in, port_names
+from areal.fleet.server_host import filled_in, port_names
 from areal.launcher.foreign_server import core_bindings, server_command
 from areal.system.network import bind_socket
 

@@ -1,6 +1,6 @@
 """Records what a real SGLang answers, for the fake server of the default test run.
 
-    python tests/servers/record_sglang.py          starts a server on the CPU, asks it everything that areal asks,
+    python -m tests.servers.record_sglang          starts a server on the CPU, asks it everything that areal asks,
                                                    and writes tests/engine/fleet/recordings/sglang-VERSION.json
 
 Needs `make .venv-sglang/.installed`; takes a minute or two. Answers are kept word for word, but for folders, times, the
@@ -22,16 +22,13 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checkpoints import build_model, build_tokenizer
-from real_server import RealServer
-from record_vllm import FOLDER, PROMPT, Recorder, a_part
-
 from areal.api.data import WeightSpec
-from areal.engine.replica import GenerationPart
-from areal.engine.sglang_wire import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
+from areal.fleet.replica import GenerationPart
+from areal.fleet.sglang_wire import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
 from areal.server_side.areal_transfer import group, layout
+from tests.servers.checkpoints import build_model, build_tokenizer
+from tests.servers.real_server import RealServer
+from tests.servers.record_vllm import FOLDER, PROMPT, Recorder, a_part
 
 _LIMIT_S = 120.0
 _KEPT_METRICS = ("sglang:generation_tokens_total{", "sglang:num_running_reqs{")

@@ -1,7 +1,7 @@
 """Records what a real vLLM answers, for the fake server of the default test run.
 
-    python tests/servers/record_vllm.py            starts a server on the CPU, asks it everything that areal asks,
-                                                   and writes tests/engine/fleet/recordings/vllm-VERSION.json
+    python -m tests.servers.record_vllm            starts a server on the CPU, asks it everything that areal asks,
+                                                   and writes tests/fleet/recordings/vllm-VERSION.json
 
 Needs `make .venv-vllm/.installed`; takes a minute or two. Answers are kept word for word, but for folders, times and
 the figures of /metrics that nobody reads.
@@ -22,17 +22,14 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checkpoints import build_model, build_tokenizer
-from real_server import RealServer
-
 from areal.api.config.inference import GenerationHyperparameters
-from areal.engine.replica import GenerationPart
-from areal.engine.vllm_wire import generate_body
+from areal.fleet.replica import GenerationPart
+from areal.fleet.vllm_wire import generate_body
 from areal.server_side.areal_transfer import group, layout
+from tests.servers.checkpoints import build_model, build_tokenizer
+from tests.servers.real_server import RealServer
 
-FOLDER = Path(__file__).parents[1] / "engine" / "fleet" / "recordings"
+FOLDER = Path(__file__).parents[1] / "fleet" / "recordings"
 PROMPT = [5, 9, 11, 30]
 _LIMIT_S = 60.0
 _KEPT_METRICS = (

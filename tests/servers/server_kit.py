@@ -12,20 +12,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checkpoints import Scorer, token_id
-from real_server import Backend, RealServer
 from torch import Tensor, nn
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
-from areal.engine.fleet import Fleet
-from areal.engine.replica import GenerationPart, PartChunk, Replica
-from areal.engine.servers import replica_factory
-from areal.engine.weight_sync.collective import CollectiveChannel
-from areal.engine.weight_sync.disk import DiskChannel
+from areal.fleet.backends import replica_factory
+from areal.fleet.fleet import Fleet
+from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.system.discovery import FileNameRegistry
 from areal.system.run_paths import RunPaths
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
+from tests.servers.checkpoints import Scorer, token_id
+from tests.servers.real_server import Backend, RealServer
 
 TOLERANCE = 1e-4
 VLLM_ONLY = pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from checkpoints import Scorer, build_model
-from real_server import RealServer
-from server_kit import (
+
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import RealServer
+from tests.servers.server_kit import (
     PROMPT,
     TOLERANCE,
     FixedTrainer,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from real_server import Backend, environment_python
-
 from areal.api.config import (
     GenerationHyperparameters,
     GRPOConfig,
@@ -15,6 +13,7 @@ from areal.api.config import (
 )
 from areal.launcher.job import Machine, make_plan
 from areal.launcher.server_check import foreign_server_problems
+from tests.servers.real_server import Backend, environment_python
 
 
 def problems(backend: Backend, flags: dict[str, Any]) -> list[str]:

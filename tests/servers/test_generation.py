@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHARACTERS, EOS, VOCAB_SIZE, Scorer, build_model, token_id
-from real_server import CONTEXT_LENGTH, RealServer
-from server_kit import PROMPT, SGLANG_ONLY, TOLERANCE, VLLM_ONLY, Kit, a_request, gap, one_part
 
 from areal.api.errors import RequestError
-from areal.engine.continuation import Answer
+from areal.fleet.continuation import Answer
+from tests.servers.checkpoints import CHARACTERS, EOS, VOCAB_SIZE, Scorer, build_model, token_id
+from tests.servers.real_server import CONTEXT_LENGTH, RealServer
+from tests.servers.server_kit import PROMPT, SGLANG_ONLY, TOLERANCE, VLLM_ONLY, Kit, a_request, gap, one_part
 
 VOWELS = {token_id(character) for character in "aeiou"}
 PROMPTS = [[token_id(c) for c in text] for text in ("a", "12+34=", "abc, def. GHI; jkl: mno", "0" * 60)]

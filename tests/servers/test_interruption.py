@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from checkpoints import Scorer, build_model
-from real_server import RealServer
-from server_kit import PROMPT, TOLERANCE, VLLM_ONLY, FixedTrainer, Kit, a_request, largest_gap, tokens_made
 
 from areal.api.data import GenerationResponse, WeightUpdate
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import RealServer
+from tests.servers.server_kit import (
+    PROMPT,
+    TOLERANCE,
+    VLLM_ONLY,
+    FixedTrainer,
+    Kit,
+    a_request,
+    largest_gap,
+    tokens_made,
+)
 
 NUM_TOKENS = 950
 ATTEMPTS = 5

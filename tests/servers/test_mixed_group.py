@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Scorer, build_model
-from real_server import RealServer
-from server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
 
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.engine.fleet import Fleet
-from areal.engine.native import NativeReplica
-from areal.engine.replica import Replica
-from areal.engine.server_client import ServerClient
-from areal.engine.servers import replica_factory
-from areal.engine.weight_sync.collective import CollectiveChannel
+from areal.fleet.backends import replica_factory
+from areal.fleet.fleet import Fleet
+from areal.fleet.native import NativeReplica
+from areal.fleet.replica import Replica
+from areal.fleet.server_client import ServerClient
 from areal.system.discovery import FileNameRegistry
+from areal.weights.collective import CollectiveChannel
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import RealServer
+from tests.servers.server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
 
 REAL = "server-2"
 """Of rank 3, which gets its bytes from rank 2, server-1: gloo broadcasts down a tree."""

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Scorer, build_model
-from real_server import RealServer
 from safetensors.torch import save_file
-from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, largest_gap
 
 from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import RequestError
-from areal.engine.fleet import Fleet
+from areal.fleet.fleet import Fleet
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import RealServer
+from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, largest_gap
 
 pytestmark = pytest.mark.timeout(600)
 RANK, ALPHA = 4, 8

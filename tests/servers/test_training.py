@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 import pytest
-from real_server import ROOT, Backend, environment_python
 
-from areal.rollout.ledger_audit import audit
+from areal.ledger.audit import audit
+from tests.servers.real_server import ROOT, Backend, environment_python
 
 STEPS = 20
 LIMIT_S = 420.0

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from checkpoints import Scorer, build_model
-from real_server import Backend, RealServer
-from server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
+
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import Backend, RealServer
+from tests.servers.server_kit import TOLERANCE, FixedTrainer, Kit, a_request, gap
 
 
 @pytest.mark.timeout(600)

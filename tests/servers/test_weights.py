@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Scorer, build_model
-from real_server import RealServer
 from safetensors.torch import load_file, save_file
-from server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, gap, largest_gap
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
-from areal.engine.fleet import Fleet
+from areal.fleet.fleet import Fleet
+from tests.servers.checkpoints import Scorer, build_model
+from tests.servers.real_server import RealServer
+from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, a_request, gap, largest_gap
 
 
 async def greedy(fleet: Fleet, version: int) -> tuple[list[int], list[float]]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from areal.api.config import DPOOptions, MicroBatchSpec, OptimizerConfig, RWOptions, SFTOptions, TrainEngineConfig
-from areal.data.preference import EncodedPair
+from areal.data.preference_rows import EncodedPair
 from areal.data.sft import EncodedRow
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh

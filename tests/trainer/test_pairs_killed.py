@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from areal.data.preference import encode_pair
+from areal.data.preference_rows import encode_pair
 from areal.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]

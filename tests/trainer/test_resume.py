@@ -1,7 +1,6 @@
 """Resumed equals unbroken, bit for bit: losses, gradient norms, rates, weights, coefficients that adapt, a reference
 that is reset, and random numbers, with dropout."""
 
-import importlib.util
 import json
 import multiprocessing
 import runpy
@@ -11,18 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal.engine.mesh import TrainerMesh
+from tests.trainer import resume_cases
 
-CASES = Path(__file__).with_name("resume_cases.py")
-
-
-@pytest.fixture(scope="module")
-def cases():
-    spec = importlib.util.spec_from_file_location("resume_cases", CASES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+CASES = Path(resume_cases.__file__)
 
 
 def check(found: dict[str, list[dict]], num_steps: int) -> None:
@@ -46,10 +36,10 @@ def of_roles(weights: dict[str, int]) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["sft", "ppo", "kl"])
-def test_one_rank(cases, tmp_path, kind, dropout):
-    cases.write_model(tmp_path / "model", dropout=dropout)
-    found = cases.run(kind, tmp_path / "model", tmp_path / "recover", TrainerMesh.open(None))
-    check(found, cases.NUM_STEPS - cases.CUT)
+def test_one_rank(tmp_path, kind, dropout):
+    resume_cases.write_model(tmp_path / "model", dropout=dropout)
+    found = resume_cases.run(kind, tmp_path / "model", tmp_path / "recover", TrainerMesh.open(None))
+    check(found, resume_cases.NUM_STEPS - resume_cases.CUT)
     if kind == "kl":
         coefficients = [facts["coefficients"] for facts in found["unbroken"]]
         assert all(len({at[name] for at in coefficients}) == len(coefficients) for name in ("kl_ctl", "entropy_coef"))
@@ -58,9 +48,9 @@ def test_one_rank(cases, tmp_path, kind, dropout):
         assert fifth["ref"] == fourth["ref"] != fifth["actor"]
 
 
-def test_a_killed_run_goes_on_as_one_that_was_not(cases, tmp_path):
+def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     """SIGKILL after the update of a step and before its checkpoint, with a reset of the reference behind it."""
-    cases.write_model(tmp_path / "model", dropout=0.2)
+    resume_cases.write_model(tmp_path / "model", dropout=0.2)
     arguments = ("kl", tmp_path / "model", tmp_path / "recover")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
@@ -71,18 +61,18 @@ def test_a_killed_run_goes_on_as_one_that_was_not(cases, tmp_path):
     process.join(timeout=250)
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
-    found = cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
-    cases.seed_everything(99)
-    life = cases.KINDS["kl"](tmp_path / "model", TrainerMesh.open(None))
-    first = cases.go_on(life, tmp_path / "recover")
-    batches = {step: cases.batch_of(step, 0) for step in range(first, cases.NUM_STEPS)}
-    resumed = [cases.facts_of(life, life.train(batch, step)) for step, batch in batches.items()]
+    found = resume_cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
+    resume_cases.seed_everything(99)
+    life = resume_cases.KINDS["kl"](tmp_path / "model", TrainerMesh.open(None))
+    first = resume_cases.go_on(life, tmp_path / "recover")
+    batches = {step: resume_cases.batch_of(step, 0) for step in range(first, resume_cases.NUM_STEPS)}
+    resumed = [resume_cases.facts_of(life, life.train(batch, step)) for step, batch in batches.items()]
     assert first == 3
     check({"unbroken": found["unbroken"][1:], "resumed": resumed}, 2)
 
 
-def test_two_ranks(cases, tmp_path):
-    cases.write_model(tmp_path / "model", dropout=0.2)
+def test_two_ranks(tmp_path):
+    resume_cases.write_model(tmp_path / "model", dropout=0.2)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
     ranks = [
@@ -100,8 +90,8 @@ def test_two_ranks(cases, tmp_path):
             process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
     both = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
-    for kind in cases.KINDS:
+    for kind in resume_cases.KINDS:
         for found in both:
-            check(found[kind], cases.NUM_STEPS - cases.CUT)
+            check(found[kind], resume_cases.NUM_STEPS - resume_cases.CUT)
         draws = [found[kind]["resumed"][0]["draws"] for found in both]
         assert draws[0] != draws[1]  # each rank went on with its own

@@ -1,6 +1,5 @@
 """Scores of whole sequences, and the trap of texts that end with padding."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,16 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal.data.preference import EncodedPair
+from areal.data.preference_rows import EncodedPair
 from areal.data.sft import EncodedRow
 from areal.data.split import take
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.reward_model import padding_trap, sequence_scores
-
-SPEC = importlib.util.spec_from_file_location("row_cases", Path(__file__).with_name("row_cases.py"))
-cases = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(cases)
+from tests.trainer import row_cases as cases
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """Training on rows through the real engine: values and gradients by the papers' formulas, however the rows are cut."""
 
-import importlib.util
 import json
 import multiprocessing
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,9 @@ from safetensors.torch import load_file
 
 from areal.api.errors import ConfigError
 from areal.engine.mesh import TrainerMesh
+from tests.trainer import row_cases as cases
 
-CASES = Path(__file__).with_name("row_cases.py")
-SPEC = importlib.util.spec_from_file_location("row_cases", CASES)
-cases = importlib.util.module_from_spec(SPEC)
-sys.modules["row_cases"] = cases
-SPEC.loader.exec_module(cases)
+CASES = Path(cases.__file__)
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,0 @@
-"""Owns the ways weights travel from trainer to servers."""

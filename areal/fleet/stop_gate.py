@@ -1,0 +1,103 @@
+"""Owns stop strings that began in an earlier part of an answer: foreign servers look for them in its new text only.
+
+The caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
+string ends in them; from there on the server sees all that matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from areal.fleet.replica import GenerationPart, PartChunk
+
+
+class BoundaryGate:
+    """Lets the chunks of one part through once the text across its beginning is known."""
+
+    def __init__(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
+        self._stops = part.gconfig.stop or []
+        self._on_chunk = on_chunk
+        self._reach = max(len(stop.encode()) for stop in self._stops)
+        """In tokens: each has a byte at least."""
+        num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: a first token may lose its space
+        self._before = part.input_ids[-num_before:]
+        self._min_new_tokens = part.min_new_tokens
+        self._held: list[PartChunk] = []
+        self._is_open = False
+        self.filled = asyncio.Event()
+        """All tokens are there that could end a stop string, or the part has ended."""
+
+    def take(self, chunk: PartChunk) -> None:
+        """A chunk from the server."""
+        if self._is_open:
+            self._on_chunk(chunk)
+            return
+        self._held.append(chunk)
+        if chunk.finish_reason is not None or len(self._new_ids()) >= self._reach:
+            self.filled.set()
+
+    def token_lists(self) -> list[list[int]]:
+        """What to turn into text: the end of the earlier parts, alone and with ever more of the first new tokens."""
+        new = self._new_ids()[: self._reach]
+        return [self._before + new[:count] for count in range(len(new) + 1)]
+
+    def settle(self, texts: list[str]) -> bool:
+        """Pass on what was held back, given the texts of `token_lists`; True when a stop string ended the answer."""
+        self._is_open = True
+        count = next((i for i in range(1, len(texts)) if self._ends_at(i, texts)), None)
+        if count is None:
+            for chunk in self._held:
+                self._on_chunk(chunk)
+            return False
+        ids = self._new_ids()[:count]
+        logprobs = [logprob for chunk in self._held for logprob in chunk.logprobs][:count]
+        versions = [version for chunk in self._held for version in chunk.versions][:count]
+        told = self._held[-1].part_versions
+        if told is not None:
+            versions = told[:count]
+        self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if told is None else versions))
+        return True
+
+    def _ends_at(self, count: int, texts: list[str]) -> bool:
+        """Whether the new token of that number completes a stop string. One that an earlier token completed, when the
+        answer was still too short to end, counts no more."""
+        if count < self._min_new_tokens:
+            return False
+        return any(texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops)
+
+    def _new_ids(self) -> list[int]:
+        return [token for chunk in self._held for token in chunk.token_ids]
+
+
+OnChunk = Callable[[PartChunk], None]
+
+
+async def generate_across_a_boundary(
+    part: GenerationPart,
+    generate: Callable[[OnChunk], Awaitable[None]],
+    to_texts: Callable[[list[list[int]]], Awaitable[list[str]]],
+    on_chunk: OnChunk,
+) -> None:
+    """Let `generate` run a part that goes on from an earlier one, and end it where a stop string that began there ends.
+
+    Waits for the first tokens; the server's answer, or its end, unblocks it.
+    """
+
+    async def run() -> None:
+        await generate(gate.take)
+
+    gate = BoundaryGate(part, on_chunk)
+    running = asyncio.create_task(run(), name=f"generate {part.part_id}")
+    filled = asyncio.create_task(gate.filled.wait(), name=f"first tokens of {part.part_id}")
+    try:
+        await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()  # raises when it failed
+        lists = gate.token_lists()
+        if not gate.settle(await to_texts(lists) if lists else []):
+            await running
+    finally:
+        running.cancel()
+        filled.cancel()
+        await asyncio.gather(running, filled, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""Owns the JSON of vLLM's servers: pure functions between it and the records of `areal.fleet.replica`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.config.vllm_limits import MAX_BIASED_TOKENS
+from areal.api.errors import RequestError
+from areal.fleet.continuation import prior_output_bias, versions_of
+from areal.fleet.replica import FinishReason, GenerationPart, ReplicaLoad
+
+_ALL_TOKENS = 100_000_000
+"""The default of gconfig.top_k, which means no limit; vLLM says 0."""
+_NAMELESS_VERSION = "default"
+"""What a server says whose weights nobody has given a version."""
+
+
+def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+    """What /inference/v1/generate is asked."""
+    body = {
+        "request_id": part.part_id,
+        "token_ids": part.input_ids,
+        "sampling_params": _sampling(part, stream=stream),
+        "stream": stream,
+    }
+    if part.adapter:
+        body["model"] = part.adapter
+    return body
+
+
+def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
+    """The settings as vLLM names them. Unknown names it would drop without a word, so there are none."""
+    gconfig = part.gconfig
+    sampling: dict[str, Any] = {
+        "max_tokens": part.max_new_tokens,
+        # vLLM would keep the model's end token from being chosen even where it does not end the answer.
+        "min_tokens": 0 if gconfig.ignore_eos and not gconfig.stop else part.min_new_tokens,
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
+        "top_k": 0 if gconfig.greedy or gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
+        "repetition_penalty": gconfig.repetition_penalty,
+        "frequency_penalty": gconfig.frequency_penalty,
+        "ignore_eos": gconfig.ignore_eos,
+        "stop_token_ids": [] if gconfig.ignore_eos else gconfig.stop_token_ids,
+        "logprobs": 0,  # of the chosen token alone
+        "detokenize": bool(gconfig.stop),  # nobody reads the text
+    }
+    if gconfig.stop:
+        sampling["stop"] = gconfig.stop
+        sampling["skip_special_tokens"] = False  # a stop string may be one
+    if part.seed is not None:
+        sampling["seed"] = part_seed(part.seed, part.num_prior_output_tokens)
+    if bias := prior_output_bias(part):
+        if len(bias) > MAX_BIASED_TOKENS:
+            raise RequestError(
+                f"an answer of {len(bias)} different tokens cannot go on under a frequency_penalty on a vLLM server, "
+                f"which takes {MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers"
+            )
+        sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
+    if stream:
+        sampling["stream_interval"] = part.stream_interval
+    return sampling
+
+
+def part_seed(seed: int, num_prior_output_tokens: int) -> int:
+    """The seed of one part: vLLM may start its random numbers anew with each request, and an answer that goes on must
+    not get those of its beginning again."""
+    if not num_prior_output_tokens:
+        return seed
+    mixed = (seed + num_prior_output_tokens * 0x9E3779B97F4A7C15) % 2**64
+    return (mixed ^ (mixed >> 31)) % 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One answer or event of /inference/v1/generate."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+    spans: list[tuple[int, int, int]] | None
+    """On the last piece: (version, start, end) over all tokens of the part."""
+
+
+def parse_piece(answer: dict[str, Any]) -> Piece:
+    """KeyError, TypeError or ValueError when it is not as agreed."""
+    choice = answer["choices"][0]
+    token_ids: list[int] = choice["token_ids"] or []
+    logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if token_ids else []
+    reason = choice["finish_reason"]
+    if reason not in (None, "stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    told = choice["weight_versions"]
+    spans = None if told is None else [(version_number(s["version"]), s["start"], s["end"]) for s in told]
+    return Piece(token_ids, logprobs, reason, spans)
+
+
+def part_versions(spans: list[tuple[int, int, int]] | None, num_tokens: int) -> list[int]:
+    """One version per token of a whole part. ValueError unless the server told all of them."""
+    return versions_of(spans or [], num_tokens)
+
+
+def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
+    """A server that was not told a version holds its first weights: version 0, or none when they are random."""
+    if told == _NAMELESS_VERSION:
+        return -1 if has_dummy_weights else 0
+    return int(told)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What areal's extension in the workers tells."""
+
+    vocab_size: int
+    context_length: int
+    weights_whole: bool
+    first_folder: str
+    """What it was started with, on its own machine."""
+    has_sleep_mode: bool
+    has_dummy_weights: bool
+    """It was started without a checkpoint. It says so for ever, also when it has been given weights."""
+
+
+def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
+    """Of all workers of a server. KeyError, TypeError or ValueError when it is not as agreed."""
+    states: list[dict[str, Any]] = answer["results"]
+    if not states:
+        raise ValueError("no worker answered")
+    first = states[0]
+    return WorkerState(
+        vocab_size=int(first["vocab_size"]),
+        context_length=int(first["context_length"]),
+        first_folder=str(first["first_folder"]),
+        weights_whole=all(state["weights_whole"] for state in states),
+        has_sleep_mode=bool(first["has_sleep_mode"]),
+        has_dummy_weights=bool(first["has_dummy_weights"]),
+    )
+
+
+def worker_errors(answer: dict[str, Any]) -> list[str]:
+    """What went wrong in workers of a server; empty when all did as told. KeyError or TypeError as above."""
+    return [str(result["error"]) for result in answer["results"] if "error" in result]
+
+
+def parse_load(metrics: str) -> ReplicaLoad:
+    """From /metrics; the engines of a data-parallel server are added up. KeyError when a figure is not there."""
+    sums = _metric_sums(
+        metrics.splitlines(),
+        {
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+            "vllm:generation_tokens_total",
+        },
+    )
+    usage, num_engines = sums["vllm:kv_cache_usage_perc"]
+    return ReplicaLoad(
+        running=int(sums["vllm:num_requests_running"][0]),
+        queued=int(sums["vllm:num_requests_waiting"][0]),
+        cache_usage=usage / num_engines,
+        generated_tokens=int(sums["vllm:generation_tokens_total"][0]),
+    )
+
+
+def _metric_sums(lines: Iterable[str], names: set[str]) -> dict[str, tuple[float, int]]:
+    """Name -> (sum over its label sets, how many there are)."""
+    sums: dict[str, tuple[float, int]] = {}
+    for line in lines:
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in names:
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = (total + float(line.rpartition(" ")[2]), count + 1)
+    return sums

@@ -1,0 +1,77 @@
+"""The command `python -m areal.ledger audit|show|stats RUN`. It only reads; the run may be in progress."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from areal.api.errors import LedgerError
+from areal.ledger.audit import audit, ledger_folder
+from areal.ledger.show import show_episode, show_step
+from areal.ledger.stats import ledger_stats
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m areal.ledger",
+        description="Read the ledger of a run, which may be going on.",
+        epilog="exit status: 0 = done and clean, 1 = the audit found violations, 2 = nothing to read",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("run", type=Path, help="run folder, or its ledger folder")
+    commands.add_parser("audit", parents=[run, as_json], help="prove that no episode was lost or used twice")
+    commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejection, rates")
+    show = commands.add_parser("show", parents=[run], help="the life of one episode, or the batch of one step")
+    what = show.add_mutually_exclusive_group(required=True)
+    what.add_argument("episode", type=int, nargs="?", help="id of an episode: its number in the order of admission")
+    what.add_argument("--step", type=int, help="train step, counted from 0")
+    show.add_argument("--tokens", action="store_true", help="every token of the episode: id, version, logprob")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "show" and arguments.tokens and arguments.episode is None:
+        parser.error("--tokens goes with an episode")
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit status."""
+    folder = ledger_folder(arguments.run)
+    if arguments.command == "show":
+        if arguments.step is not None:
+            return "\n".join(show_step(folder, arguments.step)), 0
+        return "\n".join(show_episode(folder, arguments.episode, tokens=arguments.tokens)), 0
+    if arguments.command == "audit":
+        found = audit(folder)
+        status = 0 if found.is_clean else 1
+    else:
+        found, status = ledger_stats(folder), 0
+    if arguments.json:
+        return orjson.dumps(found.to_json(), option=orjson.OPT_INDENT_2).decode(), status
+    return "\n".join(found.lines()), status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0 for a clean ledger, 1 for violations, 2 when there is nothing to read."""
+    arguments = _parse(argv)
+    try:
+        text, status = _run(arguments)
+    except LedgerError as error:
+        sys.stderr.write(f"areal: error: {error}\n")
+        return 2
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, head for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,249 @@
+"""Owns group commit: events and payloads are buffered and made durable together by one background task.
+
+Loop `_run`: waits for a wish to be durable, a full buffer or the linger time; unblocked by `append`, `durable` and
+`close`. It writes one group at a time in a thread: payloads first, then the lines that point at them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from areal.api.errors import LedgerError
+from areal.ledger.event_files import (
+    NO_GROUP,
+    AppendFile,
+    GroupEnd,
+    OsAppendFile,
+    encode_group,
+    events_path,
+    payload_path,
+)
+from areal.ledger.state import Event
+
+LINGER_S = 0.05
+"""Longest time an event stays in memory when nobody waits for it."""
+GROUP_BYTES = 4 * 2**20
+"""A buffer of this size is written without lingering."""
+SEGMENT_BYTES = 256 * 2**20
+"""A payload segment is closed once it is this long."""
+
+
+class EventLog(Protocol):
+    """Where a ledger's events and payloads go."""
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None: ...
+    def append(self, event: Event) -> None: ...
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        """Returns segment, offset and size."""
+        ...
+
+    async def durable(self) -> None:
+        """Return when everything appended so far is on disk. LedgerError when that failed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Group:
+    events: list[Event] = field(default_factory=list[Event])
+    payloads: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    num_bytes: int = 0
+
+
+class GroupWriter:
+    """The files of one writer. Used by one thread at a time, and not again after an error."""
+
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        *,
+        after: GroupEnd = NO_GROUP,
+        open_file: Callable[[Path], AppendFile] = OsAppendFile,
+    ) -> None:
+        self.folder = folder
+        self._number = number
+        self._end = after
+        self._open_file = open_file
+        self._events: AppendFile | None = None
+        self._durable_bytes = 0
+        self._segment: tuple[int, AppendFile] | None = None
+
+    def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
+        """Make one group durable. An error leaves at most a torn tail, which the next reader cuts."""
+        data, end = encode_group(self._end, time.time(), events)
+        position = 0
+        while position < len(payloads):
+            segment = payloads[position][0]
+            stop = position
+            while stop < len(payloads) and payloads[stop][0] == segment:
+                stop += 1
+            file = self._segment_file(segment)
+            file.write(b"".join([payload for _, payload in payloads[position:stop]]))
+            file.sync()
+            position = stop
+        if self._events is None:
+            self._events = self._open_file(events_path(self.folder, self._number))
+        try:
+            self._events.write(data)
+            self._events.sync()
+        except OSError:
+            # After a failed fsync the lines may be read back now and be gone after a power cut: the next writer must
+            # not build on them. Nobody was told that they are durable.
+            with contextlib.suppress(OSError):
+                self._events.cut(self._durable_bytes)
+            raise
+        self._durable_bytes += len(data)
+        self._end = end
+
+    def _segment_file(self, segment: int) -> AppendFile:
+        if self._segment is None or self._segment[0] != segment:
+            if self._segment is not None:
+                self._segment[1].close()
+            self._segment = (segment, self._open_file(payload_path(self.folder, segment)))
+        return self._segment[1]
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+        if self._segment is not None:
+            self._segment[1].close()
+
+
+class GroupCommitLog:
+    """An EventLog on files. Everything but the writing happens on the event loop, so there are no locks."""
+
+    def __init__(self, writer: GroupWriter, *, first_segment: int, linger_s: float = LINGER_S) -> None:
+        self._writer = writer
+        self._linger_s = linger_s
+        self._segment = first_segment
+        self._segment_size = 0
+        self._group = _Group()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger-writer")
+        self._waiters: list[asyncio.Future[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: LedgerError | None = None
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+        self._on_failure: Callable[[LedgerError], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_failure = on_failure
+        self._task = asyncio.create_task(self._run(), name="ledger-commit")
+        if self._group.events:
+            self._wake.set()
+
+    def append(self, event: Event) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._group.events.append(event)
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(self._linger_s, self._wake.set)
+
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        self._raise_failure()
+        if self._segment_size >= SEGMENT_BYTES:
+            self._segment, self._segment_size = self._segment + 1, 0
+        where = (self._segment, self._segment_size, len(data))
+        self._segment_size += len(data)
+        group = self._group
+        group.payloads.append((self._segment, data))
+        group.num_bytes += len(data)
+        if group.num_bytes >= GROUP_BYTES:
+            self._wake.set()
+        return where
+
+    async def durable(self) -> None:
+        self._raise_failure()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        self._wake.set()
+        await waiter
+
+    async def close(self) -> None:
+        """Write what is left and close the files. Raises the failure of the last write."""
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown()
+        with contextlib.suppress(OSError):  # what was promised is on disk, and the rest is told by the failure below
+            self._writer.close()
+        self._raise_failure()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not (self._closing and not self._group.events and not self._waiters):
+            await self._wake.wait()
+            self._wake.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            group, self._group = self._group, _Group()
+            waiters, self._waiters = self._waiters, []
+            try:
+                if group.events:
+                    await loop.run_in_executor(self._thread, self._writer.write, group.events, group.payloads)
+            except Exception as error:  # noqa: BLE001 - whoever waits for the disk must hear of it, whatever it was
+                self._fail(error, waiters)
+                return
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _fail(self, error: Exception, waiters: list[asyncio.Future[None]]) -> None:
+        cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        failure = LedgerError(
+            f"cannot write the ledger in {self._writer.folder}: {cause}; the run stops and nothing recorded is lost: "
+            "make room or restore access, then start the same command again"
+        )
+        failure.__cause__ = error
+        self._failure = failure
+        for waiter in waiters + self._waiters:
+            if not waiter.done():
+                waiter.set_exception(failure)
+        self._waiters = []
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class MemoryLog:
+    """An EventLog that keeps everything in memory: for tests and simulations, where nothing needs to survive."""
+
+    def __init__(self, on_append: Callable[[Event], None] | None = None) -> None:
+        self.events: list[Event] = []
+        self.payloads: list[bytes] = []
+        self._on_append = on_append
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
+        return None
+
+    def append(self, event: Event) -> None:
+        self.events.append(event)
+        if self._on_append is not None:
+            self._on_append(event)
+
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        self.payloads.append(data)
+        return (0, len(self.payloads) - 1, len(data))
+
+    async def durable(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,262 @@
+"""Owns what a ledger says in numbers: histograms of ages, lengths and times, reasons, rates, sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal.api.errors import LedgerError
+from areal.ledger.audit import open_reader
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.payload_columns import read_columns
+from areal.ledger.reading_progress import Progress
+from areal.ledger.state import Event
+
+BAR_WIDTH = 40
+MAX_SINGLE = 16
+"""Values up to here have a line each; where there are larger ones, every line covers twice what the one before did."""
+MAX_GAP_S = 86400.0
+"""Longest time between two groups of events that is believed: more is a clock that jumped."""
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often each whole number occurred."""
+
+    title: str
+    unit: str = ""
+    scale: float = 1.0
+    """What one stands for in `unit`."""
+    counts: Counter[int] = field(default_factory=Counter[int])
+
+    def quantile(self, share: float) -> float:
+        """Smallest value that at least this share of all is not above."""
+        wanted, seen = share * self.counts.total(), 0
+        for value in sorted(self.counts):
+            seen += self.counts[value]
+            if seen >= wanted:
+                return value * self.scale
+        return 0.0
+
+    def bins(self) -> list[tuple[int, int, int]]:
+        """Smallest and largest value of each bin, and how often they occurred; from the first bin to the last."""
+        if not self.counts:
+            return []
+        if max(self.counts) <= MAX_SINGLE:
+            values = range(min(self.counts), max(self.counts) + 1)
+            return [(value, value, self.counts[value]) for value in values] if len(values) <= 64 else self._doubling()
+        return self._doubling()
+
+    def _doubling(self) -> list[tuple[int, int, int]]:
+        by_bits = Counter[int]()
+        for value, times in self.counts.items():
+            by_bits[max(value, 0).bit_length()] += times
+        lowest = min(self.counts)
+        return [
+            (min(lowest, 0) if bits == 0 else 1 << (bits - 1), (1 << bits) - 1, by_bits[bits])
+            for bits in range(min(by_bits), max(by_bits) + 1)
+        ]
+
+    def lines(self) -> list[str]:
+        total, bins = self.counts.total(), self.bins()
+        if not total:
+            return [f"{self.title}: nothing yet"]
+        mean = sum(value * times for value, times in self.counts.items()) / total * self.scale
+        quantiles = ", ".join(f"{name} {self.quantile(share):g}" for name, share in (("median", 0.5), ("99%", 0.99)))
+        head = f"{self.title}{f' ({self.unit})' if self.unit else ''}: {total}, mean {mean:.4g}, {quantiles}"
+        labels = [self._label(low, high) for low, high, _ in bins]
+        width, most = max(map(len, labels)), max(times for _, _, times in bins)
+        return [f"{head}, most {max(self.counts) * self.scale:g}"] + [
+            f"  {label:>{width}} {'#' * -(-times * BAR_WIDTH // most):<{BAR_WIDTH}} {times} ({times / total:.1%})"
+            for label, (_, _, times) in zip(labels, bins, strict=True)
+        ]
+
+    def _label(self, low: int, high: int) -> str:
+        if low == high:
+            return f"{low * self.scale:g}"
+        return f"{low * self.scale:g} to {high * self.scale:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        bins = [{"from": low * self.scale, "to": high * self.scale, "count": times} for low, high, times in self.bins()]
+        return {
+            "unit": self.unit,
+            "count": self.counts.total(),
+            "median": self.quantile(0.5),
+            "p99": self.quantile(0.99),
+            "bins": bins,
+        }
+
+
+@dataclass(slots=True)
+class LedgerStats:
+    """The numbers of one ledger."""
+
+    staleness: Histogram = field(
+        default_factory=lambda: Histogram("age of generated tokens when trained on", "versions")
+    )
+    length: Histogram = field(default_factory=lambda: Histogram("length of trajectories", "tokens"))
+    latency: Histogram = field(default_factory=lambda: Histogram("time of an accepted attempt", "s", scale=0.001))
+    interruptions: Histogram = field(default_factory=lambda: Histogram("interruptions of an accepted episode"))
+    attempts: Histogram = field(default_factory=lambda: Histogram("attempts until an episode ended"))
+    reasons: Counter[str] = field(default_factory=Counter[str])
+    num_accepted: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    """Between the first and the last event of each controller, added up."""
+    clock_jumps: int = 0
+    event_bytes: int = 0
+    payload_bytes: int = 0
+    unreadable: list[int] = field(default_factory=list[int])
+    """Accepted episodes whose payload is missing or damaged."""
+    damage: str = ""
+
+    def histograms(self) -> dict[str, Histogram]:
+        return {
+            "staleness": self.staleness,
+            "length": self.length,
+            "latency": self.latency,
+            "interruptions": self.interruptions,
+            "attempts": self.attempts,
+        }
+
+    def rates(self) -> dict[str, float]:
+        """Per second and per episode; without what cannot be known yet."""
+        rates: dict[str, float] = {"seconds": self.seconds}
+        if self.seconds > 0:
+            rates["episodes_per_s"] = self.num_accepted / self.seconds
+            rates["generated_tokens_per_s"] = self.generated_tokens / self.seconds
+        if self.num_accepted:
+            rates["event_bytes_per_episode"] = self.event_bytes / self.num_accepted
+            rates["payload_bytes_per_episode"] = self.payload_bytes / self.num_accepted
+        return rates
+
+    def lines(self) -> list[str]:
+        """For people to read."""
+        lines: list[str] = []
+        for histogram in self.histograms().values():
+            lines += [*histogram.lines(), ""]
+        lines += [f"{reason}: {times}" for reason, times in self.reasons.most_common()] or [
+            "nothing rejected or failed"
+        ]
+        rates = self.rates()
+        lines.append(f"{self.num_accepted} accepted episodes, {self.generated_tokens} tokens of theirs generated")
+        if "episodes_per_s" in rates:
+            lines.append(
+                f"{rates['episodes_per_s']:.4g} accepted episodes/s and {rates['generated_tokens_per_s']:.4g} of these "
+                f"tokens/s over {self.seconds:.1f} s with a controller"
+            )
+        if "event_bytes_per_episode" in rates:
+            lines.append(
+                f"{rates['event_bytes_per_episode']:.0f} bytes of events and {rates['payload_bytes_per_episode']:.0f} "
+                "of trajectories per accepted episode"
+            )
+        if self.clock_jumps:
+            lines.append(f"the clock jumped {self.clock_jumps} times: these times count as nothing")
+        if self.unreadable:
+            lines.append(f"{len(self.unreadable)} payloads cannot be read and are left out: the audit names them")
+        if self.damage:
+            lines.append(f"incomplete: {self.damage}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs, JSON-ready."""
+        return {
+            "histograms": {name: histogram.to_json() for name, histogram in self.histograms().items()},
+            "reasons": dict(self.reasons),
+            "num_accepted": self.num_accepted,
+            "generated_tokens": self.generated_tokens,
+            "clock_jumps": self.clock_jumps,
+            "unreadable": self.unreadable,
+            "damage": self.damage,
+            **self.rates(),
+        }
+
+
+def ledger_stats(folder: Path) -> LedgerStats:
+    """The numbers of the ledger in `folder`, read in one pass. LedgerError when there is nothing to read."""
+    reader = open_reader(folder)
+    with PayloadReader(folder) as payloads, Progress("episodes read") as progress:
+        reading = _Reading(payloads, progress)
+        for mark, *events in reader.groups():
+            reading.count_time(mark["at"], begins=bool(events) and events[0]["event"] == "started")
+            for event in events:
+                reading.take(event)
+    stats = reading.stats
+    stats.damage = reader.damage
+    stats.event_bytes = _size(folder, "events-*.jsonl")
+    stats.payload_bytes = _size(folder, "payload-*.bin")
+    return stats
+
+
+def _size(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_size for path in folder.glob(pattern))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One pass over all events."""
+
+    payloads: PayloadReader
+    progress: Progress
+    stats: LedgerStats = field(default_factory=LedgerStats)
+    _attempts: dict[int, int] = field(default_factory=dict[int, int])
+    _made_by: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    """Versions of an episode that waits for a batch, and how many tokens each made."""
+    _last_s: float | None = None
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "admitted":
+            self._attempts[event["id"]] = event["attempt"] + 1
+        elif kind == "accepted":
+            self._accepted(event)
+        elif kind in ("rejected", "failed"):
+            reason = event["reason"] if kind == "rejected" else event["reason"].partition(":")[0]
+            self.stats.reasons[f"{kind}: {reason}"] += 1
+            self._made_by.pop(event["id"], None)
+            self._ended(event["id"])
+        elif kind == "batched":
+            for episode_id in event["ids"]:
+                for version, times in self._made_by.pop(episode_id, []):
+                    self.stats.staleness.counts[event["version"] - version] += times
+
+    def count_time(self, at: float, *, begins: bool) -> None:
+        """A group was written; `begins`: by a new controller, before which nobody worked.
+
+        Times are what a wall clock said: one that jumps must not spoil the rates.
+        """
+        if self._last_s is not None and not begins:
+            passed = at - self._last_s
+            if 0 <= passed <= MAX_GAP_S:
+                self.stats.seconds += passed
+            else:
+                self.stats.clock_jumps += 1
+        self._last_s = at
+
+    def _ended(self, episode_id: int) -> None:
+        attempts = self._attempts.pop(episode_id, None)
+        if attempts is not None:  # one dropped as stale had ended before
+            self.stats.attempts.counts[attempts] += 1
+
+    def _accepted(self, event: Event) -> None:
+        stats = self.stats
+        self.progress.step()
+        stats.num_accepted += 1
+        stats.latency.counts[round(event["seconds"] * 1000)] += 1
+        stats.interruptions.counts[event["interruptions"]] += 1
+        self._ended(event["id"])
+        try:
+            columns = read_columns(self.payloads, event)
+        except LedgerError:
+            stats.unreadable.append(event["id"])
+            return
+        stats.length.counts.update(columns.lengths.tolist())
+        made = columns.output_versions[columns.output_versions >= 0]
+        low = int(made.min()) if len(made) else 0
+        times: list[int] = np.bincount(made - low).tolist() if len(made) else []
+        self._made_by[event["id"]] = [(low + above, count) for above, count in enumerate(times) if count]
+        stats.generated_tokens += len(made)

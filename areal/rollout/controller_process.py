@@ -1,0 +1,107 @@
+"""Owns the controller's process: listens, registers, runs until the trainers finish or the run cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import orjson
+from aiohttp import web
+
+from areal.observe.log import get_logger
+from areal.rollout.client import CONTROLLER
+from areal.rollout.controller import Controller
+from areal.rollout.controller_routes import make_app
+from areal.system.discovery import NameRegistry
+from areal.system.heartbeat import beating_loop, launched_heartbeat
+from areal.system.network import http_address
+
+_log = get_logger(__name__)
+
+
+def run_serving(
+    make_controller: Callable[[], Controller],
+    bound: socket.socket,
+    registry: NameRegistry,
+    *,
+    token: str | None = None,
+) -> None:
+    """Run a controller on a loop of its own. Raises what ended the run; returns when the trainers finished."""
+    collect_rarely()
+    with asyncio.Runner(loop_factory=_new_loop()) as runner:
+        runner.run(_serve_made(make_controller, bound, registry, token))
+
+
+def collect_rarely() -> None:
+    """Look for reference cycles rarely: a controller makes many records that live for a while and hardly any cycle.
+
+    Measured by benchmark/rollout_overhead.py: about a fifth of the CPU time of an episode.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
+
+
+def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+async def _serve_made(
+    make_controller: Callable[[], Controller], bound: socket.socket, registry: NameRegistry, token: str | None
+) -> None:
+    controller = make_controller()
+    async with beating_loop(launched_heartbeat(), controller.waiting_for):
+        await serve(controller, bound, registry, token=token)
+
+
+async def serve(
+    controller: Controller, bound: socket.socket, registry: NameRegistry, *, token: str | None = None
+) -> None:
+    """Listen on `bound`, register as `controller` and, once the fleet is healthy, as `ready/controller`.
+
+    Waits for the trainers' /finish, for a fatal error (raised, after a trainer was told), or for SIGTERM or SIGINT.
+    """
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        controller.finish()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    runner = web.AppRunner(make_app(controller, token=token), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, bound).start()
+        value = {"address": http_address(bound), "pid": os.getpid()}
+        registry.add(CONTROLLER, orjson.dumps(value).decode(), replace=True)
+        starting = asyncio.ensure_future(controller.start())
+        ended = asyncio.ensure_future(controller.ended())
+        await asyncio.wait([starting, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        else:
+            starting.result()
+            registry.add("ready/controller", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
+            _log.info("ready at %s", value["address"])
+        await ended
+        _log.info("stopped by a signal" if stopped else "the trainers have finished")
+    except Exception as error:
+        _log.error("the run cannot go on: %s: %s", type(error).__name__, error)
+        raise
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        await controller.close()
+        await runner.cleanup()

@@ -1,0 +1,172 @@
+"""Owns the controller's HTTP interface, for trainers and for whoever watches the run.
+
+    GET  /health       GET /status
+    GET  /replicas?version=N                        200 {"live": [ids that an update to it must reach]} | 204
+    POST /attach       {rank, world_size, dp_size, step, version}
+    POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not yet, ask again | 410 never
+                                                    409 a server lost the weights: publish them again first
+    POST /publish      a WeightUpdate               200 every replica serves it | 204 not yet, send it again
+    POST /consumed     {step, version, weights_checksum}
+    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again | 409 as above
+    POST /committed    {step, path}
+    POST /finish       {}
+
+Every call may be repeated: none does its work twice. Errors answer {"error": one line}.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from areal.api.errors import ArealError, LedgerError, RequestError
+from areal.observe.log import get_logger
+from areal.rollout.controller import BatchUnavailable, Controller, WeightsLost
+from areal.rollout.share_codec import decode_update
+
+_log = get_logger(__name__)
+
+POLL_S = 5.0
+"""A long poll is answered with "not yet" after this time."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Weight updates list every weight of a model."""
+
+
+def make_app(controller: Controller, *, token: str | None = None, poll_s: float = POLL_S) -> web.Application:
+    """The application. `token`: what callers must send as `Authorization: Bearer`; None = nothing."""
+    app = web.Application(
+        middlewares=[_errors_as_json, *([_bearer(token)] if token else [])], client_max_size=MAX_BODY_BYTES
+    )
+    handlers = _Handlers(controller, poll_s)
+    app.add_routes(
+        [
+            web.get("/health", handlers.health),
+            web.get("/status", handlers.status),
+            web.get("/replicas", handlers.replicas),
+            web.post("/attach", handlers.attach),
+            web.post("/batch", handlers.batch),
+            web.post("/publish", handlers.publish),
+            web.post("/consumed", handlers.consumed),
+            web.post("/evaluate", handlers.evaluate),
+            web.post("/committed", handlers.committed),
+            web.post("/finish", handlers.finish),
+        ]
+    )
+    return app
+
+
+class _Handlers:
+    def __init__(self, controller: Controller, poll_s: float) -> None:
+        self._controller = controller
+        self._poll_s = poll_s
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(self._controller.status())
+
+    async def replicas(self, request: web.Request) -> web.Response:
+        version = request.query.get("version", "")
+        if not version.isdecimal():
+            raise RequestError(f"version is {version!r}, expected a number: GET /replicas?version=N")
+        live = await self._controller.live_replicas(int(version), timeout_s=self._poll_s)
+        return web.Response(status=204) if live is None else _json({"live": live})
+
+    async def attach(self, request: web.Request) -> web.Response:
+        body = await _fields(request, rank=int, world_size=int, dp_size=int, step=int, version=int)
+        await self._controller.attach(**body)
+        return _json({})
+
+    async def batch(self, request: web.Request) -> web.Response:
+        body = await _fields(request, step=int, dp_rank=int, dp_size=int)
+        blob = await self._controller.next_batch(**body, timeout_s=self._poll_s)
+        if blob is None:
+            return web.Response(status=204)
+        return web.Response(body=blob, content_type="application/octet-stream")
+
+    async def publish(self, request: web.Request) -> web.Response:
+        update = decode_update(await _object(request))
+        done = await self._controller.publish(update, timeout_s=self._poll_s)
+        return _json({"version": update.version}) if done else web.Response(status=204)
+
+    async def consumed(self, request: web.Request) -> web.Response:
+        await self._controller.consumed(**await _fields(request, step=int, version=int, weights_checksum=str))
+        return _json({})
+
+    async def evaluate(self, request: web.Request) -> web.Response:
+        body = await _fields(request, step=int, mode=str)
+        result = await self._controller.evaluate(**body, timeout_s=self._poll_s)
+        return web.Response(status=204) if result is None else _json(result)
+
+    async def committed(self, request: web.Request) -> web.Response:
+        await self._controller.committed(**await _fields(request, step=int, path=str))
+        return _json({})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        await _fields(request)
+        self._controller.finish()
+        return _json({})
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body is not a JSON object")
+    return body  # pyright: ignore[reportUnknownVariableType] - JSON
+
+
+async def _fields(request: web.Request, **kinds: type) -> dict[str, Any]:
+    """The body, which must hold exactly these fields of these types."""
+    body = await _object(request)
+    if set(body) != set(kinds):
+        raise RequestError(f"the body holds {sorted(body)}, expected {sorted(kinds)}")
+    for name, kind in kinds.items():
+        if type(body[name]) is not kind:
+            raise RequestError(f"{name} is {body[name]!r}, expected {kind.__name__}")
+    return body
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BatchUnavailable as error:
+        return _json({"error": str(error)}, status=410)
+    except WeightsLost as error:
+        return _json({"error": str(error)}, status=409)
+    except RequestError as error:
+        return _json({"error": str(error)}, status=400)
+    except LedgerError as error:
+        return _json({"error": str(error)}, status=410)  # asking again cannot help
+    except ArealError as error:
+        return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # noqa: BLE001 - one request: the process and the other trainers go on
+        _log.exception("%s failed", request.path)
+        return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
+
+
+def _bearer(token: str) -> Middleware:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, expected):
+            return _json({"error": "a bearer token is required"}, status=401)
+        return await handler(request)
+
+    return check

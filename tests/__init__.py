@@ -1,0 +1,1 @@
+"""Tests of areal; the folders mirror the package."""

@@ -1,0 +1,325 @@
+"""However an answer is cut into parts, it is the answer that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.data import GenerationRequest
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.fleet.continuation import Answer, prior_output_bias, token_budget, versions_of
+from areal.fleet.replica import GenerationPart, PartChunk
+from areal.inference.sampler import _adjusted, sample
+from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
+
+
+def a_request(num_prompt: int = 3, **gconfig: object) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r",
+        input_ids=list(range(num_prompt)),
+        gconfig=GenerationHyperparameters(**gconfig),  # type: ignore[arg-type]
+    )
+
+
+def chunk(*token_ids: int, version: int = 0, finish: str | None = None) -> PartChunk:
+    count = len(token_ids)
+    return PartChunk(list(token_ids), [-1.0] * count, [version] * count, finish)  # type: ignore[arg-type]
+
+
+@given(
+    budget=st.integers(1, 60),
+    minimum=st.integers(0, 80),
+    cuts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=40),
+)
+def test_parts_add_up_to_the_whole_budget(budget: int, minimum: int, cuts: list[tuple[int, int]]) -> None:
+    answer = Answer(a_request(max_new_tokens=budget, min_new_tokens=minimum), stream_interval=8)
+    expected: list[int] = []
+    for part_index, (size, replica) in enumerate([*cuts, (budget, 0)]):
+        if answer.finished:
+            break
+        part = answer.next_part(f"server-{replica}")
+        assert part.input_ids == [0, 1, 2, *expected]
+        assert part.num_prior_output_tokens == len(expected)
+        assert part.max_new_tokens == budget - len(expected) > 0
+        assert part.min_new_tokens <= part.max_new_tokens
+        assert part.min_new_tokens == max(0, min(minimum, budget) - len(expected))
+        made = list(range(len(expected), min(len(expected) + size, budget)))
+        answer.add(chunk(*made, version=part_index, finish=None if len(expected) + size < budget else "length"))
+        answer.interrupted()
+        expected += made
+    response = answer.response(latency_s=1.0, ttft_s=0.5)
+    assert response.output_ids == expected == list(range(budget))
+    assert response.output_versions == sorted(response.output_versions)
+    assert response.stop_reason == "length"
+    assert all(a != b for a, b in zip(response.replicas, response.replicas[1:], strict=False))
+
+
+def test_the_bound_on_prompt_and_answer_together_counts() -> None:
+    assert token_budget(GenerationHyperparameters(max_new_tokens=10, max_tokens=8), 3) == 5
+    assert token_budget(GenerationHyperparameters(max_new_tokens=4, max_tokens=8), 3) == 4
+    with pytest.raises(RequestError, match=r"prompt of 8 tokens leaves no room .*gconfig\.max_tokens=8"):
+        token_budget(GenerationHyperparameters(max_tokens=8), 8)
+
+
+@pytest.mark.parametrize(
+    ("gconfig", "finished"),
+    [
+        ({"stop_token_ids": [9]}, True),
+        ({"stop_token_ids": [9], "ignore_eos": True}, False),
+        ({"stop_token_ids": [9], "min_new_tokens": 3}, False),
+        ({}, False),
+    ],
+)
+def test_a_stop_token_ends_an_answer_whose_last_word_was_lost(gconfig: dict, finished: bool) -> None:
+    answer = Answer(a_request(**gconfig), stream_interval=8)
+    answer.next_part("server-0")
+    answer.add(chunk(5, 9))
+    answer.interrupted()
+    assert answer.finished == finished
+
+
+def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
+    answer = Answer(a_request(max_new_tokens=2), stream_interval=8)
+    answer.next_part("server-0")
+    with pytest.raises(ServerUnavailable, match="server-0 sent more tokens"):
+        answer.add(chunk(1, 2, 3))
+    with pytest.raises(ServerUnavailable, match="1 tokens with 0 log-probabilities and 1 versions"):
+        answer.add(PartChunk([1], [], [0], None))
+
+
+def test_spans_become_versions() -> None:
+    assert versions_of([(4, 0, 3)], 3) == [4, 4, 4]
+    assert versions_of([(4, 0, 2), (5, 2, 2), (6, 2, 3)], 3) == [4, 4, 6]
+    for wrong in ([(4, 0, 2)], [(4, 0, 1), (5, 2, 3)], [(4, 1, 3)], [(4, 0, 4)], []):
+        with pytest.raises(ValueError, match="version spans"):
+            versions_of(wrong, 3)
+
+
+def told(chunk: PartChunk, part_versions: list[int]) -> PartChunk:
+    return dataclasses.replace(chunk, part_versions=part_versions)
+
+
+def test_versions_told_at_the_end_replace_those_that_were_tracked() -> None:
+    answer = Answer(a_request(max_new_tokens=8), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(chunk(1, 2, version=3))
+    answer.add(told(chunk(3, finish="abort"), [3, 3, 4]))
+    assert answer.newest_version == 4
+    answer.next_part("server-1")
+    answer.add(chunk(4, 5, version=4))
+    answer.add(chunk(6, 7, version=4))
+    answer.add(told(chunk(8, version=4, finish="length"), [4, 5, 5, 6, 6]))
+    response = answer.response(latency_s=0.0, ttft_s=0.0)
+    assert response.output_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert response.output_versions == [3, 3, 4, 4, 5, 5, 6, 6]
+    assert response.stop_reason == "length"
+
+
+def test_what_was_tracked_too_new_is_put_right() -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(chunk(1, 2, version=9))
+    answer.add(told(chunk(finish="stop"), [7, 8]))
+    assert answer.response(latency_s=0.0, ttft_s=0.0).output_versions == [7, 8]
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 0, 0, 0], []])
+def test_nothing_of_a_part_is_kept_whose_versions_do_not_fit(wrong: list[int]) -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(told(chunk(1, finish="abort"), [0]))
+    answer.next_part("server-1")
+    answer.add(chunk(2, 3))
+    with pytest.raises(ServerUnavailable, match=rf"server-1 told {len(wrong)} versions of a part of 3 tokens"):
+        answer.add(told(chunk(4, finish="stop"), wrong))
+    assert not answer.finished
+    assert answer.next_part("server-2").input_ids == [0, 1, 2, 1]
+
+
+def test_versions_told_at_the_end_may_not_fall_below_those_of_earlier_parts() -> None:
+    answer = Answer(a_request(), stream_interval=2)
+    answer.next_part("server-0")
+    answer.add(told(chunk(1, 2, finish="abort"), [4, 5]))
+    answer.next_part("server-1")
+    answer.add(chunk(3, 4, version=5))
+    with pytest.raises(ServerUnavailable, match="server-1 went on under policy version 4, which is older than 5"):
+        answer.add(told(chunk(5, version=5, finish="length"), [5, 4, 5]))
+    assert not answer.finished
+    assert answer.next_part("server-2").input_ids == [0, 1, 2, 1, 2, 3]
+    assert answer.newest_version == 5
+
+
+@pytest.mark.parametrize(
+    "gconfig",
+    [
+        {"frequency_penalty": 1.3},
+        {"frequency_penalty": -0.7, "temperature": 0.6, "top_p": 0.9},
+        {"frequency_penalty": 0.4, "top_k": 5, "min_new_tokens": 7, "stop_token_ids": [2, 6]},
+        {"frequency_penalty": 0.4, "top_k": 5, "min_new_tokens": 8, "stop_token_ids": [2, 6]},
+        {"frequency_penalty": 0.9, "greedy": True},
+    ],
+    ids=str,
+)
+def test_a_server_that_takes_prior_output_for_prompt_goes_on_with_the_same_distribution(gconfig: dict) -> None:
+    """The native sampler, which counts prior output by itself, is the measure."""
+    generator = torch.Generator().manual_seed(1)
+    output = torch.randint(0, 12, (7,), generator=generator).tolist()
+    logits = torch.randn(64, 12, generator=generator) * 3
+    for cut in (0, 1, 4, 7):
+        answer = Answer(a_request(**gconfig), stream_interval=8)
+        answer.next_part("server-0")
+        answer.add(chunk(*output[:cut], finish="abort"))
+        part = answer.next_part("server-1")
+        bias = torch.zeros(12)
+        for token, value in prior_output_bias(part).items():
+            bias[token] = value
+        foreign = [a_sequence(part.input_ids + output[cut:], len(part.input_ids), row, part) for row in range(64)]
+        unbroken = [a_sequence([0, 1, 2, *output], 3, row, part, whole=True) for row in range(64)]
+        adjusted = _adjusted(logits + bias, foreign), _adjusted(logits, unbroken)
+        torch.testing.assert_close(adjusted[0].softmax(-1), adjusted[1].softmax(-1), rtol=1e-5, atol=1e-7)
+        assert sample(logits + bias, foreign)[0] == sample(logits, unbroken)[0]
+
+
+def a_sequence(
+    token_ids: list[int], num_prompt: int, seed: int, part: GenerationPart, *, whole: bool = False
+) -> Sequence:
+    """As an engine sees it that was asked for `part`, or for the whole answer at once."""
+    gconfig = part.gconfig
+    params = SamplingParams(
+        min_new_tokens=gconfig.min_new_tokens if whole else part.min_new_tokens,
+        temperature=0.0 if gconfig.greedy else gconfig.temperature,
+        top_p=gconfig.top_p,
+        top_k=ALL_TOKENS if gconfig.top_k > 100 else gconfig.top_k,
+        frequency_penalty=gconfig.frequency_penalty,
+        stop_token_ids=frozenset(gconfig.stop_token_ids),
+    )
+    sequence = Sequence(request_id="r", token_ids=list(token_ids), num_prompt=num_prompt, params=params, seed=seed)
+    sequence.logprobs += [0.0] * (len(token_ids) - num_prompt)
+    return sequence
+
+
+def test_without_penalty_or_prior_output_there_is_no_bias() -> None:
+    answer = Answer(a_request(frequency_penalty=1.0), stream_interval=8)
+    assert prior_output_bias(answer.next_part("server-0")) == {}
+    answer.add(chunk(5, 5, 6, finish="abort"))
+    assert prior_output_bias(answer.next_part("server-0")) == {5: -2.0, 6: -1.0}
+    answer = Answer(a_request(), stream_interval=8)
+    answer.next_part("server-0")
+    answer.add(chunk(5, finish="abort"))
+    assert prior_output_bias(answer.next_part("server-0")) == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlan:
+    """What one replica does with the part it is asked for."""
+
+    tells: str
+    """When versions are told: with each chunk, at the end, or never (the client tracks them, one chunk late)."""
+    interval: int
+    """Tokens per chunk; 0 = the answer comes in one piece."""
+    num_tokens: int
+    new_version_at: int
+    """Tokens of the part after which the server holds the next version."""
+    end: str
+    goes_back_by: int
+    """How far the trainer goes back after the part."""
+
+
+PLANS = st.builds(
+    PartPlan,
+    tells=st.sampled_from(["chunk", "end", "never"]),
+    interval=st.integers(0, 4),
+    num_tokens=st.integers(0, 9),
+    new_version_at=st.integers(0, 9),
+    end=st.sampled_from(["abort", "death", "older", "too many", "wrong length"]),
+    goes_back_by=st.integers(0, 2),
+)
+
+
+class World:
+    """The policy that servers hold. The token at output place p is p, its log-probability -p."""
+
+    def __init__(self) -> None:
+        self.version = 3
+        self.true_versions: list[int] = []
+        """Of the tokens of the part that was played last."""
+        self.told_all = False
+        """Its last chunk came, from a server that tells the truth about versions."""
+
+    def play(self, plan: PartPlan, part: GenerationPart, answer: Answer) -> None:
+        """What a replica of the plan's kind sends for a part."""
+        start, tracked = part.num_prior_output_tokens, self.version
+        count = min(plan.num_tokens, part.max_new_tokens)
+        true = self.true_versions = []
+        self.told_all = False
+        for index in range(count):
+            self.version += index == plan.new_version_at
+            true.append(self.version)
+        if plan.end == "older" and count:
+            true[-1] = 1
+        size = plan.interval or max(count, 1)
+        cuts = [true[place : place + size] for place in range(0, count, size)]
+        if count < part.max_new_tokens:
+            cuts.append([])  # the last chunk says that it was aborted
+        for number, versions in enumerate(cuts):
+            places = range(start, start + len(versions))
+            start += len(versions)
+            shown = versions if plan.tells == "chunk" else [tracked] * len(versions)
+            tracked = max([tracked, *versions])
+            piece = PartChunk(list(places), [-float(place) for place in places], shown, None)
+            if number == len(cuts) - 1:
+                if plan.end == "death":
+                    raise ServerUnavailable("it died before its last chunk")
+                piece = dataclasses.replace(piece, finish_reason="abort" if not versions else "length")
+                if plan.tells == "end":
+                    piece = told(piece, true[1:] if plan.end == "wrong length" else true)
+                self.told_all = plan.tells != "never"
+            answer.add(piece)
+        if plan.end == "too many":
+            answer.add(chunk(*[-1] * (part.max_new_tokens - count + 1), version=self.version))
+
+
+@given(budget=st.integers(1, 40), plans=st.lists(PLANS, max_size=25))
+def test_whatever_happens_to_its_parts_the_answer_is_whole_and_its_versions_are_true(
+    budget: int, plans: list[PartPlan]
+) -> None:
+    answer, world = Answer(a_request(max_new_tokens=budget), stream_interval=8), World()
+    settled: list[int] = []
+    """Versions of earlier parts: nothing may change them."""
+    the_rest = PartPlan("chunk", 3, budget, budget, "abort", 0)
+    for plan in [*plans, the_rest]:
+        if answer.finished:
+            break
+        part = answer.next_part("server-0")
+        assert part.input_ids == [0, 1, 2, *range(len(settled))]
+        assert part.num_prior_output_tokens == len(settled)
+        assert part.max_new_tokens == budget - len(settled) > 0
+        failed = False
+        try:
+            world.play(plan, part, answer)
+        except ServerUnavailable:
+            failed = True
+        answer.interrupted()
+        now = answer.response(latency_s=0.0, ttft_s=0.0)
+        assert now.output_ids == list(range(len(now.output_ids)))
+        assert now.output_logprobs == [-float(token) for token in now.output_ids]
+        versions = now.output_versions
+        assert len(versions) == len(now.output_ids) <= budget
+        assert versions == sorted(versions)
+        assert versions[: len(settled)] == settled
+        of_part = versions[len(settled) :]
+        if plan.tells == "chunk" or (world.told_all and of_part):
+            assert of_part == world.true_versions[: len(of_part)]
+        if not failed and plan.tells != "never":
+            assert of_part == world.true_versions
+        if plan.end == "wrong length" and plan.tells == "end" and world.true_versions:
+            assert of_part == []
+        settled = list(versions)
+        world.version = max(world.version - plan.goes_back_by, answer.newest_version or 0)  # the fleet waits for it
+    assert answer.finished
+    assert answer.response(latency_s=0.0, ttft_s=0.0).output_ids == list(range(budget))

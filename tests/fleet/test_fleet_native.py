@@ -1,0 +1,271 @@
+"""The fleet over real native servers with a tiny random model: exact answers, exact weights, exact versions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from torch import Tensor, nn
+
+from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
+from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.fleet.fleet import Fleet
+from areal.inference.engine_builder import build_engine, request_limits
+from areal.inference.request_parser import seed_source
+from areal.inference.server_routes import ServerApp
+from areal.system.network import bind_socket, http_address
+from areal.system.run_paths import RunPaths
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
+from tests.fleet.fake_server import FleetKit, until
+
+PROMPT = [5, 9, 11, 30]
+
+
+def make_model(seed: int, vocab_size: int = 64) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.3,  # sharp enough that greedy choices differ between models
+        eos_token_id=1,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(0).save_pretrained(folder)
+    return folder
+
+
+class NativeServer:
+    """A native server inside the test's process; `die` resets its connections as a kill would."""
+
+    async def start(self, folder: Path) -> NativeServer:
+        native = NativeServerConfig(
+            model_path=str(folder), dtype="float32", device="cpu", max_total_tokens=4096, context_length=1024
+        )
+        app = ServerApp(model_path=str(folder), draw_seed=seed_source(1))
+        self.engine = build_engine(native, folder, "cpu", deliver=app.deliver, on_failure=print, detokenizer=None)
+        app.attach(self.engine, request_limits(native, self.engine.runner.model, None), None)
+        self._runner = web.AppRunner(app.application(), handler_cancellation=True, shutdown_timeout=0.01)
+        await self._runner.setup()
+        bound = bind_socket()
+        await web.SockSite(self._runner, bound).start()
+        self.engine.start()
+        self.address = http_address(bound)
+        self.dead = self.is_cut_off = False
+        return self
+
+    def hold(self, num_tokens: int, *, while_true: Callable[[], bool]) -> None:
+        """Make no more than so many further tokens for as long as `while_true` says; orders are taken."""
+        engine, step = self.engine, self.engine.step
+        limit = engine.counters.generated_tokens + num_tokens
+
+        def hold_or_step() -> None:
+            if engine.counters.generated_tokens >= limit and while_true():
+                time.sleep(0.001)
+            else:
+                step()
+
+        engine.step = hold_or_step  # type: ignore[method-assign]
+
+    async def die(self) -> None:
+        if self.dead:
+            return
+        self.dead = True
+        for site in list(self._runner.sites):
+            await site.stop()
+        for protocol in list(self._runner.server.connections):
+            if protocol.transport is not None:
+                protocol.transport.abort()
+        self.is_cut_off = True
+        await self._runner.cleanup()
+        await asyncio.to_thread(self.engine.stop)
+
+
+class NativeKit:
+    """Native servers and a fleet over them."""
+
+    def __init__(self, kit: FleetKit, folder: Path) -> None:
+        self._kit = kit
+        self._folder = folder
+        self.servers: list[NativeServer] = []
+
+    async def fleet(self, num_servers: int, **config: Any) -> Fleet:
+        for _ in range(num_servers):
+            await self.server(len(self.servers))
+        return await self._kit.fleet(num_servers, **({"health_check_interval_s": 0.2} | config))
+
+    async def server(self, index: int) -> NativeServer:
+        server = await NativeServer().start(self._folder)
+        self._kit.registry.add(f"servers/{index}", json.dumps({"address": server.address}), replace=True)
+        self.servers.append(server)
+        return server
+
+
+@pytest.fixture
+async def native(native_kit: FleetKit, model_folder: Path) -> AsyncIterator[NativeKit]:
+    made = NativeKit(native_kit, model_folder)
+    yield made
+    for fleet in native_kit.fleets:
+        await fleet.close()
+    for server in made.servers:
+        await server.die()
+
+
+class FakeTrainEngine:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+
+    def weight_specs(self) -> list[WeightSpec]:
+        return [
+            WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+            for name, value in self.model.named_parameters()
+        ]
+
+    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
+        return values
+
+
+class FleetControl:
+    """A trainer's line to the fleet without the controller between."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._loop = asyncio.get_running_loop()
+
+    def publish(self, update: WeightUpdate) -> None:
+        future: Future[None] = asyncio.run_coroutine_threadsafe(self._fleet.update_weights(update), self._loop)
+        future.result(timeout=250)
+
+    def live_replicas(self, version: int) -> list[str]:
+        return self._fleet.live_replicas(version)
+
+
+def a_request(name: str, num_tokens: int, **changes: Any) -> GenerationRequest:
+    gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
+    gconfig = dataclasses.replace(gconfig, **{k: v for k, v in changes.items() if k not in ("seed", "group_id")})
+    return GenerationRequest(
+        request_id=name,
+        input_ids=PROMPT,
+        gconfig=gconfig,
+        seed=changes.get("seed", 7),
+        group_id=changes.get("group_id", ""),
+    )
+
+
+async def tokens_made(fleet: Fleet, num_tokens: int) -> None:
+    await until(lambda: fleet.status()["generated_tokens"] >= num_tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, {"greedy": True}, {"frequency_penalty": 1.5}], ids=str)
+async def test_an_answer_broken_by_a_death_is_the_unbroken_one(native: NativeKit, changes: dict[str, Any]) -> None:
+    fleet = await native.fleet(2)
+    whole = await fleet.agenerate(a_request("whole", 160, **changes))
+    assert len(whole.output_ids) == 160
+    start = fleet.status()["generated_tokens"]
+    for server in native.servers:
+        server.hold(40, while_true=lambda: not any(one.is_cut_off for one in native.servers))
+    running = asyncio.create_task(fleet.agenerate(a_request("broken", 160, **changes)))
+    await tokens_made(fleet, start + 10)
+    busy = next(i for i, r in enumerate(fleet.status()["replicas"]) if r["running"])
+    await native.servers[busy].die()
+    broken = await running
+    assert broken.replicas == [f"server-{busy}", f"server-{1 - busy}"]
+    assert broken.output_ids == whole.output_ids
+    assert broken.output_logprobs == pytest.approx(whole.output_logprobs, abs=2e-5)
+    assert broken.stop_reason == "length"
+
+
+async def check_scores(fleet: Fleet, model: nn.Module, version: int) -> list[GenerationResponse]:
+    """What each replica generates now has the log-probabilities of `model`."""
+    responses = await asyncio.gather(*(fleet.agenerate(a_request(f"c{i}", 20)) for i in range(4)))
+    for response in responses:
+        assert response.output_versions == [version] * 20
+        ids = torch.tensor([PROMPT + response.output_ids])
+        with torch.no_grad():
+            scores = torch.log_softmax(model(ids).logits[0].float(), -1)
+        expected = [scores[3 + i, token].item() for i, token in enumerate(response.output_ids)]
+        assert response.output_logprobs == pytest.approx(expected, abs=1e-5)
+    assert {name for response in responses for name in response.replicas} == {"server-0", "server-1"}
+    return responses
+
+
+async def test_disk_and_collective_bring_the_same_weights(native: NativeKit, tmp_path: Path) -> None:
+    fleet = await native.fleet(2, schedule_policy="round_robin")
+    control = FleetControl(fleet)
+    engine = FakeTrainEngine(make_model(1))
+    disk = DiskChannel(engine, control, RunPaths(tmp_path), is_rank0=True)  # type: ignore[arg-type]
+    collective = CollectiveChannel(  # type: ignore[arg-type]
+        engine, control, bucket_bytes=4096, backend="gloo", is_rank0=True, timeout_s=200
+    )
+    await asyncio.to_thread(disk.publish, 1)
+    over_disk = await check_scores(fleet, engine.model, 1)
+    engine.model = make_model(2)
+    await asyncio.to_thread(collective.publish, 2)
+    await check_scores(fleet, engine.model, 2)
+    engine.model = make_model(1)
+    await asyncio.to_thread(collective.publish, 3)
+    again = await check_scores(fleet, engine.model, 3)
+    assert [r.output_ids for r in again] == [r.output_ids for r in over_disk]
+    for server in native.servers:
+        held = server.engine.runner.model.state_dict()
+        assert all(torch.equal(held[name], value) for name, value in engine.model.state_dict().items())
+    await native.servers[0].die()
+    new_server = await native.server(0)
+    first = fleet._replicas.slots[0]
+    await until(lambda: first.address == new_server.address and first.state == "stale")
+    engine.model = make_model(4)
+    await asyncio.to_thread(collective.publish, 4)  # over a new group, with the new server in it
+    await check_scores(fleet, engine.model, 4)
+    collective.close()
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_path: Path, mode: str) -> None:
+    fleet = await native.fleet(1, weight_update=mode)
+    old, new = make_model(0), make_model(1)
+    channel = DiskChannel(
+        FakeTrainEngine(new),  # type: ignore[arg-type]
+        FleetControl(fleet),
+        RunPaths(tmp_path),
+        is_rank0=True,
+    )
+    (server,) = native.servers
+    server.hold(40, while_true=lambda: server.engine.version == "0")
+    running = asyncio.create_task(fleet.agenerate(a_request("r", 160)))
+    await tokens_made(fleet, 10)
+    await asyncio.to_thread(channel.publish, 1)
+    response = await running
+    split = response.output_versions.count(0)
+    assert 10 <= split <= 40
+    assert response.output_versions == [0] * split + [1] * (160 - split)
+    ids = torch.tensor([PROMPT + response.output_ids])
+    with torch.no_grad():
+        by_old, by_new = (torch.log_softmax(model(ids).logits[0].float(), -1) for model in (old, new))
+    scores = [(by_old if i < split else by_new)[3 + i, token].item() for i, token in enumerate(response.output_ids)]
+    assert response.output_logprobs == pytest.approx(scores, abs=2e-5)
+    assert response.num_interruptions == (1 if mode == "interrupt" else 0)

@@ -1,0 +1,182 @@
+"""The HTTP client reads any split of an answer, uses connections again, and ends calls when it should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.fleet.http_connection import HttpClient, _Connection
+from areal.fleet.native import TOKEN_VARIABLE
+from areal.inference.server import TOKEN_VARIABLE as SERVERS_TOKEN_VARIABLE
+from tests.fleet.fake_server import until
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 3\r\n\r\nbad"
+
+FAILED = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 3\r\n\r\nbad"
+
+
+class RawServer:
+    """Answers each request with what `answers` says next; None closes the connection."""
+
+    def __init__(self) -> None:
+        self.answers: list[bytes | None] = []
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.num_open = 0
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]  # noqa: UP031
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self.num_open += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0)
+                if answer is None:
+                    return
+                writer.write(answer)
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            pass
+        finally:
+            self.num_open -= 1
+            writer.close()
+
+    async def stop(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+async def raw() -> AsyncIterator[tuple[RawServer, HttpClient]]:
+    server = RawServer()
+    client = HttpClient(await server.start(), token="secret")
+    yield server, client
+    client.close()
+    await server.stop()
+
+
+async def test_answers_and_their_connection_are_used_again(raw: tuple[RawServer, HttpClient]) -> None:
+    server, client = raw
+    server.answers = [PLAIN, CHUNKED, REFUSED, EMPTY]
+    assert await client.request("POST", "/a", b"body") == (200, b"hello")
+    assert await client.request("GET", "/b") == (200, b"hello")
+    assert await client.request("GET", "/c", b"", lambda data: None) == (400, b"bad")
+    assert await client.request("GET", "/d") == (200, b"")
+    assert server.num_connections == 1
+    assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in server.requests[0]
+    assert server.requests[0].endswith(b"\r\nContent-Length: 4\r\n\r\nbody")
+
+
+async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(raw: tuple[RawServer, HttpClient]) -> None:
+    """uvicorn closes it after its handler's error, at some moment, and does not say so."""
+    server, client = raw
+    server.answers = [FAILED, PLAIN]
+    assert await client.request("GET", "/a") == (500, b"bad")
+    assert await client.request("GET", "/b") == (200, b"hello")
+    assert server.num_connections == 2
+
+
+@given(st.data())
+def test_an_answer_may_come_in_any_pieces(data: st.DataObject) -> None:
+    async def run() -> None:
+        answer = data.draw(st.sampled_from([PLAIN, CHUNKED, EMPTY]))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(answer) - 1))))
+        connection = _Connection(set())
+        connection._answer = asyncio.get_running_loop().create_future()
+        pieces: list[bytes] = []
+        connection._on_data = pieces.append
+        for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
+            assert not connection._finished
+            connection.data_received(answer[start:end])
+        assert connection._answer.result() == (200, b"")
+        assert b"".join(pieces) == (b"" if answer == EMPTY else b"hello")
+
+    asyncio.run(run())
+
+
+async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, HttpClient]) -> None:
+    server, client = raw
+    server.answers = [None, PLAIN]
+    with pytest.raises(ServerUnavailable, match="lost in mid-answer"):
+        await client.request("GET", "/")
+    assert await client.request("GET", "/") == (200, b"hello")
+
+
+async def test_a_body_without_a_length_ends_with_its_connection() -> None:
+    connection = _Connection(set())
+    connection._answer = asyncio.get_running_loop().create_future()
+    connection.data_received(b"HTTP/1.0 200 OK\r\n\r\nhel")
+    connection.data_received(b"lo")
+    connection.connection_lost(None)
+    assert connection._answer.result() == (200, b"hello")
+    assert not connection._keep_alive
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SMTP ready\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"x" * 70000,
+    ],
+)
+async def test_what_is_no_answer_fails_the_call(raw: tuple[RawServer, HttpClient], answer: bytes) -> None:
+    server, client = raw
+    server.answers = [answer]
+    with pytest.raises(ServerUnavailable, match="cannot be read"):
+        await client.request("GET", "/")
+
+
+async def test_an_error_of_the_reader_is_the_callers(raw: tuple[RawServer, HttpClient]) -> None:
+    server, client = raw
+    server.answers = [PLAIN]
+
+    def refuse(data: bytes) -> None:
+        raise ServerUnavailable("not what I want")
+
+    with pytest.raises(ServerUnavailable, match="not what I want"):
+        await client.request("GET", "/", b"", refuse)
+    await until(lambda: server.num_open == 0)
+
+
+async def test_cancel_and_close_drop_connections(raw: tuple[RawServer, HttpClient]) -> None:
+    server, client = raw
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhe"
+    server.answers = [half, half]
+    first, second = (asyncio.create_task(client.request("GET", "/")) for _ in range(2))
+    await until(lambda: not server.answers)
+    first.cancel()
+    await until(lambda: server.num_open == 1)
+    client.close()
+    with pytest.raises(ServerUnavailable):
+        await second
+    with pytest.raises(ServerUnavailable, match="closed"):
+        await client.request("GET", "/")
+    await until(lambda: server.num_open == 0)
+
+
+async def test_a_server_that_is_not_there_and_a_bad_address() -> None:
+    with pytest.raises(ServerUnavailable, match=r"refused|Connect call failed"):
+        await HttpClient("http://127.0.0.1:9").request("GET", "/")
+    for address in ("https://host:1", "host:1", "http://"):
+        with pytest.raises(RequestError, match="is not of the form"):
+            HttpClient(address)
+
+
+def test_both_ends_read_the_token_from_the_same_variable() -> None:
+    assert TOKEN_VARIABLE == SERVERS_TOKEN_VARIABLE

@@ -1,0 +1,59 @@
+"""What is quoted from the log of a dead foreign server."""
+
+import pytest
+
+from areal.fleet.server_log import last_error, last_words
+
+VLLM_LOG = """
+(EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9]   File "core.py", line 9, in run
+(EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9] torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+SGLANG_LOG = """
+[2026-11-21 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 9, in __init__
+IndexError: index out of range in self
+
+[2026-11-21 10:00:00] Received sigquit from a child process. It usually means the child failed.
+"""
+KILLED_SCHEDULER_LOG = """
+[2026-11-21 10:00:00] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup...
+[2026-11-21 10:00:05] kill_process_tree called: parent_pid=6, include_parent=True, pid=6
+"""
+DEAD_ENGINE_LOG = """
+(APIServer pid=1) ERROR 11-21 10:00:00 [vllm_error.py:54]     raise EngineDeadError()
+(APIServer pid=1) ERROR 11-21 10:00:00 [vllm_error.py:54] vllm.EngineDeadError: EngineCore died. See the root cause.
+INFO:     Finished server process [1]
+"""
+USAGE_LOG = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --tpp 2\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (VLLM_LOG, "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"),
+        (SGLANG_LOG, "IndexError: index out of range in self"),
+        (USAGE_LOG, "launch_server.py: error: unrecognized arguments: --tpp 2"),
+        ("INFO 11-21 all is well\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_error_of_a_dead_server_is_found_in_its_log(log, error):
+    assert last_error(log.splitlines()) == last_words(log.splitlines()) == error
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            KILLED_SCHEDULER_LOG,
+            "Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup...",
+        ),
+        (DEAD_ENGINE_LOG, "vllm.EngineDeadError: EngineCore died. See the root cause."),
+    ],
+)
+def test_without_an_error_the_death_of_one_of_its_processes_is_told(log, words):
+    assert last_error(log.splitlines()) == ""
+    assert last_words(log.splitlines()) == words

@@ -1,0 +1,75 @@
+"""Two trainers on one run folder must be impossible, also when a launcher died and not all of its children did."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from areal.api.errors import LaunchError
+from areal.launcher.orphans import leftovers, wait_for_leftovers
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
+
+SLEEP = "import sys, time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start what a launcher of `run_dir` could have left behind."""
+    started = []
+
+    def make(run_dir, *, module="areal.trainer"):
+        context = ProcessContext(
+            role="trainer",
+            index=1,
+            world_size=2,
+            num_servers=0,
+            run_id=0,
+            run_dir=str(run_dir),
+            num_threads=1,
+            recover=False,
+            device="cpu",
+        )
+        (tmp_path / "sleep.py").write_text(SLEEP)
+        argv = [sys.executable, "-m", module, str(tmp_path / "sleep.py")]
+        if not module.startswith("areal."):
+            argv = [sys.executable, "-c", SLEEP]
+        process = subprocess.Popen(argv, env=os.environ | context.to_env(), stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"up\n"
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_process_of_the_run_is_waited_for(tmp_path, start):
+    paths, told = RunPaths(tmp_path / "run"), []
+    process = start(paths.root)
+    assert [(one.pid, one.name) for one in leftovers(paths)] == [(process.pid, "trainer-1")]
+
+    def tell(text):
+        told.append(text)
+        process.kill()
+
+    wait_for_leftovers(paths, limit_s=200.0, tell=tell)
+    assert leftovers(paths) == []
+    assert len(told) == 1
+    assert f"trainer-1 (pid {process.pid})" in told[0]
+
+
+def test_one_that_stays_is_refused_with_its_pid(tmp_path, start):
+    paths = RunPaths(tmp_path / "run")
+    process = start(paths.root)
+    with pytest.raises(LaunchError, match=rf"trainer-1 \(pid {process.pid}\); end them \(kill -9 {process.pid}\)"):
+        wait_for_leftovers(paths, limit_s=0.2, tell=print)
+
+
+def test_other_runs_and_what_user_code_started_do_not_count(tmp_path, start):
+    start(tmp_path / "other")
+    start(tmp_path / "run", module="user")
+    assert leftovers(RunPaths(tmp_path / "run")) == []

@@ -1,0 +1,229 @@
+"""The ledger's command line: exit status, show, stats, progress. For people and for programs."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from areal.ledger.__main__ import main
+from areal.ledger.event_files import events_path, payload_path
+from areal.ledger.reading_progress import Progress
+from areal.ledger.stats import Histogram, ledger_stats
+
+
+def run(capsys, *arguments):
+    """Exit status, standard output, standard error."""
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def a_life(forge):
+    """Two steps; the trainer goes back to step 1; the controller dies; episode 5 is run again and trained on."""
+    forge.group_size = 1
+    forge.two_steps()
+    forge.published(1)
+    forge.attached(1, 1)
+    forge.trained(1, weights="cc", again=True)
+    forge.committed(2)
+    forge.started()
+    forge.admitted(5, attempt=1, version=2)
+    forge.admitted(6, version=2)
+    forge.accepted(5, version=2, replicas=["server-0", "server-1"], interruptions=3)
+    forge.failed(6)
+    forge.batched(2, 4, 5)
+    forge.trained(2, weights="dd")
+    forge.events.append(
+        {"event": "evaluated", "step": 3, "mode": "accuracy", "result": {"reward": 0.5, "num": 8.0}, "at": 1.0}
+    )
+    forge.write(at=lambda number: 1e9 + number)
+
+
+def test_the_exit_status_tells_clean_from_broken_from_nothing(forge, capsys, tmp_path):
+    a_life(forge)
+    status, out, err = run(capsys, "audit", tmp_path)
+    assert (status, err) == (0, "")
+    assert out.startswith("admitted 7 = running 0 + waiting 0 + rejected 0 + failed 1 + batched 0 + consumed 6\n")
+    assert "steps trained again: 1, bitwise equal: 0\n" in out
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in forge.folder.iterdir()}
+    payload_path(forge.folder, 1).rename(tmp_path / "aside")
+    status, out, _ = run(capsys, "audit", tmp_path)
+    assert status == 1
+    assert "VIOLATION [payload]" in out
+    (tmp_path / "aside").rename(payload_path(forge.folder, 1))
+    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in forge.folder.iterdir()}
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "none", tmp_path / "empty", events_path(forge.folder, 1)):
+        for command in (["audit"], ["stats"], ["show", 0]):
+            status, out, err = run(capsys, command[0], nothing, *command[1:])
+            assert (status, out) == (2, "")
+            assert err.startswith("areal: error: ")
+            assert err.count("\n") == 1
+
+
+def test_json_holds_everything(forge, capsys, tmp_path):
+    a_life(forge)
+    forge.events.clear()
+    forge.admitted(*range(7, 57), version=9)
+    events_path(forge.folder, 1).rename(tmp_path / "kept")
+    forge.write()
+    status, out, _ = run(capsys, "audit", tmp_path, "--json")
+    found = json.loads(out)
+    assert status == 1
+    assert not found["clean"]
+    assert [number for violation in found["violations"] for number in violation["episodes"]][-50:] == list(range(7, 57))
+    (tmp_path / "kept").rename(events_path(forge.folder, 1))
+    status, out, _ = run(capsys, "audit", tmp_path, "--json")
+    found = json.loads(out)
+    assert (status, found["clean"], found["num_admitted"], found["trained_again"]) == (0, True, 7, [1])
+
+
+def test_the_life_of_an_episode_is_told_line_by_line(forge, capsys, tmp_path):
+    a_life(forge)
+    status, out, _ = run(capsys, "show", tmp_path, 3)
+    assert status == 0
+    told = [line.partition(" s  ")[2] or line for line in out.splitlines()]
+    assert told[0] == "episode 3: consumed"
+    assert told[1].startswith("admitted at policy version 0: row ")
+    assert told[1].endswith(" of the dataset, epoch 0, number 3 in its order")
+    assert told[2] == (
+        "accepted: reward 3, 1 trajectories of 2 tokens (1 to learn from) by versions 0 to 0; 0.250 s on server-0, "
+        "0 interruptions, num_turns 1"
+    )
+    assert told[3:] == [
+        "in batch 1, place 2 of 2, to be trained on at version 1: its oldest token is 1 versions old",
+        "consumed: trained on in step 1, which led to version 2",
+        "covered by the checkpoint after 2 steps (recover/step2)",
+        "the trainer went back to step 1: batch 1 will be trained on again",
+        "trained on again in step 1, after a recovery; the weights became others",
+        "covered by the checkpoint after 2 steps (recover/step2)",
+        "trajectory 0: 2 tokens (1 given, 1 by version 0), reward 3, finished",
+    ]
+    _, out, _ = run(capsys, "show", tmp_path, 5)
+    assert "the controller was started again: the attempt is lost, the episode is kept" in out
+    assert "admitted at policy version 2, attempt 1: row " in out
+    assert "0.250 s on server-0, server-1, 3 interruptions" in out
+    _, out, _ = run(capsys, "show", tmp_path, 6)
+    assert out.splitlines()[0] == "episode 6: failed"
+    assert "failed: ValueError: no" in out
+    _, out, _ = run(capsys, "show", tmp_path, 3, "--tokens")
+    assert [line.split() for line in out.splitlines()[-3:]] == [
+        ["place", "token_id", "version", "learnt", "logprob"],
+        ["0", "3", "-1", "0", "0.00000"],
+        ["1", "7", "0", "1", "-0.50000"],
+    ]
+    payload_path(forge.folder, 1).unlink()
+    status, out, _ = run(capsys, "show", tmp_path, 3)
+    assert status == 0
+    assert "its trajectories cannot be read: " in out
+
+
+def test_the_batch_of_a_step_is_told(forge, capsys, tmp_path):
+    a_life(forge)
+    status, out, _ = run(capsys, "show", tmp_path, "--step", 2)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "batch of step 2"
+    assert [line.partition(" s  ")[2] for line in lines[1:4]] == [
+        "made of 2 episodes, for version 2",
+        "consumed, which led to version 3; checksum of the weights dd",
+        "evaluated (accuracy) with the weights after it: reward 0.5, num 8",
+    ]
+    assert [line.split()[:2] for line in lines[5:]] == [["1", "4"], ["2", "5"]]
+    assert lines[5].endswith(" 4        2  0 to 0")
+    _, out, _ = run(capsys, "show", tmp_path, "--step", 1)
+    assert "trained on again after a recovery; the weights became others" in out
+
+
+def test_what_is_not_there_is_named_in_one_line(forge, capsys, tmp_path):
+    a_life(forge)
+    status, _, err = run(capsys, "show", tmp_path, 7)
+    assert (status, err) == (2, f"areal: error: there is no episode 7 in {forge.folder}: its ids are 0 to 6\n")
+    status, _, err = run(capsys, "show", tmp_path, "--step", 3)
+    assert status == 2
+    assert err.endswith("batches are recorded for steps 0 to 2\n")
+    for wrong in (["show", tmp_path], ["show", tmp_path, "--step", 1, "--tokens"], ["audit"]):
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, wrong)))
+        assert ended.value.code == 2
+
+
+def test_the_numbers_of_a_ledger(forge, capsys, tmp_path):
+    a_life(forge)
+    stats = ledger_stats(forge.folder)
+    assert stats.staleness.counts == {0: 3, 1: 2, 2: 1}  # batches 0 and 1 and 2, each token with its own age
+    assert stats.length.counts == {2: 6}
+    assert stats.latency.counts == {250: 6}
+    assert stats.interruptions.counts == {0: 5, 3: 1}
+    assert stats.attempts.counts == {1: 6, 2: 1}
+    assert stats.reasons == {"failed: ValueError": 1}
+    assert stats.seconds == pytest.approx(len(forge.events) - 2), "one group a second, less the gap before a restart"
+    assert stats.rates()["payload_bytes_per_episode"] == len(forge.payloads) / 6
+    status, out, _ = run(capsys, "stats", tmp_path)
+    assert status == 0
+    assert "age of generated tokens when trained on (versions): 6, mean 0.6667, median 0, 99% 2, most 2" in out
+    assert "  0 ######################################## 3 (50.0%)\n" in out
+    assert "  2 ##############                           1 (16.7%)\n" in out
+    status, out, _ = run(capsys, "stats", tmp_path, "--json")
+    found = json.loads(out)
+    assert found["histograms"]["staleness"]["bins"][2] == {"from": 2.0, "to": 2.0, "count": 1}
+    assert found["reasons"] == {"failed: ValueError": 1}
+
+
+def test_numbers_leave_out_what_cannot_be_read(forge, capsys, tmp_path):
+    a_life(forge)
+    path = payload_path(forge.folder, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert ledger_stats(forge.folder).unreadable == [5]
+    path = events_path(forge.folder, 1)
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    status, out, _ = run(capsys, "stats", tmp_path)
+    assert status == 0
+    assert "age of generated tokens when trained on: nothing yet" in out
+    assert "incomplete: " in out
+
+
+def test_large_values_share_bins_of_twice_the_width():
+    histogram = Histogram("time", "s", scale=0.001)
+    histogram.counts.update([0, 3, 4, 7, 1000])
+    assert histogram.bins() == [
+        (0, 0, 1), (1, 1, 0), (2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 0),
+        (128, 255, 0), (256, 511, 0), (512, 1023, 1),
+    ]  # fmt: skip
+    assert histogram.quantile(0.5) == pytest.approx(0.004)
+    assert sum(line.endswith("(20.0%)") for line in histogram.lines()) == 3
+    assert "0.512 to 1.023 ########" in histogram.lines()[-1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"),
+    [
+        (io.StringIO(), "512 rows ...\n768 rows ...\n1024 rows ...\n"),
+        (Terminal(), "\r512 rows ...\r768 rows ...\r1024 rows ...\r1280 rows ...\r\x1b[K"),
+    ],
+    ids=["file", "terminal"],
+)
+def test_a_long_reading_says_how_far_it_is(stream, shown):
+    now_s = [0.0]
+    with Progress("rows", stream=stream, clock=lambda: now_s[0]) as progress:
+        for _ in range(256):
+            progress.step()
+        assert stream.getvalue() == "", "nothing in the first two seconds"
+        for _ in range(4 * 256):
+            now_s[0] += 1.0 / 64
+            progress.step()
+    assert stream.getvalue() == shown
+
+
+def test_a_reader_that_goes_away_is_no_error(forge, tmp_path):
+    a_life(forge)
+    command = f"{sys.executable} -m areal.ledger show {tmp_path} 3 --tokens | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)
+    assert done.stderr == ""

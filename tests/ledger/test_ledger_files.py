@@ -1,0 +1,339 @@
+"""What survives a controller: episodes, batches and positions; a full disk loses nothing that it has promised."""
+
+import asyncio
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from areal.api.data import WeightUpdate
+from areal.api.errors import ArealError, LedgerError, WeightSyncError
+from areal.ledger.audit import audit
+from areal.ledger.event_files import LedgerReader, payload_path
+from areal.ledger.event_log import GroupCommitLog, GroupWriter
+from areal.ledger.ledger import Ledger
+from areal.ledger.state import LedgerState
+from areal.rollout.share_codec import decode_share
+
+
+async def run_steps(kit, ledger, num_steps=3, **options):
+    controller = kit.make_controller(ledger, total_steps=10, **options)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    blobs = await kit.train(controller, range(num_steps))
+    await controller.committed(num_steps, "recover/step")
+    await controller.close()
+    return blobs
+
+
+@pytest.fixture
+async def recorded(kit, tmp_path):
+    """A ledger folder of three trained steps with rejections and failures, and the blobs that were served."""
+    outcomes = ["accept", "reject", "accept", "fail", "nan"]
+    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcomes[index % 5], token_s=1e-4))
+    blobs = await run_steps(kit, Ledger.open(tmp_path / "ledger"), workflow=workflow)
+    return tmp_path / "ledger", blobs
+
+
+async def test_what_is_read_back_is_what_was_known(kit, tmp_path):
+    ledger = Ledger.open(tmp_path / "ledger")
+    await run_steps(kit, ledger)
+    again = Ledger.open(tmp_path / "ledger")
+    assert again.state == ledger.state
+    assert len(again.state.consumed_steps) == 3
+    assert again.state.committed_step == 3
+    again.state.check_integrity()
+
+
+async def test_a_damaged_payload_is_found_and_never_served(recorded):
+    folder, _ = recorded
+    path = payload_path(folder, 1)
+    data = bytearray(path.read_bytes())
+    data[30] ^= 1
+    path.write_bytes(data)
+    report = audit(folder)
+    assert len(report.violations) == 1
+    assert "checksum" in report.violations[0].message
+    ledger = Ledger.open(folder)
+    batch = ledger.state.batches[0]
+    first = min(batch.payloads)
+    with pytest.raises(LedgerError, match="damaged"):
+        ledger.payload(batch.episode_ids[batch.payloads.index(first)], first)
+
+
+async def test_recorded_batches_are_served_again_byte_for_byte(kit, recorded):
+    folder, blobs = recorded
+    controller = kit.make_controller(Ledger.open(folder), total_steps=10, fleet=kit.FakeFleet(version=3))
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    for step in range(3):
+        assert [await controller.next_batch(step, 0, 1, timeout_s=200.0)] == blobs[step]
+        assert controller.status()["reward_mean"] == decode_share(blobs[step][0]).stats["reward"]
+    await controller.close()
+
+
+async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
+    """Dies with episodes running and waiting: those are kept or run again, and every row is used once per epoch."""
+    folder = tmp_path / "ledger"
+    first = Ledger.open(folder)
+    workflow = kit.ScriptedWorkflow()
+    controller = kit.make_controller(first, workflow=workflow, total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(1))
+    held = first.state.num_admitted + 2  # two of the next ones never end
+    workflow.script_of = lambda index: kit.Script(token_s=3600.0 if len(workflow.seen) <= held else 1e-5)
+    await kit.train(controller, range(1, 2))
+    while not first.state.waiting:
+        await asyncio.sleep(0)
+    await controller.close()
+    before = Ledger.open(folder).state
+    assert before.running
+    assert before.waiting
+    kept = set(before.waiting)
+
+    workflow = kit.ScriptedWorkflow()
+    ledger = Ledger.open(folder)
+    controller = kit.make_controller(
+        ledger, num_rows=40, workflow=workflow, total_steps=10, fleet=kit.FakeFleet(version=2)
+    )
+    await controller.start()  # the trainers live on: nobody attaches again
+    await kit.train(controller, range(2, 10))
+    await controller.close()
+
+    assert audit(folder).is_clean
+    used = [episode_id for step in range(10) for episode_id in ledger.state.batches[step].episode_ids]
+    assert sorted(used) == list(range(40))
+    assert kept <= set(used)
+    assert not [index for index in workflow.seen if workflow.seen.count(index) > 1]
+    attempts = [event["attempt"] for event in list(LedgerReader(folder).events()) if event["event"] == "admitted"]
+    assert attempts.count(1) == len(before.running)
+
+
+async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(kit, tmp_path):
+    """Everything dies and the trainer goes back: run again at once, they would be older than the bound."""
+    folder = tmp_path / "ledger"
+    ledger = Ledger.open(folder)
+    workflow = kit.ScriptedWorkflow()
+    controller = kit.make_controller(ledger, workflow=workflow, total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    workflow.script_of = lambda index: kit.Script(token_s=3600.0)
+    await kit.train(controller, range(3, 4))
+    await controller.close()
+    assert ledger.state.running
+
+    class Fleet(kit.FakeFleet):
+        async def update_weights(self, update):
+            if update.version == 4 and self.version == 0:
+                raise WeightSyncError("the files of version 4 are gone")
+            await super().update_weights(update)
+
+    again = Ledger.open(folder)
+    config = kit.make_config(on_stale="wait")
+    controller = kit.make_controller(again, config=config, fleet=Fleet(), total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    assert {episode.attempt for episode in again.state.running.values()} == {0}
+    blobs = await kit.train(controller, range(10))
+    await controller.close()
+    assert max(decode_share(blob).stats["staleness_max"] for shares in blobs for blob in shares) <= 1
+    assert audit(folder).is_clean
+
+
+async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(kit, tmp_path):
+    """The servers start at version 0 again, and so does the trainer: neither may be given version 3 from the files."""
+    folder = tmp_path / "ledger"
+    ledger = Ledger.open(folder)
+    controller = kit.make_controller(ledger, total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+
+    fleet, again = kit.FakeFleet(), Ledger.open(folder)
+    controller = kit.make_controller(again, fleet=fleet, total_steps=10)
+    num_admitted = again.state.num_admitted
+    await controller.start()
+    await controller.attach(rank=1, world_size=2, dp_size=2, step=0, version=0)
+    assert await controller.next_batch(0, 1, 2, timeout_s=200.0) is not None  # rank 1 is ahead of rank 0
+    assert controller.waiting_for() == "a trainer to attach"
+    await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
+    assert (fleet.version, fleet.updates, again.state.num_admitted) == (0, [], num_admitted)
+    await kit.train(controller, range(10))
+    await controller.close()
+    assert audit(folder).is_clean
+
+
+async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(kit, tmp_path):
+    """Controller and servers died, the trainer did not: it asks on, and the published files bring the servers back."""
+    folder = tmp_path / "ledger"
+    controller = kit.make_controller(Ledger.open(folder), total_steps=10)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await kit.train(controller, range(3))
+    await controller.close()
+
+    fleet = kit.FakeFleet()
+    controller = kit.make_controller(Ledger.open(folder), fleet=fleet, total_steps=10)
+    await controller.start()
+    assert fleet.updates == []
+    await kit.train(controller, range(3, 10))
+    assert [update.version for update in fleet.updates] == [3, 4, 5, 6, 7, 8, 9, 10]
+    await controller.close()
+    assert audit(folder).is_clean
+
+
+async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_new_ones(kit, tmp_path):
+    ledger = Ledger.open(tmp_path / "ledger")
+    controller = kit.make_controller(ledger, total_steps=6)
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    first = await kit.train(controller, range(4))
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=2, version=2)
+    again = await kit.train(controller, range(2, 6))
+    await controller.close()
+    assert again[:2] == first[2:]
+    assert len(ledger.state.batches) == 6
+    report = audit(tmp_path / "ledger")
+    assert report.is_clean
+    assert report.counts["consumed"] == 24
+
+
+async def test_other_data_settings_are_refused(kit, recorded):
+    folder, _ = recorded
+    controller = kit.make_controller(Ledger.open(folder), num_rows=44)
+    with pytest.raises(LedgerError, match=r"num_rows: 40 -> 44.*new trial_name"):
+        await controller.start()
+    await controller.close()
+
+
+class FullDisk:
+    """Files that take `room` bytes in all."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def open(self, path):
+        return FullDiskFile(self, path)
+
+
+class FullDiskFile:
+    def __init__(self, disk, path):
+        self._disk, self._path = disk, path
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def write(self, data):
+        part = data[: self._disk.room]
+        self._file.write(part)
+        self._disk.room -= len(part)
+        if len(part) < len(data):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self._path))
+
+    def sync(self):
+        pass
+
+    def cut(self, size):
+        self._file.truncate(size)
+
+    def close(self):
+        self._file.close()
+
+
+@pytest.mark.parametrize("room", [0, 10, 700, 1500, 2500, 4000])
+async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, tmp_path, room):
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    log = GroupCommitLog(GroupWriter(folder, 1, open_file=FullDisk(room).open), first_segment=1)
+    controller = kit.make_controller(Ledger(log, read_payload=lambda where: b""), total_steps=10)
+    served = []
+
+    async def run():
+        await controller.start()
+        await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        for step in range(10):
+            served.append(await controller.next_batch(step, 0, 1, timeout_s=200.0))
+            if served[-1] is None:
+                served.pop()
+                await controller.ended(tell_s=0.0)
+            await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="v"), timeout_s=200.0)
+            await controller.consumed(step, step + 1)
+
+    with pytest.raises(ArealError, match=r"cannot write the ledger in .*No space left on device.*make room"):
+        await run()
+    with pytest.raises(LedgerError):
+        await controller.close()
+    kept = LedgerState.replay(list(LedgerReader(folder).events()))
+    kept.check_integrity()
+    assert len(kept.batches) >= len(served)
+    for step, blob in enumerate(served):
+        share = decode_share(blob)
+        assert share.step == step
+        assert kept.batches[step].stats == share.stats
+    assert audit(folder).is_clean
+
+
+def test_states_forbid_what_must_not_happen():
+    state = LedgerState()
+    state.apply({"event": "admitted", "id": 0, "attempt": 0, "version": 0})
+    accepted = {"event": "accepted", "id": 0, "payload": [1, 0, 9], "min_version": 0, "tokens": 3, "stats": {}}
+    batched = {"event": "batched", "step": 0, "version": 0, "mask_before": 0, "ids": [0], "stats": {}}
+    for event, message in [
+        ({"event": "admitted", "id": 2, "attempt": 0, "version": 0}, "the next id is 1"),
+        ({"event": "admitted", "id": 0, "attempt": 2, "version": 0}, "attempt 2 follows attempt 0"),
+        (accepted | {"id": 1}, "never admitted"),
+        (batched, "it is running, not waiting"),
+        ({"event": "consumed", "step": 0, "version": 1}, "no batch was recorded"),
+        ({"event": "vanished"}, "unknown ledger event"),
+    ]:
+        before = bytes(state.states), list(state.counts)
+        with pytest.raises(LedgerError, match=message):
+            state.apply(event)
+        assert (bytes(state.states), list(state.counts)) == before
+    state.apply(accepted)
+    with pytest.raises(LedgerError, match="more than once"):
+        state.apply(batched | {"ids": [0, 0]})
+    state.apply(batched)
+    with pytest.raises(LedgerError, match="batched \\(step 1\\), but it is batched"):
+        state.apply(batched | {"step": 1})
+    with pytest.raises(LedgerError, match="rejected \\(stale\\), but it is batched"):
+        state.apply({"event": "rejected", "id": 0, "reason": "stale"})
+    state.apply({"event": "consumed", "step": 0, "version": 1})
+    with pytest.raises(LedgerError, match="consumed twice"):
+        state.apply({"event": "consumed", "step": 0, "version": 1})
+    state.check_integrity()
+
+
+async def test_audit_command(recorded):
+    folder, _ = recorded
+    command = [sys.executable, "-m", "areal.ledger", "audit", str(folder)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("admitted ")
+    assert " = running " in done.stdout
+    payload_path(folder, 1).unlink()
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "VIOLATION [payload] " in done.stdout
+    command[-1] = str(folder / "nothing")
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("areal: error: ")
+
+
+async def test_conservation_over_a_run_with_rejections_and_failures(kit, tmp_path):
+    """30% rejected, 5% failing."""
+    outcomes = ["reject"] * 6 + ["fail"] + ["accept"] * 13
+    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcomes[index * 7 % 20], token_s=1e-5))
+    ledger = Ledger.open(tmp_path / "ledger")
+    await run_steps(kit, ledger, num_steps=10, workflow=workflow, num_rows=400, config=kit.make_config(batch_size=32))
+    report = audit(tmp_path / "ledger")
+    assert report.is_clean, report.violations
+    assert sum(report.counts.values()) == report.num_admitted > 450
+    assert report.counts["consumed"] == 320
+    assert report.counts["rejected"] / report.num_admitted == pytest.approx(0.30, abs=0.02)
+    assert report.counts["failed"] / report.num_admitted == pytest.approx(0.05, abs=0.01)
+    assert report.reasons["rejected: workflow"] == report.counts["rejected"]
+    assert report.reasons["failed: ValueError"] == report.counts["failed"]

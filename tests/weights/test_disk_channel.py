@@ -1,0 +1,92 @@
+"""The disk channel brings every replica exactly the trainer's weights, and keeps no more folders than it should."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+from areal.api.data import WeightUpdate
+from areal.api.errors import WeightSyncError
+from areal.inference.weight_update import load_weights_from_folder
+from areal.system.durable import is_complete
+from areal.system.run_paths import RunPaths
+from areal.weights import disk as disk_module
+from areal.weights.disk import DiskChannel
+from tests.weights.test_weight_channels import FakeTrainEngine, assert_same, make_model
+
+
+def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
+    paths = RunPaths(folder)
+    return DiskChannel(engine, control, paths, is_rank0=True, **options)  # type: ignore[arg-type]
+
+
+class DiskReplica:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: list[str] = []
+
+    def live_replicas(self, version: int) -> list[str]:
+        return ["r0"]
+
+    def publish(self, update: WeightUpdate) -> None:
+        assert is_complete(Path(update.path))
+        self.paths.append(update.path)
+        load_weights_from_folder(self.model, Path(update.path))
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 300])
+def test_disk_weights_arrive_and_old_versions_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(disk_module, "SHARD_BYTES", shard_bytes)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    replica = DiskReplica(make_model(1))
+    engine = FakeTrainEngine(make_model(2))
+    channel = disk_channel(engine, replica, tmp_path, model_folder=tmp_path / "model")
+    stale = tmp_path / "weights" / "v000099"  # from before a recovery
+    stale.mkdir(parents=True)
+    for leftover in (".v000098.writing", ".v000001.old", ".v000097.removed"):  # of a trainer that was killed
+        (tmp_path / "weights" / leftover).mkdir()
+    for version in (1, 2, 3):
+        engine.model = make_model(10 + version)
+        channel.publish(version)
+        assert_same(engine.model, replica.model)
+    folder = tmp_path / "weights"
+    assert sorted(path.name for path in folder.iterdir()) == ["v000002", "v000003"]
+    marker = json.loads((folder / "v000003" / "COMPLETE").read_text())
+    assert marker["crc32"] == {}, "a checksum that nobody reads takes time"
+    files = {path.name for path in (folder / "v000003").iterdir()}
+    assert {"config.json", "COMPLETE"} < files
+    assert ("model.safetensors.index.json" in files) == (shard_bytes == 300)
+
+
+def test_a_disk_publication_that_fails_gathers_to_the_end(tmp_path: Path) -> None:
+    class Refusing(DiskReplica):
+        def publish(self, update: WeightUpdate) -> None:
+            raise WeightSyncError("no replica took it")
+
+    engine = FakeTrainEngine(make_model(1))
+    with pytest.raises(WeightSyncError, match="no replica took it"):
+        disk_channel(engine, Refusing(make_model(2)), tmp_path).publish(1)
+    assert engine.num_gathered == 3
+    (tmp_path / "weights2").write_text("in the way")
+    blocked = disk_channel(engine, Refusing(make_model(2)), tmp_path / "weights2")
+    with pytest.raises(WeightSyncError, match="could not be written"):
+        blocked.publish(1)
+    assert engine.num_gathered == 6
+
+
+def test_the_same_memory_under_two_names_is_written_twice(tmp_path: Path) -> None:
+    class Tied(FakeTrainEngine):
+        def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+            yield from self.model.named_parameters(remove_duplicate=False)
+
+    replica = DiskReplica(make_model(1))
+    engine = Tied(make_model(2))
+    disk_channel(engine, replica, tmp_path).publish(1)
+    assert_same(engine.model, replica.model)
