@@ -1,15 +1,17 @@
-# Two commands matter: `make quickstart` and `make test`. Each sets itself up in .venv.
+# Two commands matter: `make quickstart` and `make test`. Both create the environment in .venv when it is missing.
 PYTHON ?= python3
+# Processes that share the tests. Many tests wait for child processes, so two per core is faster than one.
+WORKERS ?= 4
 SEED ?= 0
 KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow test-faults test-vllm test-sglang lint clean
+.PHONY: quickstart test tests test-slow test-faults test-vllm test-sglang lint clean
 
-# torch first and pinned: whatever depends on it would pull a build with several GB of CUDA packages.
+# torch comes first and pinned: a package that depends on it would install a build with several GB of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areal needs Python 3.11 or newer; say which one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areal needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -18,21 +20,26 @@ BIN := .venv/bin
 quickstart: .venv/.installed
 	@$(BIN)/python examples/quickstart/quickstart.py --seed $(SEED) $(ARGS)
 
-# Without debug ranges a traceback parses no source. Where one is logged by the garbage collector while pytest parses,
-# CPython 3.11 ends in "AST constructor recursion depth mismatch" (python/cpython issue 106905).
+# Without debug ranges a traceback parses no source. If the garbage collector logs a traceback while pytest parses,
+# CPython 3.11 fails with "AST constructor recursion depth mismatch" (python/cpython issue 106905).
 PYTEST := $(BIN)/python -X no_debug_ranges -m pytest
 
-test: lint
-	$(PYTEST) -m 'not slow and not gpu and not vllm and not sglang'
+# Lint and types run at the same time as the tests; each prints its result when it ends.
+test: .venv/.installed
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
+
+# A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
+tests: .venv/.installed
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang' $(ARGS)
 
 test-slow: .venv/.installed
 	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang'
 
-# Kills the quickstart's processes again and again, then proves that nothing was lost: python -m tests.faults.soak --help
+# Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed
 	$(BIN)/python -m tests.faults.soak --seed $(SEED) --kills $(KILLS) $(ARGS)
 
-# The real servers, on the CPU, each in an environment of its own (2.5 GB).
+# The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments
 PIP_EXACT := -m pip install --quiet --disable-pip-version-check --no-deps
 
@@ -56,6 +63,7 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/check_words.py --report
 	$(BIN)/pyright
 
 clean:
