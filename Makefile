@@ -7,7 +7,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-vllm test-sglang lint clean
+.PHONY: quickstart test tests test-slow test-faults test-vllm test-sglang lint docs clean
 
 # torch comes first and pinned: a package that depends on it would install a build with several GB of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
@@ -65,6 +65,10 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_words.py --report
 	$(BIN)/pyright
+
+# Pages that are generated from the code. A test fails when one is out of date.
+docs: .venv/.installed
+	$(BIN)/python -m areal.api.error_codes > docs/errors.md
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,9 @@
-"""Every error code with its cause and its fix. `docs/errors.md` is generated from this table."""
+"""Every error code with its cause and its fix. `make docs` writes `docs/errors.md` from this table."""
 
 from __future__ import annotations
 
+import itertools
+import sys
 from dataclasses import dataclass
 
 
@@ -31,3 +33,26 @@ ERROR_CODES: dict[str, ErrorCode] = {
     # weights
     # workflow
 }
+
+
+_PAGE_HEAD = """# Errors
+
+Every error that areal raises on purpose has a code, such as `config.unknown_key`. A code keeps its meaning across
+releases: programs and tests compare the code (`error.code`), people read the message, which names the option, file or
+process and its value. An error without a code in this list is a defect of areal.
+
+This page is generated from `areal/api/error_codes.py` by `make docs`.
+"""
+
+
+def errors_page() -> str:
+    """The text of `docs/errors.md`: one table for each area."""
+    parts = [_PAGE_HEAD]
+    for area, codes in itertools.groupby(ERROR_CODES, key=lambda code: code.partition(".")[0]):
+        parts.append(f"\n## {area}\n\n| code | cause | fix |\n|---|---|---|\n")
+        parts += [f"| `{code}` | {ERROR_CODES[code].cause} | {ERROR_CODES[code].fix} |\n" for code in codes]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(errors_page())
