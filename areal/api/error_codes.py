@@ -21,6 +21,14 @@ ERROR_CODES: dict[str, ErrorCode] = {
     # checkpoint
     # config
     # data
+    "data.too_long": ErrorCode(
+        "A dataset row, or a sequence of a train batch, has more tokens than its limit.",
+        "Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.",
+    ),
+    "data.uneven_units": ErrorCode(
+        "mb_spec.granularity does not divide the number of sequences of a rank.",
+        "Choose a granularity that divides the number of sequences of every rank.",
+    ),
     # fleet
     # launch
     # ledger
