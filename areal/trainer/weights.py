@@ -100,9 +100,9 @@ def build_weight_publisher(
     engine: WeightSource,
     client: RolloutClient,
     paths: RunPaths,
+    host: Host | None = None,
     *,
     is_rank0: bool,
-    host: Host | None = None,
 ) -> WeightPublisher:
     """actor.weight_update_mode: disk or xccl (NCCL on CUDA, gloo on CPU)."""
     weights = ChecksummedWeights(engine, is_rank0=is_rank0)
