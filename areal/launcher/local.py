@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
+from areal.api.config.relevance import notice_of
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
@@ -42,7 +42,6 @@ from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import settle_leftovers, write_atomic
-from areal.system.network import Host
 from areal.system.process import AREAL_PROCESS, run_main
 from areal.system.run_paths import RunPaths
 
@@ -89,7 +88,7 @@ def read_command_line(argv: Sequence[str]) -> Launch:
 
 
 def this_machine() -> Machine:
-    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()), host=Host(node=socket.gethostname()))
+    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()))
 
 
 def plan_text(plan: LaunchPlan) -> str:
@@ -124,6 +123,8 @@ def launch(request: Launch, machine: Machine) -> int:
     rows = count_rows(config)
     line = StatusLine()
     plan = make_plan(config, machine, script=request.script, num_rows=rows)
+    if notice := notice_of(config):
+        line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script)
     if isinstance(config, PPOConfig):
         for notice in notices(config):

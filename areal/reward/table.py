@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.config import RewardConfig
+from areal.api.config.fields import below
 from areal.api.config.reward import selection_problems, short_names
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import FunctionRef
@@ -68,10 +69,7 @@ def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable
     """The table that `reward_fn` (empty = not given) and the reward section describe. ConfigError when they do not."""
     given = resolve_reward_fn(reward_fn) if reward_fn else None
     short_form = "" if given is None else reward_fn if isinstance(reward_fn, str) else str(given)
-    for path, text in [
-        *((f"reward.{path}", text) for path, text in config.problems()),
-        *selection_problems(config, short_form=short_form),
-    ]:
+    for path, text, *_ in [*below("reward", config.problems()), *selection_problems(config, short_form=short_form)]:
         raise ConfigError(f"{path}: {text}")
     if given is None and not config.names_functions:
         raise ConfigError("reward_fn is empty, and so is reward.fns: name what scores an answer, e.g. gsm8k")

@@ -11,11 +11,16 @@ from areal.algorithm.importance import log_ratio
 from areal.algorithm.policy_loss import k3_from_samples
 from areal.api.config import PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES
+from areal.api.config.relevance import options_without_effect
 from areal.api.config.validate import problems_of
 
 
 def problems(**options):
-    return dict(problems_of(PPOActorConfig(path="x", **options)))
+    return {path: text for path, text, _ in problems_of(PPOActorConfig(path="x", **options))}
+
+
+def unused(**options):
+    return {one.path: one.relevant_when for one in options_without_effect(PPOActorConfig(path="x", **options))}
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -51,32 +56,35 @@ def test_ppo_and_gspo_are_told_apart_by_the_level_alone(kit):
         ({"policy_loss": "cispo", "c_clip": 3.0}, "c_clip"),
         ({"policy_loss": "topr", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"policy_loss": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
-        ({"c_clip": 1.0}, "c_clip"),
-        ({"policy_loss": "sappo", "eps_clip_higher": 0.3, "c_clip": 3.0}, "policy_loss"),
     ],
 )
-def test_an_option_without_effect_is_refused_by_name(options, path):
-    assert list(problems(**options)) == [path]
+def test_an_option_without_effect_is_listed_by_name(options, path):
+    assert list(unused(**options)) == [path]
+    assert not problems(**options)
 
 
-def test_the_section_of_another_loss_is_refused_by_name(kit):
-    found = problems(sapo=kit.section("sapo", tau_pos=2.0), aipo=kit.section("aipo", rho=3.0))
-    assert list(found) == ["sapo.tau_pos", "aipo.rho"]
-    assert "policy_loss=sapo" in found["sapo.tau_pos"]
-    assert not problems(policy_loss="sapo", sapo=kit.section("sapo", tau_pos=2.0))
+def test_values_that_cannot_be_are_refused_by_name():
+    assert list(problems(c_clip=1.0)) == ["c_clip"]
+    assert list(problems(policy_loss="sappo", eps_clip_higher=0.3, c_clip=3.0)) == ["policy_loss"]
+
+
+def test_the_section_of_another_loss_is_listed_by_name(kit):
+    found = unused(sapo=kit.section("sapo", tau_pos=2.0), aipo=kit.section("aipo", rho=3.0))
+    assert found == {"sapo.tau_pos": "policy_loss is sapo", "aipo.rho": "policy_loss is aipo"}
+    assert not unused(policy_loss="sapo", sapo=kit.section("sapo", tau_pos=2.0))
     assert list(problems(policy_loss="sapo", sapo=kit.section("sapo", tau_pos=0.0))) == ["sapo.tau_pos"]
     assert list(problems(policy_loss="clip_cov", clip_cov=kit.section("clip_cov", low=6.0))) == ["clip_cov.low"]
 
 
 def test_details_of_the_sequence_level_need_it(kit):
     own = kit.section("sequence_level", gradient="own")
-    assert list(problems(sequence_level=own)) == ["sequence_level.gradient"]
-    assert not problems(sequence_level=own, policy_loss="gspo")
-    assert not problems(sequence_level=own, importance_sampling_level="sequence")
+    assert list(unused(sequence_level=own)) == ["sequence_level.gradient"]
+    assert not unused(sequence_level=own, policy_loss="gspo")
+    assert not unused(sequence_level=own, importance_sampling_level="sequence")
     level = {"importance_sampling_level": "sequence", "sequence_level": own}
-    assert list(problems(policy_loss="cispo", **level)) == ["sequence_level.gradient"]
-    assert list(problems(policy_loss="aipo", **level)) == ["sequence_level.gradient"]
-    assert not problems(policy_loss="aipo", aipo=kit.section("aipo", truncation="objective"), **level)
+    assert list(unused(policy_loss="cispo", **level)) == ["sequence_level.gradient"]
+    assert list(unused(policy_loss="aipo", **level)) == ["sequence_level.gradient"]
+    assert not unused(policy_loss="aipo", aipo=kit.section("aipo", truncation="objective"), **level)
 
 
 def test_shapes_that_would_broadcast_are_refused(kit):

@@ -255,7 +255,6 @@ def test_the_keys_of_sapo_find_their_new_places(grpo) -> None:
             r"sapo_tau_pos: 3 differs from sapo",
         ),
         (["actor.use_sapo_loss=maybe"], r"use_sapo_loss: 'maybe' differs from policy_loss='ppo'"),
-        (["actor.sapo_tau_pos=3"], r"actor.sapo.tau_pos: has an effect only with policy_loss=sapo"),
         (["actor.policy_loss=sapo", "actor.sapo_tau_pos=null"], r"actor.sapo.tau_pos: null was given"),
     ],
 )

@@ -38,7 +38,7 @@ def updated(actor, batch):
 
 
 def problems(**options):
-    return dict(config(**options).problems())
+    return {path: text for path, text, *_ in config(**options).problems()}
 
 
 def test_by_hand(toolbox):

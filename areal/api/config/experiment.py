@@ -11,7 +11,7 @@ from areal.api.allocation import AllocationError, AllocationMode, check_supporte
 from areal.api.config.advantages import baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
-from areal.api.config.fields import Problems, number
+from areal.api.config.fields import Problem, Problems, below, number
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.kl import reference_problems
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
@@ -23,6 +23,7 @@ from areal.api.config.observe import (
     SaverConfig,
     StatsLoggerConfig,
 )
+from areal.api.config.relevance import options_without_effect
 from areal.api.config.reward import RewardConfig, selection_problems
 from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems, teacher_problems
 from areal.api.config.rollout import InferenceEngineConfig
@@ -37,6 +38,8 @@ from areal.api.errors import ConfigError
 class BaseExperimentConfig:
     """What every kind of training has."""
 
+    strict_config: bool = False
+    """Refuse options that have no effect under the other options; false = one notice at start-up lists them."""
     experiment_name: str = "???"
     """Name of the experiment; part of the run folder."""
     trial_name: str = "???"
@@ -86,6 +89,10 @@ class BaseExperimentConfig:
         for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
             if name in ("", ".", "..") or "/" in name or "\0" in name:
                 yield path, f"{name!r} cannot name a folder: use a name without /, for example run-1"
+        if self.strict_config:
+            for one in options_without_effect(self):
+                text = f"{one.value} has no effect: it is relevant when {one.relevant_when}; remove it"
+                yield Problem(one.path, text, "config.no_effect")
         yield from self._allocation_problems()
         if self.valid_dataset is None:
             if self.evaluator.stop_at:
@@ -213,7 +220,7 @@ class PPOConfig(BaseExperimentConfig):
             )
         if self.actor.optimizer is None:
             yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
-        yield from ((f"actor.{name}", text) for name, text in filter_problems(self.actor, self.gconfig))
+        yield from below("actor", filter_problems(self.actor, self.gconfig))
         withheld = self.actor.mask_truncated and self.actor.mask_no_eos_with_zero
         if withheld and self.critic is None and not self.actor.scales_advantages:
             yield (
@@ -291,7 +298,7 @@ class PPOConfig(BaseExperimentConfig):
         if samples > 1 and self.gconfig.greedy:
             yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
         found = baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None)
-        yield from ((f"actor.{name}", text) for name, text in found)
+        yield from below("actor", found)
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",
@@ -319,7 +326,7 @@ class PPOConfig(BaseExperimentConfig):
                 yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, *limit)
             if backend in _SAMPLING_PROBLEMS:
                 found = _SAMPLING_PROBLEMS[backend](gconfig, flags, needs_logprobs=path == "gconfig")
-                yield from ((f"{path}.{name}", text) for name, text in found)
+                yield from below(path, found)
         yield from self._attach_problems()
 
     def _attach_problems(self) -> Problems:

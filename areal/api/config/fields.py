@@ -1,11 +1,13 @@
-"""Owns how a config field states its limits: the limits sit in the field's metadata and one walker checks them."""
+"""Declarations beside a config field: its limits, when it has an effect, and its names in other systems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from areal.api.config.relevance import Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,43 @@ class Limits:
         return " and ".join(parts)
 
 
-Problems = Iterable[tuple[str, str]]
-"""(field name or dotted path below the class, sentence saying what is wrong and what to change)."""
+class Problem(NamedTuple):
+    """One error of a configuration."""
+
+    path: str
+    """Field name or dotted path below the class that reports it."""
+    text: str
+    """What is wrong and what to change."""
+    code: str = "config.conflict"
 
 
-def choice(default: Any, *choices: str) -> Any:
+Problems = Iterable[Problem | tuple[str, str]]
+
+
+def below(section: str, problems: Problems) -> Problems:
+    """`problems` of a section, with paths from the enclosing section."""
+    for found in problems:
+        path, text, code = Problem(*found)
+        yield Problem(f"{section}.{path}", text, code)
+
+
+def option(default: Any, *, relevant: Condition | None = None, also: str = "") -> Any:
+    """A field without limits.
+
+    `relevant`: when it has an effect; None = always. `also`: the names of the option in AReaL, verl or ROLL where they
+    differ from its path here, for docs/config.md.
+    """
+    return field(default=default, metadata={"relevant": relevant, "also": also})
+
+
+def section(factory: Callable[[], Any], *, relevant: Condition | None = None, also: str = "") -> Any:
+    """A section, list or mapping whose default `factory` makes."""
+    return field(default_factory=factory, metadata={"relevant": relevant, "also": also})
+
+
+def choice(default: Any, *choices: str, relevant: Condition | None = None, also: str = "") -> Any:
     """A string field that takes one of `choices`."""
-    return field(default=default, metadata={"limits": Limits(choices=choices)})
+    return field(default=default, metadata={"limits": Limits(choices=choices), "relevant": relevant, "also": also})
 
 
 def number(
@@ -61,6 +93,8 @@ def number(
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
+    relevant: Condition | None = None,
+    also: str = "",
 ) -> Any:
     """A numeric field: at least `low` or above `above`, at most `high` or below `below`."""
     limits = Limits(
@@ -69,4 +103,4 @@ def number(
         low_open=above is not None,
         high_open=below is not None,
     )
-    return field(default=default, metadata={"limits": limits})
+    return field(default=default, metadata={"limits": limits, "relevant": relevant, "also": also})

@@ -1,4 +1,4 @@
-"""Owns the text of `--help`: every option with its type, default, limits and sentence."""
+"""The text of `--help`: every option with its type, default, limits, sentence and when it has an effect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from areal.api.config.relevance import relevance_of
 from areal.api.config.schema import MISSING, FieldSpec, fields_of, find_field, type_text
 from areal.api.errors import ConfigError
 
@@ -14,15 +15,14 @@ def help_text(cls: type[Any], section: str = "") -> str:
     """The options of `cls`, or only those at or below the dotted path `section`."""
     if not section:
         return "\n".join([*_usage(), *_lines(cls, "")]) + "\n"
-    spec = find_field(cls, section)
-    if spec is None:
+    owner, _, name = section.rpartition(".")
+    above = find_field(cls, owner) if owner else None
+    below = above and (above.item_section if owner.endswith("]") else above.hint)
+    parent = cls if not owner else below
+    if find_field(cls, section) is None or parent is None:
         known = ", ".join(name for name, spec in fields_of(cls).items() if spec.is_section)
         raise ConfigError(f"--help {section}: no such section or option; sections are {known}")
-    if spec.is_section:
-        return "\n".join(_lines(spec.hint, f"{section}.")) + "\n"
-    if spec.item_section is not None:
-        return "\n".join(_list_of_sections(section.partition("[")[0], spec, spec.item_section)) + "\n"
-    return "\n".join(_option(section, spec)) + "\n"
+    return "\n".join(_field(parent, f"{owner}." if owner else "", name.partition("[")[0])) + "\n"
 
 
 def _usage() -> list[str]:
@@ -30,31 +30,31 @@ def _usage() -> list[str]:
 
 
 def _lines(cls: type[Any], prefix: str) -> Iterator[str]:
-    for name, spec in fields_of(cls).items():
-        path = f"{prefix}{name}"
-        if spec.is_section:
-            null = " (null unless given)" if spec.default is None else ""
-            yield f"[{path}]{null} {spec.sentence}"
-            yield from _lines(spec.hint, f"{path}.")
-        elif spec.item_section is not None:
-            yield from _list_of_sections(path, spec, spec.item_section)
-        else:
-            yield from _option(path, spec)
+    for name in fields_of(cls):
+        yield from _field(cls, prefix, name)
 
 
-def _list_of_sections(path: str, spec: FieldSpec, cls: type[Any]) -> Iterator[str]:
-    """A list of sections and what each may hold, once."""
-    yield from _option(path, spec)
-    yield from _lines(cls, f"{path}[].")
-
-
-def _option(path: str, spec: FieldSpec) -> list[str]:
+def _field(cls: type[Any], prefix: str, name: str) -> Iterator[str]:
+    spec, path = fields_of(cls)[name], f"{prefix}{name}"
+    condition = relevance_of(cls.__dataclass_fields__[name])
+    relevance = "" if condition is None else f"relevant when {condition.words(prefix.rstrip('.'))}"
+    if spec.is_section:
+        null = " (null unless given)" if spec.default is None else ""
+        yield f"[{path}]{null} {spec.sentence}" + (f" ({relevance})" if relevance else "")
+        yield from _lines(spec.hint, f"{path}.")
+        return
     kind = " | ".join(spec.limits.choices or ()) or f"{type_text(spec.hint)} {spec.limits.range_text}".strip()
     kind += ", or null" if spec.nullable else ""
-    return [f"  {path}: {kind}; {_default_text(spec)}", f"      {spec.sentence}"]
+    yield f"  {path}: {kind}; {default_text(spec)}"
+    yield f"      {spec.sentence}"
+    if relevance:
+        yield f"      {relevance}"
+    if spec.item_section is not None:
+        yield from _lines(spec.item_section, f"{path}[].")
 
 
-def _default_text(spec: FieldSpec) -> str:
+def default_text(spec: FieldSpec) -> str:
+    """The default of an option in words."""
     if spec.default is None:
         return "default null"
     if isinstance(spec.default, str):

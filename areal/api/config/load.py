@@ -185,7 +185,7 @@ def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_to
     reader = Reader(cls, tree, allow_unknown_top_level, suspects=set(broken))
     config = reader.read(cls)
     problems = [(path, text) for path, text in broken.items() if text] + reader.issues
-    for path, text in problems_of(config):
+    for path, text, _ in problems_of(config):
         if path not in reader.suspects and not any(_mentions(text, suspect) for suspect in reader.suspects):
             problems.append((path, text))
     raise_problems(problems, source)

@@ -7,10 +7,11 @@ its own (a field of its name), the function in `areal/algorithm/losses/NAME.py`,
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problem, Problems, choice, number, section
+from areal.api.config.relevance import when
 from areal.api.errors import ConfigError
 from areal.api.functions import parse_function_path
 
@@ -31,11 +32,10 @@ POLICY_LOSSES = (
 )
 """Names of the losses; the function `loss` of the module `areal.algorithm.losses.NAME` computes each."""
 
-_WITH_CLIP = ("ppo", "gspo", "cispo", "gmpo", "clip_cov", "dppo", "custom")
-"""Losses that read eps_clip and eps_clip_higher."""
-_WITH_DUAL_CLIP = ("ppo", "gspo", "custom")
-_WITH_LEVEL = ("ppo", "gspo", "sapo", "cispo", "aipo", "custom")
-"""Losses whose ratio may be the sequence's; gspo's always is."""
+_CLIPS = when("policy_loss", "ppo", "gspo", "cispo", "gmpo", "clip_cov", "dppo", "custom")
+_SEQUENCE_RATIO = when("policy_loss", "gspo") | (
+    when("importance_sampling_level", "sequence") & when("policy_loss", "ppo", "sapo", "cispo", "aipo", "custom")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,13 @@ class SequenceLevelOptions:
 
     advantage: str = choice("mean", "mean", "token")
     """mean = a token's advantage is the mean over its sequence (AReaL); token = its own (GSPO-token, verl, cosmos)."""
-    gradient: str = choice("shared", "shared", "own")
+    gradient: str = choice(
+        "shared",
+        "shared",
+        "own",
+        relevant=when("../policy_loss", "ppo", "gspo", "sapo", "custom")
+        | (when("../policy_loss", "aipo") & when("../aipo.truncation", "objective")),
+    )
     """shared = through the mean of log-ratios to every token (AReaL, cosmos); own = to its token only (GSPO-token)."""
     max_log_ratio: float | None = number(None, above=0)
     """Upper cut of the sequence's log-ratio, gradient 0 beyond (verl and cosmos: 10); null = none (AReaL)."""
@@ -152,87 +158,44 @@ class PolicyLossOptions:
 
     policy_loss: str = choice("ppo", *POLICY_LOSSES)
     """The loss of a token; docs/algorithms.md has the formulas."""
-    eps_clip: float = number(0.2)
+    eps_clip: float = number(0.2, relevant=_CLIPS)
     """Clip of the ratio below 1, and above too unless eps_clip_higher is given; negative = none."""
-    eps_clip_higher: float | None = number(None)
+    eps_clip_higher: float | None = number(None, relevant=_CLIPS)
     """Clip of the ratio above 1; negative = none; null = eps_clip."""
-    c_clip: float | None = number(None, above=1)
+    c_clip: float | None = number(None, above=1, relevant=when("policy_loss", "ppo", "gspo", "custom"))
     """Dual clip: bound on the loss of negative advantages as a multiple of |advantage|; null = off."""
-    importance_sampling_level: str = choice("token", "token", "sequence")
+    importance_sampling_level: str = choice(
+        "token", "token", "sequence", relevant=when("policy_loss", "ppo", "gspo", "sapo", "cispo", "aipo", "custom")
+    )
     """Whose ratio the loss takes: the token's, or exp of the mean log-ratio of its sequence (GSPO)."""
-    sequence_level: SequenceLevelOptions = field(default_factory=SequenceLevelOptions)
+    sequence_level: SequenceLevelOptions = section(SequenceLevelOptions, relevant=_SEQUENCE_RATIO)
     """Details of importance_sampling_level=sequence and policy_loss=gspo."""
-    sapo: SapoOptions = field(default_factory=SapoOptions)
+    sapo: SapoOptions = section(SapoOptions, relevant=when("policy_loss", "sapo"))
     """Options of policy_loss=sapo."""
-    cispo: CispoOptions = field(default_factory=CispoOptions)
+    cispo: CispoOptions = section(CispoOptions, relevant=when("policy_loss", "cispo"))
     """Options of policy_loss=cispo."""
-    aipo: AipoOptions = field(default_factory=AipoOptions)
+    aipo: AipoOptions = section(AipoOptions, relevant=when("policy_loss", "aipo"))
     """Options of policy_loss=aipo."""
-    clip_cov: ClipCovOptions = field(default_factory=ClipCovOptions)
+    clip_cov: ClipCovOptions = section(ClipCovOptions, relevant=when("policy_loss", "clip_cov"))
     """Options of policy_loss=clip_cov."""
-    kl_cov: KlCovOptions = field(default_factory=KlCovOptions)
+    kl_cov: KlCovOptions = section(KlCovOptions, relevant=when("policy_loss", "kl_cov"))
     """Options of policy_loss=kl_cov."""
-    topr: ToprOptions = field(default_factory=ToprOptions)
+    topr: ToprOptions = section(ToprOptions, relevant=when("policy_loss", "topr"))
     """Options of policy_loss=topr."""
-    kimi15: Kimi15Options = field(default_factory=Kimi15Options)
+    kimi15: Kimi15Options = section(Kimi15Options, relevant=when("policy_loss", "kimi15"))
     """Options of policy_loss=kimi15."""
-    dppo: DppoOptions = field(default_factory=DppoOptions)
+    dppo: DppoOptions = section(DppoOptions, relevant=when("policy_loss", "dppo"))
     """Options of policy_loss=dppo."""
-    custom: CustomLossOptions = field(default_factory=CustomLossOptions)
+    custom: CustomLossOptions = section(CustomLossOptions, relevant=when("policy_loss", "custom"))
     """Options of policy_loss=custom."""
 
     def policy_loss_problems(self) -> Problems:
         """What is wrong with these options together."""
-        name = self.policy_loss
-        if name not in POLICY_LOSSES:
-            return  # said already
-        if name not in _WITH_CLIP:
-            yield from self._clip_without_effect()
-        if self.c_clip is not None and name not in _WITH_DUAL_CLIP:
-            yield "c_clip", f"policy_loss={name} has no dual clip: remove it, or use one of {_listed(_WITH_DUAL_CLIP)}"
-        if self.importance_sampling_level == "sequence" and name not in _WITH_LEVEL:
-            yield (
-                "importance_sampling_level",
-                f"policy_loss={name} has no ratio of a sequence: use token, or one of {_listed(_WITH_LEVEL)}",
-            )
-        yield from self._sequence_level_without_effect()
-        yield from self._sections_without_effect()
-        if name == "custom":
-            yield from self._custom_problems()
-
-    def _clip_without_effect(self) -> Problems:
-        default = PolicyLossOptions()
-        advice = f"policy_loss={self.policy_loss} has no clip: remove it, or use one of {_listed(_WITH_CLIP)}"
-        if self.eps_clip != default.eps_clip:
-            yield "eps_clip", advice
-        if self.eps_clip_higher is not None:
-            yield "eps_clip_higher", advice
-
-    def _sequence_level_without_effect(self) -> Problems:
-        changed = _changed(self.sequence_level)
-        if self.policy_loss != "gspo" and self.importance_sampling_level == "token":
-            for name in changed:
-                yield (
-                    f"sequence_level.{name}",
-                    "has an effect only with importance_sampling_level=sequence or policy_loss=gspo: "
-                    "set one of them or remove it",
-                )
-        elif "gradient" in changed and (
-            self.policy_loss == "cispo" or (self.policy_loss == "aipo" and self.aipo.truncation == "weight")
-        ):
-            yield "sequence_level.gradient", f"no gradient goes through the ratio of {self.policy_loss}: remove it"
-
-    def _sections_without_effect(self) -> Problems:
-        """Every loss's own section is a field of its name."""
-        for loss in POLICY_LOSSES:
-            if loss == self.policy_loss or loss not in vars(self):
-                continue
-            for name in _changed(vars(self)[loss]):
-                yield f"{loss}.{name}", f"has an effect only with policy_loss={loss}: set that or remove it"
-
-    def _custom_problems(self) -> Problems:
+        if self.policy_loss != "custom":
+            return
         if not self.custom.path:
-            yield "custom.path", "is required with policy_loss=custom: give module:function or file.py:function"
+            text = "is required with policy_loss=custom: give module:function or file.py:function"
+            yield Problem("custom.path", text, "config.missing_requirement")
             return
         try:
             ref = parse_function_path(self.custom.path, key="custom.path")
@@ -241,14 +204,3 @@ class PolicyLossOptions:
                 parse_function_path(f"{spec.origin}:{ref.name}", key="custom.path")
         except ConfigError as error:
             yield "custom.path", str(error).removeprefix("custom.path=")
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names)
-
-
-def _changed(section: Any) -> list[str]:
-    """Names of the fields of `section` that do not hold their defaults."""
-    cls = cast("type[Any]", type(section))
-    given, default = cast("tuple[dict[str, Any], ...]", (vars(section), vars(cls())))
-    return [entry.name for entry in fields(cls) if given[entry.name] != default[entry.name]]

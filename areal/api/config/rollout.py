@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -55,7 +55,7 @@ class InferenceEngineConfig:
             yield "server_addrs", f"{text!r} {problem}"
 
 
-def address_problems(addresses: Iterable[str]) -> Problems:
+def address_problems(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(address as written, what is wrong with it) for each that cannot be the address of a server of its own."""
     seen: set[str] = set()
     for text in addresses:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
-from areal.api.config.fields import Problems
+from areal.api.config.fields import Problem, Problems
 from areal.api.config.schema import MISSING, fields_of
 from areal.api.errors import ConfigError
 
@@ -16,28 +16,30 @@ class _HasProblems(Protocol):
     def problems(self) -> Problems: ...
 
 
-def problems_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Everything wrong with `config` and its sections: (dotted path, what is wrong and what to change)."""
+def problems_of(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """Everything wrong with `config` and its sections."""
     for name, spec in fields_of(cast("type[Any]", type(config))).items():
         value = cast("Any", vars(config)[name])
         advice = spec.limits.broken_by(value)
         if value == MISSING:
-            yield f"{prefix}{name}", "is required"
+            yield Problem(f"{prefix}{name}", "is required", "config.missing_requirement")
         elif advice:
-            yield f"{prefix}{name}", f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
+            text = f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
+            yield Problem(f"{prefix}{name}", text, "config.invalid_value")
         if dataclasses.is_dataclass(value):
             yield from problems_of(value, f"{prefix}{name}.")
         elif spec.item_section is not None and isinstance(value, list):
             for i, item in enumerate(cast("list[Any]", value)):
                 yield from problems_of(item, f"{prefix}{name}[{i}].")
     if isinstance(config, _HasProblems):
-        for path, text in config.problems():
-            yield f"{prefix}{path}", text
+        for found in config.problems():
+            path, text, code = Problem(*found)
+            yield Problem(f"{prefix}{path}", text, code)
 
 
 def check_config(config: Any) -> None:
     """Raise ConfigError with one line per problem. For configs made or changed in Python; loading does it itself."""
-    raise_problems(list(problems_of(config)))
+    raise_problems([(path, text) for path, text, _ in problems_of(config)])
 
 
 def raise_problems(problems: list[tuple[str, str]], source: str = "") -> None:

@@ -62,7 +62,7 @@ def test_what_is_no_loss_is_refused(kit, file, name, words):
 def test_what_is_not_there_is_found_before_anything_starts(kit, file):
     def problems(path):
         config = PPOActorConfig(path="x", policy_loss="custom", custom=kit.section("custom", path=path))
-        return dict(config.problems())
+        return {path: text for path, text, *_ in config.problems()}
 
     assert not problems(f"{file}:squared")
     assert "is required" in problems("")["custom.path"]

@@ -1,0 +1,181 @@
+"""When an option has an effect: conditions, the check of a finished config, and the configs of areal."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config
+from areal.api.config.fields import choice, number, option, section
+from areal.api.config.help import help_text
+from areal.api.config.kinds import KINDS
+from areal.api.config.policy_losses import POLICY_LOSSES
+from areal.api.config.relevance import (
+    above,
+    given,
+    notice_of,
+    options_without_effect,
+    relevance_of,
+    satisfies,
+    unless,
+    when,
+)
+from areal.api.config.schema import FieldSpec, fields_of, find_field
+from areal.api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    size: float = number(0.2, relevant=when("../loss", "ppo", "gspo"))
+    """Size."""
+    upper: float | None = number(None, relevant=above("size", 0) & unless("/mode", "off"))
+    """Upper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    loss: str = choice("ppo", "ppo", "gspo", "sft")
+    """Loss."""
+    clip: Clip = field(default_factory=Clip)
+    """Clip."""
+    extra: Clip | None = option(None, relevant=given("/path"))
+    """Extra."""
+    items: list[Clip] = section(list[Clip], relevant=satisfies("/", lambda top: top.mode != "off", "something runs"))
+    """Items."""
+    lora: int = number(1, relevant=when("missing.option", 3))
+    """A config class without the option that a condition names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top:
+    mode: str = "on"
+    """Mode."""
+    path: str = ""
+    """Path."""
+    model: Model = section(Model, relevant=when("mode", "on", "off") | given("path"))
+    """Model."""
+
+
+def unused(model: Model, **top: str) -> dict[str, str]:
+    return {one.path: one.relevant_when for one in options_without_effect(Top(model=model, **top))}
+
+
+@pytest.mark.parametrize(
+    ("model", "top", "expected"),
+    [
+        (Model(), {}, {}),
+        (Model(clip=Clip(size=0.3, upper=1.0)), {}, {}),
+        (Model(loss="sft"), {}, {}),  # a default is never listed
+        (Model(loss="sft", clip=Clip(size=0.2)), {}, {}),
+        (Model(loss="sft", clip=Clip(size=0.3)), {}, {"model.clip.size": "model.loss is ppo or gspo"}),
+        (
+            Model(clip=Clip(upper=0.3)),
+            {"mode": "off"},
+            {"model.clip.upper": "model.clip.size is above 0 and mode is not off"},
+        ),
+        (Model(extra=Clip()), {}, {"model.extra": "path is set"}),
+        (Model(extra=Clip()), {"path": "x"}, {}),
+        (Model(items=[Clip()]), {"mode": "off"}, {"model.items": "something runs"}),
+        (Model(loss="sft", items=[Clip(), Clip(size=1)]), {}, {"model.items[1].size": "model.loss is ppo or gspo"}),
+        (
+            Model(loss="sft", clip=Clip(size=0.3)),
+            {"mode": "x"},
+            {"model.loss": "mode is on or off or path is set", "model.clip.size": "mode is on or off or path is set"},
+        ),
+        (Model(lora=2), {}, {}),
+    ],
+)
+def test_what_is_listed(model, top, expected):
+    assert unused(model, **top) == expected
+
+
+def test_the_notice_has_one_line_for_each_option():
+    assert notice_of(Top()) == ""
+    model = Model(loss="sft", clip=Clip(size=0.3))
+    assert notice_of(Top(model=model)).splitlines()[1:] == [
+        "  model.clip.size=0.3: relevant when model.loss is ppo or gspo"
+    ]
+
+
+def test_nested_alternatives_are_put_in_brackets():
+    condition = (when("a", None) | when("b", True)) & above("c", 0.5)
+    assert condition.words("") == "(a is null or b is true) and c is above 0.5"
+    assert list(condition.paths("model")) == ["model.a", "model.b", "model.c"]
+
+
+def test_help_shows_the_condition():
+    text = help_text(Top)
+    assert "relevant when model.loss is ppo or gspo" in text
+    assert "[model] Model. (relevant when mode is on or off or path is set)" in text
+    assert "relevant when model.loss is ppo or gspo" in help_text(Top, "model.clip.size")
+
+
+def conditions(cls: type, prefix: str = "") -> Iterator[tuple[str, FieldSpec, object]]:
+    entries = {entry.name: entry for entry in fields(cls)}
+    for name, spec in fields_of(cls).items():
+        yield f"{prefix}{name}", spec, relevance_of(entries[name])
+        below = spec.hint if spec.is_section else spec.item_section
+        if below is not None:
+            yield from conditions(below, f"{prefix}{name}" + ("." if spec.is_section else "[]."))
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_every_condition_names_an_option_that_exists(cls):
+    unknown = {
+        path: read
+        for path, _, condition in conditions(cls)
+        if condition is not None
+        for read in condition.paths(path.rpartition(".")[0])
+        if find_field(cls, read) is None and not hasattr(cls, read)
+    }
+    assert not unknown
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_defaults_have_an_effect_or_are_not_listed(cls):
+    assert not options_without_effect(cls())
+
+
+FILE = """
+experiment_name: sort
+trial_name: t0
+allocation_mode: native:d1+fsdp:d1
+train_dataset: {path: rows.jsonl, batch_size: 8}
+gconfig: {n_samples: 4, max_new_tokens: 64}
+actor: {path: /models/tiny, optimizer: {lr: 1e-4}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    return lambda *overrides: load_config(["--config", str(path), *overrides], GRPOConfig)
+
+
+SWEEP = [
+    "actor.eps_clip=0.3",
+    "actor.eps_clip_higher=0.4",
+    "actor.c_clip=3",
+    "actor.importance_sampling_level=sequence",
+    "actor.sequence_level.gradient=own",
+    "actor.sapo.tau_pos=2",
+    "actor.kl_cov.coef=2",
+]
+
+
+@pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name != "custom"])
+def test_one_file_serves_a_sweep_over_all_losses(load, loss):
+    config = load(*SWEEP, f"actor.policy_loss={loss}")
+    listed = {one.path for one in options_without_effect(config)}
+    reads_clip = loss in ("ppo", "gspo", "cispo", "gmpo", "clip_cov", "dppo")
+    assert {"actor.eps_clip", "actor.eps_clip_higher"} & listed == (
+        set() if reads_clip else {"actor.eps_clip", "actor.eps_clip_higher"}
+    )
+
+
+def test_strict_config_refuses_what_has_no_effect(load):
+    load("strict_config=true", "actor.eps_clip=0.3")
+    with pytest.raises(ConfigError, match=r"actor\.eps_clip: 0\.3 .*actor\.policy_loss is ppo"):
+        load("strict_config=true", "actor.policy_loss=sapo", "actor.eps_clip=0.3")
