@@ -34,11 +34,33 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Remove the option, or set strict_config to false.",
     ),
     # data
+    "data.too_long": ErrorCode(
+        "A dataset row, or a sequence of a train batch, has more tokens than its limit.",
+        "Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.",
+    ),
+    "data.uneven_units": ErrorCode(
+        "mb_spec.granularity does not divide the number of sequences of a rank.",
+        "Choose a granularity that divides the number of sequences of every rank.",
+    ),
     # fleet
     # launch
+    "launch.server_unprotected": ErrorCode(
+        "An SGLang or vLLM server would listen beyond loopback, where the run's token does not protect all its routes.",
+        "Use native servers, or start the servers yourself and name them in rollout.server_addrs.",
+    ),
+    "launch.token_mismatch": ErrorCode(
+        "Two processes of a run have different tokens.", "Give AREAL_SERVER_TOKEN the same value everywhere."
+    ),
+    "launch.token_missing": ErrorCode(
+        "A server or store can be reached from other machines, and no token protects it.",
+        "Set the environment variable AREAL_SERVER_TOKEN to a secret.",
+    ),
     # ledger
     # model
     # process
+    "process.cannot_listen": ErrorCode(
+        "A process cannot listen on the address or port that it needs.", "Choose a free port and a local address."
+    ),
     # request
     # reward
     # rollout

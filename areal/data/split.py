@@ -1,11 +1,10 @@
-"""Owns the cutting of packed batches: which sequences go together, and taking some of a batch.
+"""Partition of a packed batch: which sequences form a micro-batch under a token limit, and selection of sequences.
 
-Only lengths decide, so every cut is the same on a replay.
+Only lengths decide, so a replay makes the same partition.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
@@ -13,36 +12,29 @@ from torch import Tensor
 
 from areal.api.batch import TrainBatch
 from areal.api.errors import InputError
-
-
-def balanced_parts(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of `lengths` in exactly `num_parts` lists of about equal sums; ascending inside each, some may be empty.
-
-    Longest first, each to the part that holds least: the fullest part is at most 4/3 of the best possible.
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap = [(0, 0, part) for part in range(num_parts)]  # (tokens, sequences, part)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        tokens, sequences, part = heap[0]
-        parts[part].append(index)
-        heapq.heapreplace(heap, (tokens + lengths[index], sequences + 1, part))
-    return [sorted(part) for part in parts]
+from areal.data.balance import balanced_parts
 
 
 def split_by_tokens(
     lengths: Sequence[int], max_tokens: int | None, min_parts: int = 1, divisor: int = 1, granularity: int = 1
 ) -> list[list[int]]:
-    """Indices of `lengths` in few lists of at most `max_tokens` tokens each; ascending inside each, some may be empty.
+    """Partition the indices of `lengths` into lists of at most `max_tokens` tokens each (None: no limit).
 
-    First-fit decreasing decides how many; they are then levelled out as far as the limit allows. The number of lists
-    is at least `min_parts` and a multiple of `divisor`. Every `granularity` neighbours stay together. InputError when
-    such a unit alone is above the limit, or when `granularity` does not divide the number of sequences.
+    The number of lists is at least `min_parts` and a multiple of `divisor`; it starts from the count that first-fit
+    decreasing needs. The lists are then balanced as far as the limit allows; some may be empty. Each run of
+    `granularity` neighbours stays together. Raises InputError when one such unit exceeds the limit, or when
+    `granularity` does not divide the number of sequences.
     """
     if len(lengths) % granularity:
-        raise InputError(f"{len(lengths)} sequences cannot be cut into units of granularity={granularity}")
+        raise InputError(
+            f"{len(lengths)} sequences cannot be divided into units of granularity={granularity}",
+            code="data.uneven_units",
+        )
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
     if max_tokens is not None and units and max(units) > max_tokens:
-        raise InputError(f"a unit of {max(units)} tokens is longer than max_tokens={max_tokens}: raise the limit")
+        raise InputError(
+            f"a unit of {max(units)} tokens exceeds max_tokens={max_tokens}: raise the limit", code="data.too_long"
+        )
     bins = [list(range(len(units)))] if max_tokens is None else _first_fit_decreasing(units, max_tokens)
     num_parts = -(-max(len(bins), min_parts) // divisor) * divisor
     level = balanced_parts(units, num_parts)
@@ -66,7 +58,7 @@ def _first_fit_decreasing(units: Sequence[int], max_tokens: int) -> list[list[in
 
 
 def _split_further(bins: list[list[int]], units: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Halve the fullest bins until there are `num_parts`; bins of one unit stay, empty ones make up the number."""
+    """Halve the fullest bins until there are `num_parts`. A bin of one unit is kept; empty bins complete the number."""
     parts = [list(members) for members in bins]
     while len(parts) < num_parts:
         fullest = max(parts, key=lambda part: (len(part) > 1, sum(units[i] for i in part)), default=[])
@@ -79,7 +71,7 @@ def _split_further(bins: list[list[int]], units: Sequence[int], num_parts: int) 
 
 
 def token_positions(cu_seqlens: Tensor, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where the tokens of the sequences `indices` lie in a packed batch, in that order, and their new boundaries.
+    """Positions of the tokens of the sequences `indices` in a packed batch, in that order, and their new boundaries.
 
     cu_seqlens [S + 1] int32 -> positions [T'] int64, new cu_seqlens [len(indices) + 1] int32.
     """
@@ -93,7 +85,7 @@ def token_positions(cu_seqlens: Tensor, indices: Sequence[int]) -> tuple[Tensor,
 
 
 def take(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """The sequences `indices` of a batch, in that order. `indices` may be empty."""
+    """Select the sequences `indices` of a batch, in that order. `indices` may be empty."""
     positions, cu_seqlens = token_positions(batch.cu_seqlens, indices)
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=batch.cu_seqlens.device)
     new_index = torch.arange(len(indices), device=chosen.device)

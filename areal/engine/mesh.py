@@ -15,17 +15,18 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
-from areal.system.network import bind_socket
+from areal.system.network import LOOPBACK, TOKEN_VARIABLE, bind_socket, required_token, run_token, store_prefix
 from areal.system.process import ProcessContext
 
 STORE_NAME = "trainer/store"
-_HOST = "127.0.0.1"
+_PRESENT = "present"
+"""Key that rank 0 sets: a rank that does not find it has another token."""
 _POLL_S = 0.05
 
 
@@ -54,7 +55,7 @@ class TrainerMesh:
             raise LaunchError("several trainer ranks need a name registry to find each other")
         store = _open_store(context, registry, timeout_s)
         mesh = cls(context.index, context.world_size, device, store)
-        mesh._join(store, timeout_s)
+        mesh._join(store, timeout_s, context.host.advertise)
         return mesh
 
     def device_mesh(self) -> DeviceMesh:
@@ -86,8 +87,9 @@ class TrainerMesh:
         self._owns_group = False
         self._store = None
 
-    def _join(self, store: Store, timeout_s: float) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())  # gloo would listen on all of them
+    def _join(self, store: Store, timeout_s: float, address: str = LOOPBACK) -> None:
+        if interface := _interface_of(address):  # gloo would take that of the machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=store,
@@ -99,36 +101,51 @@ class TrainerMesh:
         self._owns_group = True
 
 
-def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: float) -> TCPStore:
-    """Rank 0 serves and registers; the others look it up. The run id tells this attempt's store from an older one."""
+def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: float) -> PrefixStore:
+    """Rank 0 serves and registers; the others look it up. `run_id` identifies the attempt.
+
+    All keys carry a prefix made from the run's token, so a process without the token can neither read nor write them.
+    """
     timeout = timedelta(seconds=timeout_s)
+    host = context.host
     if context.index == 0:
-        listening = bind_socket(_HOST)
+        prefix = store_prefix(required_token(host, "the store of the trainer ranks"), STORE_NAME)
+        listening = bind_socket(host.bind)
         listening.listen()
         port = listening.getsockname()[1]
         store = TCPStore(
-            _HOST,
+            host.advertise,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listening.detach(),
         )
-        value = json.dumps({"host": _HOST, "port": port, "run_id": context.run_id})
+        named = PrefixStore(prefix, store)
+        named.set(_PRESENT, "")
+        value = json.dumps({"host": host.advertise, "port": port, "run_id": context.run_id})
         registry.add(STORE_NAME, value, replace=True)
-        return store
+        return named
     deadline = time.monotonic() + timeout_s
     while True:
         found = json.loads(registry.wait(STORE_NAME, max(deadline - time.monotonic(), 0.0)))
         if found["run_id"] == context.run_id:
-            return TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
+            store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
+            named = PrefixStore(store_prefix(run_token(), STORE_NAME), store)
+            if not named.check([_PRESENT]):
+                raise LaunchError(
+                    f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same",
+                    code="launch.token_mismatch",
+                )
+            return named
         if time.monotonic() >= deadline:
             raise ServerUnavailable(f"waited {timeout_s:g} s for trainer-0 of attempt {context.run_id} to register")
         time.sleep(_POLL_S)
 
 
-def _loopback_interface() -> str:
+def _interface_of(address: str) -> str | None:
+    """Name of the network interface with this address; None when no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == _HOST for address in addresses):
+        if any(entry.address == address for entry in addresses):
             return name
-    return "lo"
+    return None

@@ -13,10 +13,8 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.continuation import versions_of
 from areal.fleet.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
+from areal.system.network import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
-"""Environment variable with the secret that servers off loopback demand (areal.inference.server has it too, but
-importing that would import torch)."""
 _NO_ADAPTERS = "native servers have no LoRA adapters: use sglang or vllm"
 _NO_RELEASE = "native servers cannot give up their memory: use sglang or vllm"
 _ALL_TOKENS = 100_000_000

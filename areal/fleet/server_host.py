@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,7 @@ from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import bind_socket, http_address
+from areal.system.network import Host, bind_socket, http_address
 from areal.system.process import (
     ERROR_PREFIX,
     TRANSIENT_EXIT,
@@ -78,6 +78,8 @@ class HostOptions:
     stop_grace_s: float
     update_limit_s: float
     """An honest weight update takes no longer."""
+    host: Host = field(default_factory=Host)
+    """Where the server listens, and how the run reaches it."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:
@@ -114,6 +116,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         registry=registry,
         stop_grace_s=launcher.stop_grace_s * _GRACE_SHARE,
         update_limit_s=rollout.weight_update_timeout_s,
+        host=context.host if context else Host(),
     )
 
 
@@ -198,8 +201,8 @@ class ServerHost:
         self._options = options
         # Held as long as we live, bound and not listening: nobody is given these ports as free ones, and the server,
         # which binds with SO_REUSEADDR as we do, can listen on them.
-        self._ports = {name: bind_socket() for name in port_names(options.command)}
-        self._address = http_address(self._ports["{port}"])
+        self._ports = {name: bind_socket(options.host.bind) for name in port_names(options.command)}
+        self._address = http_address(self._ports["{port}"], options.host.advertise)
         self._replica = make_replica(options.process_name, self._address)
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0

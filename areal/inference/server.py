@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -32,11 +31,10 @@ from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import bind_socket, http_address, is_loopback
+from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, required_token
 from areal.system.open_files import raise_open_file_limit
 from areal.system.process import ProcessContext, run_main
 
-TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 _LOG = get_logger(__name__)
 
 
@@ -45,7 +43,7 @@ class ServerOptions:
     """Everything a server process is told."""
 
     native: NativeServerConfig
-    host: str
+    host: Host
     port: int
     device: str
     num_threads: int
@@ -66,7 +64,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     )
     parser.add_argument("--config", help="the run's config.yaml; its section `native` gives the defaults below")
     parser.add_argument("--model-path", help="folder or hub name of the model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
@@ -96,16 +94,16 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         raise ConfigError(f"--{name.replace('_', '-')}: {sentence}")
     if not native.model_path:
         raise ConfigError("no model is named: give --model-path")
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not is_loopback(args.host) and not token:
-        raise ConfigError(f"--host {args.host} can be reached from other machines: set {TOKEN_VARIABLE} to a secret")
+    host = context.host if context else Host()
+    if args.host:
+        host = Host(bind=args.host, advertise=args.host, node=host.node)
     return ServerOptions(
         native=native,
-        host=args.host,
+        host=host,
         port=args.port,
         device=context.device if context and not args.device else pick_device(native.device),
         num_threads=args.num_threads or (context.num_threads if context else torch.get_num_threads()),
-        token=token,
+        token=required_token(host, "the inference server"),
         process_name=context.name if context else "server",
         index=context.index if context else 0,
         registry=registry,
@@ -140,13 +138,13 @@ async def serve(
         from_scratch=options.from_scratch,
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
-    bound = bind_socket(options.host, options.port)
+    bound = bind_socket(options.host.bind, options.port)
     # A gone client must cancel its handler: that is how its place in the batch gets free.
     runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.SockSite(runner, bound, backlog=4096).start()
     engine.start()
-    on_ready(http_address(bound))
+    on_ready(http_address(bound, options.host.advertise))
     async with beating_loop(launched_heartbeat(), lambda: _doing(engine)):
         await stopped.wait()
     if failures:

@@ -19,10 +19,9 @@ from areal.api.config import BaseExperimentConfig, PPOConfig, check_config
 from areal.api.config.rollout import address_problems, server_url
 from areal.api.errors import ConfigError, LaunchError
 from areal.system.discovery import NameRegistry
-from areal.system.network import is_loopback
+from areal.system.network import TOKEN_VARIABLE, is_loopback, run_token
 
 ADDRESSES_VARIABLE = "AREAL_LLM_SERVER_ADDRS"
-TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 _ANSWER_LIMIT_S = 5.0
 _POLL_S = 0.5
 _TOLD_AFTER_S = 2.0
@@ -36,7 +35,7 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
     if given:
         config = _with_given(config, given)
     far = [url for url in map(server_url, config.rollout.server_addrs) if not is_loopback(urlsplit(url).hostname or "")]
-    if far and not environ.get(TOKEN_VARIABLE):
+    if far and not run_token(environ):
         raise ConfigError(
             f"rollout.server_addrs: {far[0]} is on another machine, where others can reach it too: set "
             f"{TOKEN_VARIABLE} to the secret that it asks for"

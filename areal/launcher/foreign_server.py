@@ -14,7 +14,9 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.config.servers import FOREIGN_SERVERS, SGLANG, ForeignServer, given_flags
 from areal.api.config.vllm_limits import logprobs_mode
+from areal.api.errors import ConfigError
 from areal.launcher.memory import ModelShape, context_length
+from areal.system.network import Host, is_loopback
 
 SERVER_SIDE = Path(__file__).parents[1] / "server_side"
 """What runs inside the servers' environments."""
@@ -54,8 +56,18 @@ def server_python(config: PPOConfig) -> str:
     return on_path or str(Path(config.server_python).expanduser().absolute())
 
 
-def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
-    """The command of every server of a run whose servers are foreign."""
+def server_command(config: PPOConfig, *, on_gpu: bool, host: Host | None = None) -> ServerCommand:
+    """The command of every server of a run whose servers are foreign, on `host` (None = loopback).
+
+    ConfigError when the host is not loopback: a token does not protect all routes of these servers.
+    """
+    host = host or Host()
+    if not is_loopback(host.bind):
+        raise ConfigError(
+            f"allocation_mode: {config.server_backend} servers cannot listen on {host.bind}, because the run's token "
+            "does not protect them there: use native servers, or start the servers yourself (rollout.server_addrs)",
+            code="launch.server_unprotected",
+        )
     server = FOREIGN_SERVERS[config.server_backend]
     given = given_flags(config.server_backend, config.server_flags)
     servers = config.allocation.inference
@@ -71,12 +83,12 @@ def server_command(config: PPOConfig, *, on_gpu: bool) -> ServerCommand:
         ours["load_format"] = "dummy"  # it serves once the trainer's random weights have arrived
     if not on_gpu:
         defaults |= _cpu_flags(server, config, given)
-    ours |= {"host": "127.0.0.1", "port": "{port}", server.seed: f"{{index+{given.get(server.seed, config.seed)}}}"}
+    ours |= {"host": host.bind, "port": "{port}", server.seed: f"{{index+{given.get(server.seed, config.seed)}}}"}
     flags = defaults | {name: value for name, value in given.items() if name not in (server.model, "model")} | ours
     words = [word for name, value in flags.items() for word in flag_words(server, name, value)]
     return ServerCommand(
         argv=(server_python(config), *program, model, *words),
-        env=_environment(server, flags, servers.instance_size, on_gpu),
+        env=_environment(server, flags, host, on_gpu),
         flags=flags,
         model_words=(model,),
     )
@@ -137,7 +149,7 @@ def _cpu_flags(server: ForeignServer, config: PPOConfig, given: Mapping[str, Any
     return {"enforce_eager": True, "max_num_seqs": _CPU_REQUESTS, "kv_cache_memory_bytes": size}
 
 
-def _environment(server: ForeignServer, flags: Mapping[str, Any], size: int, on_gpu: bool) -> dict[str, str]:
+def _environment(server: ForeignServer, flags: Mapping[str, Any], host: Host, on_gpu: bool) -> dict[str, str]:
     """Variables of the server, below those that the user sets. All servers of a run are on this machine."""
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     if server is SGLANG:
@@ -149,7 +161,7 @@ def _environment(server: ForeignServer, flags: Mapping[str, Any], size: int, on_
         "PYTHONPATH": str(SERVER_SIDE),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": host.advertise,
     }
     if flags.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

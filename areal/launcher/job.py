@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.foreign_server import ServerCommand, core_bindings, prepended, server_command, server_model
 from areal.launcher.memory import foreign_served_bytes, served_bytes, trained_bytes
 from areal.system.device import core_ids
+from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -29,6 +30,8 @@ class Machine:
     cores: int
     gpus: tuple[str, ...] = ()
     """Ids as CUDA_VISIBLE_DEVICES takes them."""
+    host: Host = field(default_factory=Host)
+    """Where its processes listen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class PlannedProcess:
     name: str
     role: Literal["controller", "trainer", "server"]
     index: int
+    host: Host
     argv: tuple[str, ...]
     env: dict[str, str]
     """Set on top of the launcher's own environment."""
@@ -125,6 +129,7 @@ def make_plan(
                 num_threads=threads[role],
                 recover=recover,
                 device="cuda:0" if own_gpus else "cpu",
+                host=machine.host,
             )
             processes.append(_planned(context, config, paths, script=script, gpus=own_gpus, machine=machine))
     used = {gpu for own in gpus.values() for gpu in own}
@@ -132,7 +137,7 @@ def make_plan(
         run_dir=str(paths.root),
         recover=recover,
         allocation=str(mode),
-        ports="chosen at start, on loopback",
+        ports=f"chosen at start, on {machine.host.bind}",
         processes=tuple(processes),
         spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in used),
         attached=attached,
@@ -222,7 +227,7 @@ def _planned(
     backend = config.server_backend if isinstance(config, PPOConfig) else ""
     foreign = None
     if isinstance(config, PPOConfig) and context.role == "server" and backend in FOREIGN_SERVERS:
-        foreign = server_command(config, on_gpu=bool(gpus))
+        foreign = server_command(config, on_gpu=bool(gpus), host=context.host)
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
@@ -237,6 +242,7 @@ def _planned(
         name=context.name,
         role=context.role,
         index=context.index,
+        host=context.host,
         argv=_command(context.role, paths, script) if foreign is None else _host_command(backend, paths, foreign),
         env=env | own | ({} if foreign is None else _search_paths(foreign, os.environ | own)) | context.to_env(),
         log_path=str(paths.log_of(context.name)),

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import settle_leftovers, write_atomic
+from areal.system.network import Host
 from areal.system.process import AREAL_PROCESS, run_main
 from areal.system.run_paths import RunPaths
 
@@ -88,7 +90,7 @@ def read_command_line(argv: Sequence[str]) -> Launch:
 
 
 def this_machine() -> Machine:
-    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()))
+    return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()), host=Host(node=socket.gethostname()))
 
 
 def plan_text(plan: LaunchPlan) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from areal.system.discovery import NameRegistry
+from areal.system.network import run_token
 
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
@@ -42,7 +43,10 @@ class StatusSource:
             return None
         try:
             address = json.loads(found)["address"]
-            with self._opener.open(f"{address}/status", timeout=_TIMEOUT_S) as answer:
+            token = run_token()
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            request = urllib.request.Request(f"{address}/status", headers=headers)
+            with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
                 status = json.loads(answer.read())
             return status if isinstance(status, dict) else None
         except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):

@@ -5,12 +5,12 @@ A batch is a function of its ledger record and the payloads of its episodes, so 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
 from areal.api.data import BatchShare
+from areal.data.balance import balanced_parts
 from areal.ledger.payload import join_columns, payload_sizes
 from areal.ledger.state import AcceptedEpisode
 
@@ -18,25 +18,11 @@ MAX_AGE_BIN = 8
 """Ages from here on share one bin of the histogram."""
 
 
-def split_balanced(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices per part: largest first, each to the part with the least so far; no part stays empty if avoidable.
-
-    Ties go to the lower index, so the answer depends on the sizes alone. Indices within a part are ascending.
-    """
-    loads = [(0, part) for part in range(num_parts)]
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        load, part = loads[0]
-        parts[part].append(index)
-        heapq.heapreplace(loads, (load + sizes[index], part))
-    return [sorted(part) for part in parts]
-
-
 def build_shares(
     payloads: Sequence[bytes], *, step: int, version: int, mask_before: int, dp_size: int
 ) -> list[BatchShare]:
     """One share per rank, groups kept whole, balanced by tokens. Without statistics."""
-    parts = split_balanced([payload_sizes(payload)[1] for payload in payloads], dp_size)
+    parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
     return [
         _build_share([payloads[index] for index in part], part, step=step, version=version, mask_before=mask_before)
         for part in parts

@@ -23,6 +23,7 @@ from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
 from areal.rollout.share_codec import decode_share, encode_update
 from areal.system.discovery import NameRegistry
+from areal.system.network import run_token
 
 ANSWER_S = 60.0
 """A live controller answers any call within this time, if only with "not yet"; well above the app's long poll."""
@@ -61,7 +62,7 @@ class RolloutClient:
         def look_up() -> str:
             return orjson.loads(registry.wait(CONTROLLER, config.setup_timeout))["address"]
 
-        return cls(look_up, reconnect_s=config.setup_timeout)
+        return cls(look_up, token=run_token(), reconnect_s=config.setup_timeout)
 
     def attach(
         self, *, rank: int, world_size: int, dp_size: int, step: int, version: int, dp_rank: int | None = None

@@ -19,22 +19,20 @@ from areal.rollout.controller import Controller
 from areal.rollout.controller_routes import make_app
 from areal.system.discovery import NameRegistry
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import http_address
+from areal.system.network import Host, bind_socket, http_address, required_token
 
 _log = get_logger(__name__)
 
 
 def run_serving(
     make_controller: Callable[[], Controller],
-    bound: socket.socket,
+    host: Host,
     registry: NameRegistry,
-    *,
-    token: str | None = None,
 ) -> None:
     """Run a controller on a loop of its own. Raises what ended the run; returns when the trainers finished."""
     collect_rarely()
     with asyncio.Runner(loop_factory=_new_loop()) as runner:
-        runner.run(_serve_made(make_controller, bound, registry, token))
+        runner.run(serve_made(make_controller, host, registry))
 
 
 def collect_rarely() -> None:
@@ -54,16 +52,21 @@ def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve_made(
-    make_controller: Callable[[], Controller], bound: socket.socket, registry: NameRegistry, token: str | None
-) -> None:
+async def serve_made(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
+    """Make a controller in the running loop and serve it on `host`, protected by the run's token."""
+    token = required_token(host, "the rollout controller")
     controller = make_controller()
     async with beating_loop(launched_heartbeat(), controller.waiting_for):
-        await serve(controller, bound, registry, token=token)
+        await serve(controller, bind_socket(host.bind), registry, advertise=host.advertise, token=token)
 
 
 async def serve(
-    controller: Controller, bound: socket.socket, registry: NameRegistry, *, token: str | None = None
+    controller: Controller,
+    bound: socket.socket,
+    registry: NameRegistry,
+    *,
+    advertise: str | None = None,
+    token: str | None = None,
 ) -> None:
     """Listen on `bound`, register as `controller` and, once the fleet is healthy, as `ready/controller`.
 
@@ -83,7 +86,7 @@ async def serve(
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()
-        value = {"address": http_address(bound), "pid": os.getpid()}
+        value = {"address": http_address(bound, advertise), "pid": os.getpid()}
         registry.add(CONTROLLER, orjson.dumps(value).decode(), replace=True)
         starting = asyncio.ensure_future(controller.start())
         ended = asyncio.ensure_future(controller.ended())

@@ -1,29 +1,80 @@
-"""Owns listening sockets: bound once and handed on, never a port number that somebody else may take meanwhile."""
+"""Network addresses of a run's processes, their listening sockets, and the token that protects them.
+
+This is the only module of areal that contains a loopback address: every other one takes its addresses from a `Host`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
+import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from areal.api.errors import LaunchError
+from areal.api.errors import ConfigError, LaunchError
+
+LOOPBACK = "127.0.0.1"
+TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
+"""Environment variable that holds the run's token. A token is never in a plan, a command line or a log."""
 
 
-def bind_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Where one process of a run listens, and how the other processes reach it. The default is loopback."""
+
+    bind: str = LOOPBACK
+    """Address that its servers and stores listen on."""
+    advertise: str = LOOPBACK
+    """Address under which other processes connect to them."""
+    node: str = ""
+    """Name of the machine."""
+
+
+def run_token(environ: Mapping[str, str] | None = None) -> str:
+    """The run's token; empty when none is set. Clients send it with every request, servers compare it."""
+    return (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "")
+
+
+def required_token(host: Host, what: str) -> str:
+    """The token that `what`, a server or store on `host`, must require. ConfigError when it needs one and none is set.
+
+    On loopback the token may be empty: then none is required.
+    """
+    token = run_token()
+    if not token and not is_loopback(host.bind):
+        raise ConfigError(
+            f"{what} listens on {host.bind}, which other machines can reach: set {TOKEN_VARIABLE} to a secret",
+            code="launch.token_missing",
+        )
+    return token
+
+
+def store_prefix(token: str, name: str) -> str:
+    """Prefix for all keys of a store. It cannot be guessed without the token, which itself is not sent."""
+    return hmac.new(token.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+
+def bind_socket(address: str = LOOPBACK, port: int = 0) -> socket.socket:
     """A bound TCP socket, not yet listening; port 0 lets the system choose a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
+        bound.bind((address, port))
     except OSError as error:
         bound.close()
-        raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise LaunchError(
+            f"cannot listen on {address}:{port}: {error.strerror or error}", code="process.cannot_listen"
+        ) from error
     return bound
 
 
-def http_address(bound: socket.socket) -> str:
-    """URL of a server on `bound`, for example http://127.0.0.1:4711."""
+def http_address(bound: socket.socket, advertise: str | None = None) -> str:
+    """URL of a server on `bound`, for example http://10.0.0.1:4711; `advertise` None = the address it is bound to."""
     host, port = bound.getsockname()[:2]
+    host = advertise or host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn, Self
 
 import psutil
 
 from areal.api.errors import ArealError, LaunchError, ServerUnavailable, WeightSyncError
+from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import register_stack_dumps
 
@@ -55,6 +56,8 @@ class ProcessContext:
     """Go on from the recovery checkpoint."""
     device: str
     """cpu or cuda:K, K counted among the GPUs this process sees."""
+    host: Host = field(default_factory=Host)
+    """Where this process listens, and how others reach it."""
 
     @property
     def name(self) -> str:
@@ -67,8 +70,9 @@ class ProcessContext:
         if text is None:
             return None
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            fields = json.loads(text)
+            return cls(**fields | {"host": Host(**fields.get("host", {}))})
+        except (ValueError, TypeError, AttributeError) as error:
             raise LaunchError(f"{AREAL_PROCESS} does not hold a process context ({error}): unset it") from error
 
     def to_env(self) -> dict[str, str]:

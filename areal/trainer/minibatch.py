@@ -13,7 +13,8 @@ from torch import Tensor
 from areal.api.batch import LossFn, TrainBatch
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
-from areal.data.split import balanced_parts, take
+from areal.data.balance import balanced_parts
+from areal.data.split import take
 
 PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
 """Metrics that are told epoch by epoch too, when there are several."""

@@ -169,7 +169,7 @@ def _connect(
     point = recover.load(source) if source else None
     start_step = point.step if point else 0
 
-    weights = build_weight_publisher(config, roles.trained["actor"], client, paths, is_rank0=is_rank0)
+    weights = build_weight_publisher(config, roles.trained["actor"], client, paths, context.host, is_rank0=is_rank0)
     stack.callback(weights.close)
     evaluator = Evaluator(config.evaluator, client, weights)
     after_step = AfterStep(

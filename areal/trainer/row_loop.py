@@ -19,8 +19,8 @@ from areal.api.batch import LossFn, TrainBatch
 from areal.api.config import RowsExperimentConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics, metric_values
+from areal.data.balance import balanced_parts
 from areal.data.prompt_stream import PromptStream
-from areal.data.split import balanced_parts
 from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock, phase
 from areal.observe.trace import open_tracer

@@ -18,7 +18,6 @@ from areal.ledger.ledger import Ledger
 from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
 from areal.system.discovery import registry_of
-from areal.system.network import bind_socket
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.workflow.accept import resolve_accept_fn
@@ -60,7 +59,7 @@ def serve_rollouts(
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
         )
 
-    run_serving(make_controller, bind_socket(), registry)
+    run_serving(make_controller, context.host, registry)
 
 
 def evaluation_workflows(config: PPOConfig, workflow: RolloutWorkflow) -> dict[str, RolloutWorkflow]:

@@ -15,6 +15,7 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.device import pick_device
+from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 from areal.trainer.checksum import WeightsChecksum
 from areal.weights.collective import CollectiveChannel
@@ -95,7 +96,13 @@ class WeightPublisher:
 
 
 def build_weight_publisher(
-    config: PPOConfig, engine: WeightSource, client: RolloutClient, paths: RunPaths, *, is_rank0: bool
+    config: PPOConfig,
+    engine: WeightSource,
+    client: RolloutClient,
+    paths: RunPaths,
+    host: Host | None = None,
+    *,
+    is_rank0: bool,
 ) -> WeightPublisher:
     """actor.weight_update_mode: disk or xccl (NCCL on CUDA, gloo on CPU)."""
     weights = ChecksummedWeights(engine, is_rank0=is_rank0)
@@ -112,6 +119,7 @@ def build_weight_publisher(
             bucket_bytes=bucket_bytes,
             backend=backend,
             is_rank0=is_rank0,
+            host=host,
             ranks_per_replica=servers.instance_size if servers else 1,
         )
     return WeightPublisher(channel, weights)

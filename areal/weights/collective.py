@@ -23,6 +23,7 @@ from areal.api.engine import WeightSource
 from areal.api.errors import ArealError, WeightSyncError
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
+from areal.system.network import Host, required_token
 from areal.weights.control import PublishControl, agree
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
 
@@ -51,12 +52,12 @@ class CollectiveChannel:
         bucket_bytes: int,
         backend: str,
         is_rank0: bool,
-        host: str = "127.0.0.1",
+        host: Host | None = None,
         ranks_per_replica: int = 1,
         timeout_s: float = 300.0,
     ) -> None:
-        """`host`: address of this process as the servers see it. `ranks_per_replica`: devices of one server.
-        `timeout_s`: the longest wait for one bucket, and for some replica to be there at all."""
+        """`host`: where this process listens and how the servers reach it; None = loopback. `ranks_per_replica`:
+        devices of one server. `timeout_s`: the longest wait for one bucket, and for some replica to be there at all."""
         self._engine = engine
         self._is_rank0 = is_rank0
         self._plan: list[list[WeightSpec]] | None = None
@@ -64,7 +65,7 @@ class CollectiveChannel:
         self._sender: _Sender | None = None
         if is_rank0:
             self._sender = _Sender(
-                control, backend=backend, host=host, ranks_per_replica=ranks_per_replica, timeout_s=timeout_s
+                control, backend=backend, host=host or Host(), ranks_per_replica=ranks_per_replica, timeout_s=timeout_s
             )
 
     def publish(self, version: int) -> None:
@@ -101,7 +102,7 @@ class _Sender:
     """Rank 0's part: the store, the group and the broadcasts."""
 
     def __init__(
-        self, control: PublishControl, *, backend: str, host: str, ranks_per_replica: int, timeout_s: float
+        self, control: PublishControl, *, backend: str, host: Host, ranks_per_replica: int, timeout_s: float
     ) -> None:
         self._control = control
         self._backend = backend
@@ -126,15 +127,19 @@ class _Sender:
             if self._group is None or replicas != self._replicas:
                 self.close()
                 # A name never used before: no replica can mistake it for a group it is in already.
-                group_name = f"weights-{uuid.uuid4().hex[:12]}"
-                self._store = open_store(self._host, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S)
+                # It is random and sent over token-protected HTTP only: the store's keys cannot be guessed without it.
+                group_name = f"weights-{uuid.uuid4().hex}"
+                required_token(self._host, "the store of the weight update group")
+                self._store = open_store(
+                    self._host.advertise, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S, bind=self._host.bind
+                )
             else:
                 group_name = self._group.group_name
             assert self._store is not None
             update = WeightUpdate(
                 version=version,
                 kind="collective",
-                master_address=self._host,
+                master_address=self._host.advertise,
                 master_port=self._store.port,
                 backend=self._backend,
                 buckets=plan,
@@ -199,7 +204,7 @@ class _Sender:
         made: list[UpdateGroup | BaseException] = []
         assert self._store is not None
         # A connection of its own: when the sender drops the store, the meeting fails at once.
-        store = open_store(self._host, self._store.port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
+        store = open_store(self._host.advertise, self._store.port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
 
         def join() -> None:
             try:

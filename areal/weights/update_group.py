@@ -31,10 +31,10 @@ def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> dict[str, Tensor]:
     return {spec.name: view for spec, view in zip(specs, views, strict=True)}
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
+def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind: str | None = None) -> TCPStore:
     """See `areal_transfer.group.open_store`. WeightSyncError when a client finds no master."""
     with _as_ours():
-        return group.open_store(host, port, is_master=is_master, timeout_s=timeout_s)
+        return group.open_store(host, port, is_master=is_master, timeout_s=timeout_s, bind=bind)
 
 
 class UpdateGroup:

@@ -7,34 +7,13 @@ from hypothesis import strategies as st
 
 from areal.api.errors import InputError
 from areal.data.pack import rows_to_train_batch
-from areal.data.split import balanced_parts, split_by_tokens, take, token_positions
+from areal.data.split import split_by_tokens, take, token_positions
 
 lengths_lists = st.lists(st.integers(1, 50), max_size=40)
 
 
 def each_once(parts: list[list[int]], count: int) -> bool:
     return sorted(i for part in parts for i in part) == list(range(count))
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths_lists, st.integers(1, 8))
-def test_balanced_parts_are_level(lengths, num_parts):
-    parts = balanced_parts(lengths, num_parts)
-    assert len(parts) == num_parts
-    assert each_once(parts, len(lengths))
-    assert all(part == sorted(part) for part in parts)
-    sums = [sum(lengths[i] for i in part) for part in parts]
-    # longest first: no part is above the emptiest by more than its own last, smallest sequence
-    for part, total in zip(parts, sums, strict=True):
-        if part:
-            assert total - min(lengths[i] for i in part) <= min(sums)
-
-
-def test_balanced_parts_by_hand():
-    assert balanced_parts([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
-    assert balanced_parts([7, 7, 7, 7], 2) == [[0, 2], [1, 3]]
-    assert balanced_parts([9], 3) == [[0], [], []]
-    assert balanced_parts([], 2) == [[], []]
 
 
 @settings(max_examples=300, deadline=None)
@@ -78,12 +57,14 @@ def test_limits_are_enforced_where_levelling_would_break_them():
 
 
 def test_split_refuses_what_cannot_fit():
-    with pytest.raises(InputError, match="11 tokens"):
+    with pytest.raises(InputError, match="11 tokens") as error:
         split_by_tokens([3, 11], 10)
+    assert error.value.code == "data.too_long"
     with pytest.raises(InputError, match="12 tokens"):
         split_by_tokens([6, 6], 10, granularity=2)
-    with pytest.raises(InputError, match="granularity=2"):
+    with pytest.raises(InputError, match="granularity=2") as error:
         split_by_tokens([1, 1, 1], 10, granularity=2)
+    assert error.value.code == "data.uneven_units"
 
 
 def test_take_picks_whole_sequences_in_the_given_order():

@@ -15,8 +15,9 @@ from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, Tr
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.api.errors import ArealError
 from areal.api.metrics import Metric
+from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
-from areal.data.split import balanced_parts, take
+from areal.data.split import take
 from areal.engine.build import build_train_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.discovery import FileNameRegistry

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.api.errors import InputError
-from areal.data.split import balanced_parts
+from areal.data.balance import balanced_parts
 from areal.system.durable import is_complete
 
 

@@ -35,6 +35,7 @@ from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
 from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import SamplingParams, Sequence
 from areal.inference.server import ServerOptions, serve
+from areal.system.network import Host
 
 VOCABULARY = 50
 PROMPT = [3, 4, 5, 6, 7]
@@ -234,7 +235,7 @@ def options(checkpoint) -> ServerOptions:
         native=NativeServerConfig(
             model_path=str(checkpoint(0)), dtype="float32", device="cpu", context_length=240, max_running_requests=8
         ),
-        host="127.0.0.1",
+        host=Host(),
         port=0,
         device="cpu",
         num_threads=1,

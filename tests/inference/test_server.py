@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from areal.inference import engine, server
 from areal.inference.server import serve
 from areal.system import heartbeat
+from areal.system.network import Host
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -261,8 +262,10 @@ async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, se
 
 
 async def test_a_token_is_required_when_there_is_one(options, serve_with):
-    secured = replace(options, token="secret")
+    everywhere = Host(bind="0.0.0.0", advertise="127.0.0.2")
+    secured = replace(options, token="secret", host=everywhere)
     async for one in serve_with(secured):
+        assert one.address.startswith("http://127.0.0.2:")
         assert "Bearer" in (await one.generate(401))["error"]["message"]
         await one.get("/health", 401)
     async for one in serve_with(secured, {"Authorization": "Bearer secret"}):
@@ -284,7 +287,7 @@ def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path)
     monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
     for argv, message in [
         ([], "no model is named"),
-        (["--model-path", "x", "--host", "0.0.0.0"], "can be reached from other machines"),
+        (["--model-path", "x", "--host", "0.0.0.0"], server.TOKEN_VARIABLE),
         (["--model-path", "x", "--max-total-tokens", "100", "--context-length", "200"], "would never fit"),
     ]:
         with pytest.raises(server.ConfigError, match=message):

@@ -137,6 +137,7 @@ class Run:
             name=name,
             role=role,
             index=context.index,
+            host=context.host,
             argv=(sys.executable, "-S", "-c", PRELUDE + code),
             env=context.to_env(),
             log_path=str(self.folder / "logs" / f"{name}.log"),

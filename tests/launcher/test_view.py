@@ -5,6 +5,7 @@ import sys
 from areal.launcher.children import Child
 from areal.launcher.job import PlannedProcess
 from areal.launcher.view import awaited_text
+from areal.system.network import Host
 
 
 def test_one_that_died_after_a_long_life_is_awaited_since_its_restart(tmp_path):
@@ -12,6 +13,7 @@ def test_one_that_died_after_a_long_life_is_awaited_since_its_restart(tmp_path):
         name="controller",
         role="controller",
         index=0,
+        host=Host(),
         argv=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
         env={},
         log_path=str(tmp_path / "controller.log"),

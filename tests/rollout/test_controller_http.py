@@ -12,15 +12,15 @@ import pytest
 from aiohttp import ClientSession, web
 
 from areal.api.data import WeightSpec, WeightUpdate
-from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.ledger import Ledger
 from areal.rollout.client import RolloutClient, WeightsNeeded
-from areal.rollout.controller_process import serve
+from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share, decode_update, encode_update
 from areal.system.discovery import FileNameRegistry
-from areal.system.network import bind_socket, http_address
+from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
 
 
 @contextlib.asynccontextmanager
@@ -249,6 +249,28 @@ async def test_serving_registers_and_sigterm_closes_cleanly(kit, tmp_path):
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(serving, 200.0)
     assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
+
+
+async def test_a_controller_off_loopback_requires_the_token(kit, tmp_path, monkeypatch):
+    registry, everywhere = FileNameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
+    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"))
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError) as error:
+        await asyncio.to_thread(run_serving, lambda: controller, everywhere, registry)
+    assert error.value.code == "launch.token_missing"
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    serving = asyncio.create_task(serve_made(lambda: controller, everywhere, registry))
+    address = orjson.loads(await asyncio.to_thread(registry.wait, "controller", 200.0))["address"]
+    assert address.startswith("http://127.0.0.2:")
+    async with ClientSession() as session:
+        for path in ("/health", "/status"):
+            assert (await session.get(address + path)).status == 401
+            assert (await session.get(address + path, headers={"Authorization": "Bearer secret"})).status == 200
+    client = RolloutClient.from_registry(registry, kit.make_config().rollout)
+    assert (await asyncio.to_thread(client.status))["step"] == 0
+    controller.finish()
+    await asyncio.wait_for(serving, 200.0)
 
 
 async def test_serving_ends_when_the_fleet_never_gets_healthy(kit, tmp_path):

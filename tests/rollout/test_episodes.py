@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import random
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from areal.ledger.payload import (
     join_columns,
     payload_sizes,
 )
-from areal.rollout.batching import build_shares, split_balanced
+from areal.rollout.batching import build_shares
 from areal.rollout.episode import judge
 from areal.rollout.share_codec import decode_share, encode_share
 
@@ -118,20 +117,6 @@ def test_the_format_check_names_the_rule_broken(change, message):
     check_trajectory(GOOD)
     with pytest.raises(TrajectoryError, match=message):
         check_trajectory(dataclasses.replace(GOOD, **change))
-
-
-def test_split_balanced_by_hand():
-    # 7 | 5 | 4, then 3 joins the 4 and 2 the 5: all have 7, and 1 goes to the first
-    assert split_balanced([7, 5, 4, 3, 2, 1], 3) == [[0, 5], [1, 4], [2, 3]]
-    assert split_balanced([1, 1], 3) == [[0], [1], []]
-
-
-def test_split_balanced_is_within_one_item_of_even():
-    generator = random.Random(1)
-    for _ in range(200):
-        sizes = [generator.randint(1, 100) for _ in range(generator.randint(4, 40))]
-        loads = [sum(sizes[index] for index in part) for part in split_balanced(sizes, 4)]
-        assert max(loads) - min(loads) <= max(sizes)
 
 
 async def run_one_batch(kit, workflow, ledger, **options):

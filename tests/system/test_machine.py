@@ -1,40 +1,12 @@
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from areal.api.config import ClusterSpecConfig, SFTConfig
-from areal.api.errors import ConfigError, LaunchError
+from areal.api.errors import ConfigError
 from areal.system.device import cpu_count, pick_device, visible_gpus
-from areal.system.network import bind_socket, http_address, is_loopback
 from areal.system.run_paths import RunPaths
-
-
-def test_bound_socket_is_ours_alone():
-    with bind_socket() as bound:
-        port = bound.getsockname()[1]
-        assert http_address(bound) == f"http://127.0.0.1:{port}"
-        bound.listen()
-        with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{port}"):
-            bind_socket(port=port)
-        with socket.create_connection(("127.0.0.1", port), 5):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.3.4.5", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("node7", False),
-    ],
-)
-def test_is_loopback(host, expected):
-    assert is_loopback(host) is expected
 
 
 def test_devices():

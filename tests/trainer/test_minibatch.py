@@ -10,7 +10,7 @@ from hypothesis import given
 
 from areal.api.config import NormConfig, PPOActorConfig, PPOCriticConfig
 from areal.api.metrics import metric_values
-from areal.data.split import balanced_parts
+from areal.data.balance import balanced_parts
 from areal.trainer.actor import PPOActor
 from areal.trainer.critic import Critic
 from areal.trainer.minibatch import Passes, dealt_parts

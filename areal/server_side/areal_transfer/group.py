@@ -38,8 +38,10 @@ class TransferGroup:
         """The only reference to torch's group; none once left."""
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TCPStore:
+def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind: str | None = None) -> TCPStore:
     """The key-value store through which the ranks of a group find each other; port 0 lets the master choose.
+
+    `bind`: address that the master listens on; None = `host`, under which the others reach it.
 
     A client that finds no master gets a TransferError at once: it is there before anybody is told of it. One whose
     master dies while they greet gets it after _CONNECT_TIMEOUT_S.
@@ -48,7 +50,15 @@ def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> TC
         if not is_master:  # torch would go on trying for the whole time-out
             socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
             return _greet(host, port, timeout_s)
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        listening = socket.create_server((bind or host, port))  # torch by itself listens on every interface
+        return TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listening.detach(),
+        )
     except (OSError, RuntimeError) as error:
         raise TransferError(f"no store of an update group at {host}:{port} ({_first_line(error)})") from error
 
@@ -95,7 +105,7 @@ def meet(
         if not _is_loopback(store.host):  # the interface: GLOO_SOCKET_IFNAME, else that of the host's name
             return TransferGroup(group_name, dist.ProcessGroupGloo(named, rank, world_size, timeout=timeout))
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - no stub
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.host)]
         options._timeout = timeout
         return TransferGroup(group_name, dist.ProcessGroupGloo(named, rank, world_size, options))
     except RuntimeError as error:
@@ -171,8 +181,8 @@ def leave(group: TransferGroup) -> None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
         return False
 
 

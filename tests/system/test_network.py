@@ -1,0 +1,117 @@
+import re
+import socket
+
+import pytest
+
+from areal.api.errors import ConfigError, LaunchError
+from areal.system.discovery import FileNameRegistry
+from areal.system.network import (
+    TOKEN_VARIABLE,
+    Host,
+    bind_socket,
+    http_address,
+    is_loopback,
+    required_token,
+    store_prefix,
+)
+from areal.system.process import ProcessContext
+from tests.test_layering import MODULES, PACKAGE
+
+EVERYWHERE = Host(bind="0.0.0.0", advertise="127.0.0.2", node="here")
+LOOPBACK_LITERAL = re.compile(r"""127\.0\.0\.\d|localhost|["']::1["']""")
+FOREIGN_VALUES = {"api/config/legacy.py": "localhost:2379"}
+"""A default of AReaL's own configuration, which is accepted and not used as an address."""
+
+
+def test_one_module_contains_a_loopback_address():
+    found = []
+    for path in MODULES:
+        name = path.relative_to(PACKAGE).as_posix()
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if (
+                LOOPBACK_LITERAL.search(line.replace(FOREIGN_VALUES.get(name, "\0"), ""))
+                and name != "system/network.py"
+            ):
+                found.append(f"areal/{name}:{number}: {line.strip()}")
+    assert not found, "take the address from a Host:\n" + "\n".join(found)
+
+
+def test_bound_socket_is_ours_alone():
+    with bind_socket() as bound:
+        port = bound.getsockname()[1]
+        assert http_address(bound) == f"http://127.0.0.1:{port}"
+        assert http_address(bound, "10.0.0.7") == f"http://10.0.0.7:{port}"
+        assert http_address(bound, "fd00::7") == f"http://[fd00::7]:{port}"
+        bound.listen()
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}") as error:
+            bind_socket(port=port)
+        assert error.value.code == "process.cannot_listen"
+        with socket.create_connection(("127.0.0.1", port), 5):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.4.5", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("node7", False),
+    ],
+)
+def test_is_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_a_host_off_loopback_needs_a_token(monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert required_token(Host(), "it") == ""
+    with pytest.raises(ConfigError, match=f"0.0.0.0.*{TOKEN_VARIABLE}") as error:
+        required_token(EVERYWHERE, "it")
+    assert error.value.code == "launch.token_missing"
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert required_token(EVERYWHERE, "it") == required_token(Host(), "it") == "secret"
+
+
+def test_a_process_gets_its_host_from_the_environment():
+    context = rank(0)
+    assert ProcessContext.from_env(context.to_env()) == context
+    assert context.host == EVERYWHERE
+    assert "secret" not in store_prefix("secret", "name")
+
+
+def rank(index):
+    return ProcessContext(
+        role="trainer",
+        index=index,
+        world_size=2,
+        num_servers=0,
+        run_id=0,
+        run_dir="",
+        num_threads=1,
+        recover=False,
+        device="cpu",
+        host=EVERYWHERE,
+    )
+
+
+def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, monkeypatch):
+    from areal.engine import mesh
+
+    registry = FileNameRegistry(tmp_path)
+    with pytest.raises(ConfigError) as missing:
+        mesh._open_store(rank(0), registry, 20.0)
+    assert missing.value.code == "launch.token_missing"
+
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    store = mesh._open_store(rank(0), registry, 20.0)
+    assert '"127.0.0.2"' in (registry.get(mesh.STORE_NAME) or "")
+    store.set("key", "of rank 0")
+    assert mesh._open_store(rank(1), registry, 20.0).get("key") == b"of rank 0"
+    for other in ("wrong", ""):
+        monkeypatch.setenv(TOKEN_VARIABLE, other)
+        with pytest.raises(LaunchError) as mismatch:
+            mesh._open_store(rank(1), registry, 20.0)
+        assert mismatch.value.code == "launch.token_mismatch"
