@@ -62,11 +62,87 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "A process cannot listen on the address or port that it needs.", "Choose a free port and a local address."
     ),
     # request
+    "request.invalid_field": ErrorCode(
+        "A request has a missing, unknown or invalid field.",
+        "Correct the field that the message names; a retry with the same body fails again.",
+    ),
+    "request.not_json": ErrorCode(
+        "The body of a request is not a JSON object.",
+        "Send a JSON object.",
+    ),
+    "request.unauthorized": ErrorCode(
+        "A request to a server of the run has no token or a wrong one.",
+        "Send the token of the run as a bearer token.",
+    ),
     # reward
     # rollout
+    "rollout.all_failed": ErrorCode(
+        "Every one of the last episodes failed, so no train batch can be composed.",
+        "Fix the cause that the message quotes, usually in the workflow, the reward function or the data.",
+    ),
+    "rollout.all_rejected": ErrorCode(
+        "Almost every group of answers was rejected, so no train batch can be composed.",
+        "Use prompts that the policy solves sometimes, a filter that accepts more, or a higher max_rejected_per_step.",
+    ),
+    "rollout.controller_error": ErrorCode(
+        "The rollout controller failed to serve a call of a trainer.",
+        "Read the log of the controller.",
+    ),
+    "rollout.controller_unreachable": ErrorCode(
+        "A trainer could not reach the rollout controller for rollout.setup_timeout seconds.",
+        "Read the log of the controller for the reason why it ended or hangs.",
+    ),
+    "rollout.evaluation_failed": ErrorCode(
+        "No row of an evaluation could be scored.",
+        "Fix the cause that the message quotes: the workflow, the reward function or the rows of valid_dataset.",
+    ),
+    "rollout.no_such_evaluation": ErrorCode(
+        "A trainer requested an evaluation that this run does not have.",
+        "Configure valid_dataset and the evaluation mode, or do not request it.",
+    ),
+    "rollout.not_a_share": ErrorCode(
+        "The answer of the controller is not a batch share: trainer and controller run different versions of areal.",
+        "Install the same version of areal on all nodes.",
+    ),
+    "rollout.past_the_end": ErrorCode(
+        "A trainer requested a batch after the last train step of the run.",
+        "Start trainer and controller with the same configuration.",
+    ),
+    "rollout.stopped": ErrorCode(
+        "The rollout controller ended with an unexpected error.",
+        "Read the error that the message quotes and the log of the controller.",
+    ),
+    "rollout.weights_needed": ErrorCode(
+        "A restarted server lacks the current weights, and only the trainer has them.",
+        "None: the trainer publishes them again and continues.",
+    ),
     # sandbox
     # weights
     # workflow
+    "workflow.loss_mask": ErrorCode(
+        "A trajectory has a loss_mask with values other than 0 and 1, without a 1, or with a 1 at the first token.",
+        "Fix the loss_mask that the workflow returns.",
+    ),
+    "workflow.not_finite": ErrorCode(
+        "A workflow returned a reward, baseline or statistic that is not a finite number.",
+        "Fix the reward function or the statistic that the message names.",
+    ),
+    "workflow.output_versions": ErrorCode(
+        "A trajectory trains on a token without the policy version that generated it.",
+        "Copy output_versions of the response, or set loss_mask to 0 for tokens that the policy did not generate.",
+    ),
+    "workflow.rollout_logprobs": ErrorCode(
+        "A trajectory has a value in rollout_logprobs that is not a log-probability, or not 0.0 where loss_mask is 0.",
+        "Copy output_logprobs of the response and use 0.0 for all other tokens.",
+    ),
+    "workflow.trajectory_lengths": ErrorCode(
+        "A workflow returned a group without trajectories, an empty trajectory, or columns of different lengths.",
+        "Return one value per token in each column, one filter_reward per trajectory, or None to reject the episode.",
+    ),
+    "workflow.wrong_type": ErrorCode(
+        "A trajectory holds a value of the wrong type or outside the range of its column.",
+        "Fix the types of the trajectory that the workflow returns.",
+    ),
 }
 
 

@@ -220,30 +220,3 @@ class GroupCommitLog:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-class MemoryLog:
-    """An EventLog that keeps everything in memory: for tests and simulations, where nothing needs to survive."""
-
-    def __init__(self, on_append: Callable[[Event], None] | None = None) -> None:
-        self.events: list[Event] = []
-        self.payloads: list[bytes] = []
-        self._on_append = on_append
-
-    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
-        return None
-
-    def append(self, event: Event) -> None:
-        self.events.append(event)
-        if self._on_append is not None:
-            self._on_append(event)
-
-    def append_payload(self, data: bytes) -> tuple[int, int, int]:
-        self.payloads.append(data)
-        return (0, len(self.payloads) - 1, len(data))
-
-    async def durable(self) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None

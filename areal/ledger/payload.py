@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from areal.api.data import Trajectory, TrajectoryGroup
-from areal.api.errors import LedgerError
+from areal.api.errors import ArealError, LedgerError
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
@@ -38,8 +38,8 @@ FIELDS = (
 )
 
 
-class TrajectoryError(ValueError):
-    """A workflow returned trajectories that cannot be trained on; fails that episode only."""
+class TrajectoryError(ArealError, ValueError):
+    """A workflow returned trajectories that cannot be trained on. It fails this episode only."""
 
 
 class EncodedEpisode(NamedTuple):
@@ -59,13 +59,17 @@ class EncodedEpisode(NamedTuple):
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
     """Turn a group into its payload. TrajectoryError when lengths disagree or a reward is not finite."""
     if not group.trajectories:
-        raise TrajectoryError("the workflow returned a group without trajectories; return None to reject an episode")
+        raise TrajectoryError(
+            "the workflow returned a group without trajectories; return None to reject an episode",
+            code="workflow.trajectory_lengths",
+        )
     try:
         return _encode(episode_id, group.trajectories)
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
-        raise TrajectoryError(f"a trajectory holds a value of the wrong kind: {error}") from error
+        message = f"a trajectory holds a value of the wrong type or range: {error}"
+        raise TrajectoryError(message, code="workflow.wrong_type") from error
 
 
 def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
@@ -82,7 +86,7 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
         if not size or not size == len(mask) == len(given) == len(made):
             raise _uneven(trajectory)
         if not math.isfinite(reward):
-            raise TrajectoryError(f"a trajectory has the reward {reward}, which is not a finite number")
+            raise _not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
         token_ids += ids
@@ -118,7 +122,7 @@ def _baselines(trajectories: Sequence[Trajectory]) -> array[float]:
     given = [trajectory.baseline for trajectory in trajectories]
     for baseline in given:
         if baseline is not None and not math.isfinite(baseline):
-            raise TrajectoryError(f"a trajectory has the baseline {baseline}, which is not a finite number")
+            raise _not_finite("baseline", baseline)
     return array("f", [math.nan if baseline is None else baseline for baseline in given])
 
 
@@ -126,28 +130,41 @@ def _uneven(trajectory: Trajectory) -> TrajectoryError:
     return TrajectoryError(
         f"a trajectory has {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask, "
         f"{len(trajectory.rollout_logprobs)} rollout_logprobs and {len(trajectory.output_versions)} output_versions: "
-        "they must be equally long and not empty"
+        "they must be equally long and not empty",
+        code="workflow.trajectory_lengths",
     )
 
 
+def _not_finite(name: str, value: float) -> TrajectoryError:
+    return TrajectoryError(f"a trajectory has {name}={value}, which is not finite", code="workflow.not_finite")
+
+
 def check_trajectory(trajectory: Trajectory) -> None:
-    """The further rules of rollout.check_trajectory_format. TrajectoryError naming the first one broken."""
+    """The additional rules of rollout.check_trajectory_format. Raises TrajectoryError for the first broken one."""
     if any(token_id < 0 for token_id in trajectory.token_ids):
-        raise TrajectoryError("token_ids holds a negative id")
-    if not set(trajectory.loss_mask) <= {0, 1}:
-        raise TrajectoryError(f"loss_mask holds {sorted(set(trajectory.loss_mask))}: only 0 and 1 may occur")
-    if 1 not in trajectory.loss_mask:
-        raise TrajectoryError("loss_mask marks no token to learn from")
-    if trajectory.loss_mask[0]:
-        raise TrajectoryError("loss_mask marks the first token, which nothing predicts")
+        raise TrajectoryError("token_ids holds a negative id", code="workflow.wrong_type")
+    mask_values = set(trajectory.loss_mask)
+    problem = ""
+    if not mask_values <= {0, 1}:
+        problem = f"holds {sorted(mask_values)}; only 0 and 1 are allowed"
+    elif 1 not in mask_values:
+        problem = "marks no token to train on"
+    elif trajectory.loss_mask[0]:
+        problem = "marks the first token, which has no prediction"
+    if problem:
+        raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
     columns = zip(trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True)
     for position, (mask, logprob, version) in enumerate(columns):
         if not math.isfinite(logprob) or logprob > 1e-3:
-            raise TrajectoryError(f"rollout_logprobs[{position}] is {logprob}: no log-probability")
+            problem = "which is not a log-probability"
+        elif not mask and logprob != 0.0:
+            problem = "but must be 0.0 where loss_mask is 0"
+        if problem:
+            message = f"rollout_logprobs[{position}] is {logprob}, {problem}"
+            raise TrajectoryError(message, code="workflow.rollout_logprobs")
         if mask and version < 0:
-            raise TrajectoryError(f"token {position} is trained on, but output_versions[{position}] is {version}")
-        if not mask and logprob != 0.0:
-            raise TrajectoryError(f"rollout_logprobs[{position}] is {logprob} where loss_mask is 0: it must be 0.0")
+            message = f"output_versions[{position}] is {version}, but loss_mask marks this token"
+            raise TrajectoryError(message, code="workflow.output_versions")
 
 
 def check_payload(episode_id: int, payload: bytes) -> None:

@@ -87,7 +87,7 @@ class LedgerState:
     """Policy version of the trainer: the newest one published, or the one it attached with since."""
     highest_version: int = 0
     """The newest version ever published. Above `version` while a trainer that went back catches up."""
-    last_publication: Event | None = None
+    last_published: Event | None = None
     trained_steps: int | None = None
     """Train steps the trainer has done, as it said when it attached and after each step; None = no trainer yet."""
     skipped_steps: int = 0
@@ -216,7 +216,7 @@ class LedgerState:
     def _published(self, event: Event) -> None:
         self.version = event["version"]
         self.highest_version = max(self.highest_version, self.version)
-        self.last_publication = event
+        self.last_published = event
 
     def _admitted(self, event: Event) -> None:
         episode_id: int = event["id"]

@@ -1,1 +1,1 @@
-"""Owns episodes: gate, ledger, executor, controller, and the trainer's client. No torch."""
+"""The rollout controller: admission, episodes, batches, evaluation; and the client of the trainers. No torch."""

@@ -1,6 +1,6 @@
-"""Owns how a train batch is cut into shares, one per data-parallel rank, and what its statistics are. Pure.
+"""Splits a train batch into shares, one per data-parallel rank, and computes its statistics. Pure.
 
-A batch is a function of its ledger record and the payloads of its episodes, so it can be made again byte for byte.
+A batch depends only on its ledger record and the payloads of its episodes, so it can be rebuilt byte for byte.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from areal.data.balance import balanced_parts
 from areal.ledger.payload import join_columns, payload_sizes
 from areal.ledger.state import AcceptedEpisode
 
-MAX_AGE_BIN = 8
-"""Ages from here on share one bin of the histogram."""
+MAX_STALENESS_BIN = 8
+"""Staleness from this value on shares one bin of the histogram."""
 
 
 def build_shares(
     payloads: Sequence[bytes], *, step: int, version: int, mask_before: int, dp_size: int
 ) -> list[BatchShare]:
-    """One share per rank, groups kept whole, balanced by tokens. Without statistics."""
+    """One share per rank, balanced by tokens, with whole groups. `stats` of the shares is empty."""
     parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
     return [
         _build_share([payloads[index] for index in part], part, step=step, version=version, mask_before=mask_before)
@@ -53,33 +53,33 @@ def _build_share(
 
 
 def token_stats(shares: Sequence[BatchShare], *, max_staleness: int) -> dict[str, float]:
-    """Of the whole batch: sizes, reward, and the ages of the tokens that a policy made (masked ones included)."""
+    """Sizes and mean reward of the whole batch, and the staleness of its generated tokens, including masked ones."""
     versions = np.concatenate([share.output_versions for share in shares])
     lengths = np.concatenate([share.lengths for share in shares])
-    ages = shares[0].version - versions[versions >= 0]
+    staleness = shares[0].version - versions[versions >= 0]
     stats = {
         "num_trajectories": float(len(lengths)),
         "tokens": float(len(versions)),
-        "generated_tokens": float(len(ages)),
+        "generated_tokens": float(len(staleness)),
         "trained_tokens": float(sum(int(share.loss_mask.sum()) for share in shares)),
         "length_mean": len(versions) / len(lengths),
         "length_max": float(lengths.max()),
         "finished_frac": sum(int(share.finished.sum()) for share in shares) / len(lengths),
         "reward": sum(float(share.rewards.sum(dtype=np.float64)) for share in shares) / len(lengths),
     }
-    if len(ages) == 0:
+    if len(staleness) == 0:
         return stats | {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_tokens_frac": 0.0}
-    histogram = np.bincount(np.clip(ages, 0, MAX_AGE_BIN))
+    histogram = np.bincount(np.clip(staleness, 0, MAX_STALENESS_BIN))
     stats |= {
-        "staleness_mean": int(ages.sum()) / len(ages),
-        "staleness_max": float(ages.max()),
-        "stale_tokens_frac": int((ages > max_staleness).sum()) / len(ages),
+        "staleness_mean": int(staleness.sum()) / len(staleness),
+        "staleness_max": float(staleness.max()),
+        "stale_tokens_frac": int((staleness > max_staleness).sum()) / len(staleness),
     }
-    return stats | {f"age_frac/{age}": int(count) / len(ages) for age, count in enumerate(histogram)}
+    return stats | {f"staleness_frac/{value}": int(count) / len(staleness) for value, count in enumerate(histogram)}
 
 
 def episode_stats(episodes: Sequence[AcceptedEpisode]) -> dict[str, float]:
-    """Means of what the workflow reported, over the episodes that reported it."""
+    """Mean of each statistic of the workflow, over the episodes that have it."""
     found: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.stats.items():

@@ -1,13 +1,14 @@
-"""Owns a trainer's side of the controller's HTTP interface: blocking calls that survive the controller's restart.
+"""The trainer's client of the controller: blocking HTTP calls that survive a restart of the controller.
 
-A call waits for the controller (long polls: it is asked again until it has an answer). While the controller cannot be
-reached the call is repeated, at an address looked up anew each time, until `reconnect_s` have passed. One that is
-reached and does not answer hangs or is stopped: the launcher kills it after launcher.hang_s and starts another, so the
-call is repeated until `silent_s` have passed, and only then does the time to reconnect run.
+A call waits for the controller by long polling: it is repeated until it has an answer. While no connection succeeds,
+the call is repeated for `reconnect_s`, with a new look-up of the address each time. A controller that accepts the
+connection but does not answer hangs or is stopped. The launcher kills it after launcher.hang_s and starts it again, so
+the call is repeated for `silent_s`; only then does `reconnect_s` start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import time
 from collections.abc import Callable
@@ -19,16 +20,16 @@ import orjson
 
 from areal.api.config import InferenceEngineConfig
 from areal.api.data import BatchShare, WeightUpdate
-from areal.api.errors import RequestError, ServerUnavailable, WeightSyncError
+from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
-from areal.rollout.share_codec import decode_share, encode_update
+from areal.rollout.share_codec import WeightsNeeded, decode_share, encode_update
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
 
 ANSWER_S = 60.0
-"""A live controller answers any call within this time, if only with "not yet"; well above the app's long poll."""
+"""A live controller answers any call within this time, possibly with "not ready"; well above the long poll."""
 SILENT_S = 900.0
-"""Well above launcher.hang_s: whoever hangs is killed before a trainer gives up on it."""
+"""Well above launcher.hang_s, so that a hung controller is killed before a trainer stops waiting for it."""
 RETRY_S = 0.2
 FINISH_S = 5.0
 CONTROLLER = "controller"
@@ -37,7 +38,7 @@ _log = get_logger(__name__)
 
 
 class RolloutClient:
-    """One trainer rank's connection. Not for use by several threads at once: each call opens its own connection."""
+    """The connection of one trainer rank. Each call opens its own connection. Not thread-safe."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class RolloutClient:
 
     @classmethod
     def from_registry(cls, registry: NameRegistry, config: InferenceEngineConfig) -> Self:
-        """A client that finds the controller by name, also after the controller moved."""
+        """A client that looks up the controller by name, so it also finds a restarted one at another port."""
 
         def look_up() -> str:
             return orjson.loads(registry.wait(CONTROLLER, config.setup_timeout))["address"]
@@ -67,25 +68,26 @@ class RolloutClient:
     def attach(
         self, *, rank: int, world_size: int, dp_size: int, step: int, version: int, dp_rank: int | None = None
     ) -> None:
-        """Say where this rank starts. `dp_rank` None: the same as `rank`."""
+        """Report the position of this rank. `dp_rank` None: the same as `rank`."""
         self._dp_rank, self._dp_size = rank if dp_rank is None else dp_rank, dp_size
         body = {"rank": rank, "world_size": world_size, "dp_size": dp_size, "step": step, "version": version}
         self._call("/attach", body, "to attach")
 
     def next_batch(self, step: int) -> BatchShare:
-        """This rank's share of train batch `step`. Blocks until it is there; RequestError when it never will be.
+        """The share of this rank of train batch `step`. Blocks until it is ready.
 
-        WeightsNeeded when it waits for this trainer: the servers came back without the current weights.
+        Raises RequestError when it will never be ready, and WeightsNeeded when restarted servers lack the current
+        weights, so that the trainer must publish them again first.
         """
         body = {"step": step, "dp_rank": self._dp_rank, "dp_size": self._dp_size}
         return decode_share(self._call("/batch", body, f"for batch {step}"))
 
     def publish(self, update: WeightUpdate) -> None:
-        """Return when every serving replica holds `update.version`. WeightSyncError when that failed."""
+        """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
         try:
             self._call("/publish", orjson.loads(encode_update(update)), f"to publish version {update.version}")
         except ControllerError as error:
-            raise WeightSyncError(str(error)) from error
+            raise WeightSyncError(str(error), code=error.code) from error
 
     def live_replicas(self, version: int) -> list[str]:
         """Ids of the replicas that an update to `version` must reach."""
@@ -112,11 +114,11 @@ class RolloutClient:
         return orjson.loads(self._call("/status", None, "for its status"))
 
     def finish(self) -> None:
-        """Training is over: the controller ends. One that cannot be reached has ended already."""
+        """Training is over: the controller exits. One that cannot be reached has already exited."""
         try:
             self._call("/finish", {}, "to finish", reconnect_s=FINISH_S, silent_s=0.0)
         except ServerUnavailable as error:
-            _log.warning("the rollout controller is gone already: %s", error)
+            _log.warning("the rollout controller has already exited: %s", error)
 
     def _call(
         self,
@@ -141,7 +143,8 @@ class RolloutClient:
                 elif now_s - reached_s >= reconnect_s:
                     raise ServerUnavailable(
                         f"the rollout controller could not be reached for {reconnect_s:g} s {purpose} "
-                        f"({type(error).__name__}: {error}); see its log"
+                        f"({type(error).__name__}: {error}); see its log",
+                        code="rollout.controller_unreachable",
                     ) from error
                 time.sleep(RETRY_S)
                 continue
@@ -165,27 +168,23 @@ class RolloutClient:
                 connection.request("POST", path, body=orjson.dumps(body), headers=headers)
             response = connection.getresponse()
             if response.status in (404, 405):
-                raise ConnectionError(f"{address} is not the controller: another process got its port")
+                raise ConnectionError(f"another process than the controller listens at {address}")
             return response.status, response.read()
         finally:
             connection.close()
 
 
 class ControllerError(ServerUnavailable):
-    """The controller answered that it could not do what was asked."""
+    """The controller answered that a call failed."""
 
 
-class WeightsNeeded(RequestError):
-    """Publish the current version again, then ask again."""
-
-
-def _error_of(path: str, status: int, answer: bytes) -> Exception:
-    try:
-        message = str(orjson.loads(answer)["error"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = answer[:200].decode(errors="replace")
+def _error_of(path: str, status: int, answer: bytes) -> ArealError:
+    message, code = answer[:200].decode(errors="replace"), "rollout.controller_error"
+    with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+        body = orjson.loads(answer)
+        message, code = str(body["error"]), str(body["code"])
     if status == 409:
         return WeightsNeeded(message)
     if status in (400, 401, 410, 413):
-        return RequestError(message)
-    return ControllerError(f"the rollout controller could not serve {path}: {message}")
+        return RequestError(message, code=code)
+    return ControllerError(f"the rollout controller could not serve {path}: {message}", code=code)

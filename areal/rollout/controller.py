@@ -1,7 +1,7 @@
-"""Owns one run's rollouts: puts gate, executor, ledger, batches, evaluations and the fleet together.
+"""The rollout side of a run: connects gate, executor, ledger, batches, evaluations and fleet.
 
-Everything happens on one event loop. Nothing polls: episodes end, trainers ask, weights arrive, and each of these
-events calls what it may unblock. `ended` is what the process waits for.
+Everything runs on one event loop and nothing polls: when an episode ends, a trainer calls or a weight update ends,
+that event calls what it may unblock. The process waits for `ended`.
 """
 
 from __future__ import annotations
@@ -14,33 +14,29 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.data import WeightUpdate
 from areal.api.engine import InferenceFleet
-from areal.api.errors import RequestError
+from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import BATCHED, CONSUMED, FAILED, REJECTED
 from areal.observe.log import get_logger
-from areal.rollout.batch_maker import BatchMaker
 from areal.rollout.evaluation import Evaluations
 from areal.rollout.executor import Executor
-from areal.rollout.fleet_version import Publications
+from areal.rollout.fleet_weights import FleetWeights
 from areal.rollout.gate import GateLimits
 from areal.rollout.producer_stats import ProducerStats
-from areal.rollout.waiting import replicas_behind, requests_waiting
+from areal.rollout.share_codec import WeightsNeeded
+from areal.rollout.train_batches import TrainBatches
 
 _log = get_logger(__name__)
 
 
 class BatchUnavailable(RequestError):
-    """There is no such batch and there will be none (HTTP 410)."""
-
-
-class WeightsLost(RequestError):
-    """The servers came back without the current weights: publish them again, then ask again (HTTP 409)."""
+    """This batch will never exist (HTTP 410)."""
 
 
 class Controller:
-    """The rollout side of a run. Built anew from its ledger after a death, it goes on where that says."""
+    """The rollout side of a run. A restarted controller is rebuilt from the ledger and continues from there."""
 
     def __init__(
         self,
@@ -62,12 +58,12 @@ class Controller:
         self._ledger = ledger
         self._total_steps = total_steps
         self._failure: Exception | None = None
-        self._ended, self._told = asyncio.Event(), asyncio.Event()
-        self._publications = Publications(fleet, ledger, on_change=self._on_publication)
+        self._ended, self._failure_reported = asyncio.Event(), asyncio.Event()
+        self._weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
         self._is_attached = self._has_met_trainer = False
-        self._going_on: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
-        self._batches = BatchMaker(
+        self._batches = TrainBatches(
             ledger,
             batch_size=size,
             max_staleness=options.max_head_offpolicyness,
@@ -89,7 +85,7 @@ class Controller:
             accept=accept,
             options=options,
             producer=self._producer,
-            on_accepted=self._batches.poke,
+            on_accepted=self._batches.compose_if_ready,
             on_fatal=self.fail,
         )
         self._evaluations = Evaluations(
@@ -102,137 +98,142 @@ class Controller:
         )
 
     async def start(self) -> None:
-        """Begin writing the ledger and wait for the fleet. Episodes start once a trainer has attached."""
+        """Start writing the ledger and wait for the fleet. Episodes start once a trainer is attached."""
         self._ledger.start(self.fail)
         self._ledger.started(self._rows, total_steps=self._total_steps)
         await self._fleet.start()
-        self._publications.begin()
-        self._open()
+        self._weights.set_fleet_ready()
+        self._update_gate()
 
-    def _go_on(self) -> None:
-        """A trainer asks that attached to a predecessor of this process: go on where the ledger says that it stands.
+    def _resume_with_trainer(self) -> None:
+        """Continue at the ledger's position for a trainer that attached to the previous controller process.
 
-        Not before it asks: a trainer that starts anew attaches, perhaps at an earlier step, and until then nothing
-        may run at, or be loaded from, a version that it is yet to make.
+        This waits for a call of the trainer. A restarted trainer attaches first, perhaps at an earlier step; until
+        then no episode may run under, and no server may load, a version that this trainer has yet to make.
         """
         if not self._has_met_trainer and self._ledger.state.trained_steps is not None:
             self._has_met_trainer = True
-            self._going_on = asyncio.create_task(self._go_on_unattached(), name="go-on")
+            self._restoring = asyncio.create_task(self._restore(), name="restore-weights")
 
-    async def _go_on_unattached(self) -> None:
+    async def _restore(self) -> None:
         try:
-            await self._publications.restore()
+            await self._weights.restore()
             self._is_attached = True
-            self._open()
-        except Exception as error:  # noqa: BLE001 - a background task: the run must hear of it, and ends
+            self._update_gate()
+        except Exception as error:  # noqa: BLE001 - a background task: its error ends the run
             self.fail(error)
 
-    def _open(self) -> None:
-        """Admit episodes while a trainer is there and the fleet holds the version that the ledger counts with.
+    def _update_gate(self) -> None:
+        """Admit episodes while a trainer is attached and the fleet serves the version of the ledger.
 
-        While the trainer makes versions again that were published before, nothing is admitted and running episodes
-        wait with their next request: no policy that went back makes a token to train on.
+        While a recovered trainer makes versions again that were published before, nothing is admitted and the next
+        request of each running episode waits: no older policy generates a token to train on.
         """
         state, executor = self._ledger.state, self._executor
         is_over = self._failure is not None or self._ended.is_set()
-        executor.hold_requests(self._catches_up)
-        may_start = self._knows_trainer and self._fleet.version == state.version and not self._catches_up
+        executor.hold_requests(self._is_catching_up)
+        may_start = self._has_trainer and self._fleet.version == state.version and not self._is_catching_up
         executor.is_open = may_start and not is_over
         if executor.is_open:
             executor.admit()
 
     @property
-    def _knows_trainer(self) -> bool:
-        """Where the trainer stands now, and not only where it stood when a predecessor of this process wrote it down.
+    def _has_trainer(self) -> bool:
+        """The position of the trainer is known from itself, not only from the ledger of the previous process.
 
-        One that starts anew publishes before it attaches, if it holds other weights than the servers start with.
+        A restarted trainer publishes before it attaches if its weights differ from those the servers start with.
         """
-        has_published = self._publications.has_published and self._ledger.state.trained_steps is not None
+        has_published = self._weights.has_published and self._ledger.state.trained_steps is not None
         return self._is_attached or has_published
 
     @property
-    def _catches_up(self) -> bool:
-        return self._publications.lowest_version < self._ledger.state.highest_version
+    def _is_catching_up(self) -> bool:
+        return self._weights.lowest_version < self._ledger.state.highest_version
 
-    def _on_publication(self) -> None:
-        if self._publications.publishing is not None:  # one that goes back would answer the rows that are left
-            self._evaluations.cancel_beyond(self._publications.publishing)
+    def _on_weight_update(self) -> None:
+        if self._weights.updating_to is not None:  # an older policy must not answer the remaining rows
+            self._evaluations.cancel_beyond(self._weights.updating_to)
         self._executor.drop_stale()
-        self._open()
+        self._update_gate()
 
     def fail(self, error: Exception) -> None:
-        """End the run with `error`. Trainers that ask for a batch are told first."""
+        """End the run with `error`. Trainers that wait for a batch receive it first."""
         if self._failure is None:
             self._failure = error
             self._executor.is_open = False
-            self._batches.release()
+            self._batches.cancel_requests()
             self._ended.set()
 
-    async def ended(self, *, tell_s: float = 5.0) -> None:
-        """Return when the trainers have finished; raise when the run cannot go on, once a trainer has heard of it."""
+    async def ended(self, *, report_s: float = 5.0) -> None:
+        """Return when the trainers have finished. Raises the error that ended the run once a trainer received it,
+        at the latest after `report_s`."""
         await self._ended.wait()
         if self._failure is not None:
             if self._ledger.state.trained_steps is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._told.wait(), tell_s)
+                    await asyncio.wait_for(self._failure_reported.wait(), report_s)
             raise self._failure
 
-    def _require_alive(self) -> None:
+    def _require_running(self) -> None:
         if self._failure is not None:
-            self._told.set()
-            raise BatchUnavailable(f"the rollout controller stopped: {self._failure}")
+            self._failure_reported.set()
+            code = self._failure.code if isinstance(self._failure, ArealError) else "rollout.stopped"
+            raise BatchUnavailable(f"the rollout controller stopped: {self._failure}", code=code)
 
     async def attach(self, *, rank: int, world_size: int, dp_size: int, step: int, version: int) -> None:
-        """A trainer rank says where it starts. The first one opens the gate."""
-        self._require_alive()
+        """A trainer rank reports its position. The first one opens the gate."""
+        self._require_running()
         self._has_met_trainer = True
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
         if rank == 0 or self._ledger.state.trained_steps is None:
             if version < self._ledger.state.highest_version and not self._ledger.state.batches:
-                self._executor.begin_again()  # what runs waits for a version that no recorded batch leads to
+                self._executor.restart_running()  # no recorded batch leads to the version these episodes wait for
             self._ledger.attached(step=step, version=version)
             self._is_attached = True
-            self._batches.release(beyond=step)
+            self._batches.cancel_requests(beyond=step)
             await self._ledger.durable()
-        self._open()
-        self._batches.poke()
+        self._update_gate()
+        self._batches.compose_if_ready()
 
     async def next_batch(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
-        """A rank's share of batch `step`; None = not yet, ask again.
+        """The share of one rank of batch `step`, encoded; None = not ready, call again.
 
-        BatchUnavailable when it will never come, WeightsLost when it waits for the trainer to publish again.
+        Raises BatchUnavailable when it will never be ready, WeightsNeeded when the trainer must publish first.
         """
-        self._require_alive()
+        self._require_running()
         if not 0 <= dp_rank < dp_size:
-            raise RequestError(f"dp_rank={dp_rank} is not below dp_size={dp_size}")
+            raise RequestError(f"dp_rank={dp_rank} is not below dp_size={dp_size}", code="request.invalid_field")
         if step >= self._total_steps:
-            raise BatchUnavailable(f"step {step} is past the end of the run: it has {self._total_steps} steps")
-        self._go_on()
+            raise BatchUnavailable(
+                f"step {step} is after the end of the run, which has {self._total_steps} steps",
+                code="rollout.past_the_end",
+            )
+        self._resume_with_trainer()
         if step not in self._ledger.state.batches:
             self._require_weights()
         blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
         if blob is None:
-            self._require_alive()
+            self._require_running()
             self._require_weights()
         return blob
 
     def _require_weights(self) -> None:
-        """Only the trainers can bring a replica weights that came over a collective, or whose folder is gone."""
-        if self._knows_trainer and self._publications.needs_trainer:
-            raise WeightsLost(f"a server waits for policy version {self._ledger.state.version}")
+        """Only the trainers can send weights that used a collective, or whose folder is missing."""
+        if self._has_trainer and self._weights.needs_trainer:
+            raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.version}")
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Bring the fleet to a new version; True when done, False = not yet, ask again. Repeated calls join."""
-        self._require_alive()
-        return await self._publications.publish(update, timeout_s=timeout_s)
+        """Bring the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
+        self._require_running()
+        return await self._weights.publish(update, timeout_s=timeout_s)
 
     async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
-        """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, ask again.
+        """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, call again.
 
-        An empty list: no replica lacks it, or none lives. An update to nobody then tells which: it is served, or fails.
+        Empty: all live replicas have it, or none is alive. An update to no replica then succeeds or fails accordingly.
         """
-        self._require_alive()
-        if not await self._publications.fleet_is_ready(timeout_s):
+        self._require_running()
+        if not await self._weights.fleet_is_ready(timeout_s):
             return None
         return self._fleet.live_replicas(version)
 
@@ -240,29 +241,29 @@ class Controller:
         """The trainer has trained on batch `step` and published `version`."""
         self._ledger.consumed(step=step, version=version, weights=weights_checksum)
         await self._ledger.durable()
-        self._go_on()
+        self._resume_with_trainer()
         self._executor.admit()
-        self._batches.poke()
+        self._batches.compose_if_ready()
 
     async def evaluate(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
-        """Result of the evaluation after `step` train steps; None = not yet, ask again.
+        """Result of the evaluation after `step` train steps; None = not ready, call again.
 
-        It runs under the trainer's weights or not at all: WeightsLost when these must be published again first.
+        It runs only under the trainer's weights; raises WeightsNeeded when the trainer must publish them first.
         """
-        self._require_alive()
+        self._require_running()
         self._evaluations.check(mode)
         if (step, mode) not in self._ledger.state.evaluations:
-            self._go_on()
-            if not await self._publications.fleet_is_ready(timeout_s):
+            self._resume_with_trainer()
+            if not await self._weights.fleet_is_ready(timeout_s):
                 return None
-            if self._going_on is not None:
-                await asyncio.wait([self._going_on], timeout=timeout_s)
-                if not self._going_on.done():
+            if self._restoring is not None:
+                await asyncio.wait([self._restoring], timeout=timeout_s)
+                if not self._restoring.done():
                     return None
             self._require_weights()
         result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
         if result is None:
-            self._require_alive()
+            self._require_running()
             self._require_weights()
         return result
 
@@ -270,22 +271,22 @@ class Controller:
         """A recovery checkpoint after `step` train steps is complete."""
         self._ledger.committed(step=step, path=path)
         await self._ledger.durable()
-        self._go_on()
+        self._resume_with_trainer()
 
     def finish(self) -> None:
         """The trainers are done: `ended` returns."""
         self._ended.set()
 
     async def close(self) -> None:
-        """Stop episodes and evaluations, flush the ledger, release workflows and the fleet."""
+        """Stop episodes and evaluations, flush the ledger, close workflows and the fleet."""
         self._ended.set()
-        self._batches.release()
+        self._batches.cancel_requests()
         await self._executor.close()
         await self._evaluations.close()
-        if self._going_on is not None:
-            self._going_on.cancel()
-            await asyncio.gather(self._going_on, return_exceptions=True)
-        await self._publications.close()
+        if self._restoring is not None:
+            self._restoring.cancel()
+            await asyncio.gather(self._restoring, return_exceptions=True)
+        await self._weights.close()
         try:
             await self._ledger.close()
         finally:
@@ -294,7 +295,7 @@ class Controller:
             await self._fleet.close()
 
     def status(self) -> dict[str, Any]:
-        """Where the run stands, JSON-ready."""
+        """The state of the run, JSON-ready."""
         state, last, now_s = self._ledger.state, self._batches.last, asyncio.get_running_loop().time()
         stats, since_s = last.stats if last else {}, self._waiting_since_s()
         return {
@@ -302,8 +303,8 @@ class Controller:
             "total_steps": self._total_steps,
             "version": state.version,
             "highest_version": state.highest_version,
-            "catching_up": self._catches_up,
-            "publishing": self._publications.publishing,
+            "catching_up": self._is_catching_up,
+            "publishing": self._weights.updating_to,
             "admitted": state.num_admitted,
             "accepted": state.num_accepted,
             "running": len(state.running),
@@ -319,53 +320,63 @@ class Controller:
             "tokens_per_s": self._producer.tokens_per_s(now_s),
             "replicas": self._fleet.status(),
             "waiting_for": self.waiting_for(),
-            "asked_for": self._asked_for(),
-            "shut_because": self._why_shut(),
+            "asked_for": self._awaited(),
+            "shut_because": self._why_closed(),
             "waiting_since_s": None if since_s is None else now_s - since_s,
         }
 
     def waiting_for(self) -> str:
-        """One sentence on who waits for whom: what is asked for, why the gate is shut, what is wrong with servers."""
-        fleet, version = self._fleet.status(), self._publications.publishing
+        """One sentence on what the run waits for, why the gate is closed, and which servers do not serve."""
+        fleet, version = self._fleet.status(), self._weights.updating_to
         if version is None:
             version = self._ledger.state.version
-        shut = self._why_shut()
-        parts = [self._asked_for(), shut and f"no episode starts because {shut}"]
-        if self._failure is None and self._knows_trainer:
-            parts += [replicas_behind(fleet, version), requests_waiting(fleet)]
+        closed = self._why_closed()
+        parts = [self._awaited(), closed and f"no episode starts because {closed}"]
+        if self._failure is None and self._has_trainer:
+            behind = ", ".join(
+                f"{replica['name']} (version {replica['version']}) is {replica['state']}"
+                + (f": {replica['reason']}" if replica["reason"] else "")
+                for replica in fleet.get("replicas", [])
+                if replica["state"] != "serving" or replica["version"] != version
+            )
+            cause = fleet.get("waiting_for", "")
+            parts += [behind and f"not serving version {version}: {behind}", cause and f"requests wait for {cause}"]
         return "; ".join(part for part in parts if part)
 
-    def _asked_for(self) -> str:
-        state, publications = self._ledger.state, self._publications
+    def _awaited(self) -> str:
+        state = self._ledger.state
         if self._failure is not None:
             return f"the end of the run: {self._failure}"
-        if publications.publishing is not None:
-            return f"the servers to take policy version {publications.publishing}"
-        if self._going_on is not None and not self._going_on.done():
-            return f"the servers to hold the trainer's policy version {state.version}"
+        if self._weights.updating_to is not None:
+            return f"the servers to load policy version {self._weights.updating_to}"
+        if self._restoring is not None and not self._restoring.done():
+            return f"the servers to load the trainer's policy version {state.version}"
         if self._evaluations.active:
             return f"the evaluation: {self._evaluations.active}"
         step = self._batches.wanted_step
         if step is not None:
-            enough = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted, {len(state.running)} running"
-            return f"batch {step}: {enough}"
-        return "the trainer" if self._knows_trainer else "a trainer to attach"
+            accepted = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted"
+            return f"batch {step}: {accepted}, {len(state.running)} running"
+        return "the trainer" if self._has_trainer else "a trainer to attach"
 
-    def _why_shut(self) -> str:
+    def _why_closed(self) -> str:
         """Why no episode may start; empty while one may."""
         state = self._ledger.state
-        if self._failure is not None or not self._knows_trainer:
+        if self._failure is not None or not self._has_trainer:
             return ""
-        if self._catches_up:
-            return f"the trainer catches up: version {self._publications.lowest_version} of {state.highest_version}"
-        if self._fleet.version != state.version and self._publications.publishing is None:
+        if self._is_catching_up:
+            return (
+                f"the trainer recovered at version {self._weights.lowest_version} and "
+                f"has to reach version {state.highest_version} again"
+            )
+        if self._fleet.version != state.version and self._weights.updating_to is None:
             return f"the servers hold policy version {self._fleet.version}, not {state.version}"
         return self._executor.why_closed()
 
     def _waiting_since_s(self) -> float | None:
-        """Loop time at which what is asked for was first asked for, where it is known."""
-        if self._publications.publishing is not None:
-            return self._publications.since_s
+        """Loop time at which the current wait started, if known."""
+        if self._weights.updating_to is not None:
+            return self._weights.since_s
         if self._evaluations.active:
             return self._evaluations.since_s
         step = self._batches.wanted_step

@@ -1,4 +1,4 @@
-"""Owns the controller's process: listens, registers, runs until the trainers finish or the run cannot go on."""
+"""The controller process: listens, registers its name, and runs until the trainers finish or an error ends the run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import gc
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 
 import orjson
+import uvloop
 from aiohttp import web
 
 from areal.observe.log import get_logger
@@ -24,32 +24,20 @@ from areal.system.network import Host, bind_socket, http_address, required_token
 _log = get_logger(__name__)
 
 
-def run_serving(
-    make_controller: Callable[[], Controller],
-    host: Host,
-    registry: NameRegistry,
-) -> None:
-    """Run a controller on a loop of its own. Raises what ended the run; returns when the trainers finished."""
+def run_serving(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
+    """Run a controller on a new event loop. Returns when the trainers finish; raises the error that ends the run."""
     collect_rarely()
-    with asyncio.Runner(loop_factory=_new_loop()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_made(make_controller, host, registry))
 
 
 def collect_rarely() -> None:
-    """Look for reference cycles rarely: a controller makes many records that live for a while and hardly any cycle.
+    """Run the cycle collector rarely: a controller creates many records and almost no reference cycles.
 
-    Measured by benchmark/rollout_overhead.py: about a fifth of the CPU time of an episode.
+    Saves about a fifth of the CPU time of an episode (benchmark/rollout_overhead.py).
     """
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
-
-
-def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
 
 
 async def serve_made(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
@@ -70,7 +58,7 @@ async def serve(
 ) -> None:
     """Listen on `bound`, register as `controller` and, once the fleet is healthy, as `ready/controller`.
 
-    Waits for the trainers' /finish, for a fatal error (raised, after a trainer was told), or for SIGTERM or SIGINT.
+    Waits for /finish of the trainers, for an error (raised once a trainer received it), or for SIGTERM or SIGINT.
     """
     loop = asyncio.get_running_loop()
     stopped = False
@@ -101,7 +89,7 @@ async def serve(
         await ended
         _log.info("stopped by a signal" if stopped else "the trainers have finished")
     except Exception as error:
-        _log.error("the run cannot go on: %s: %s", type(error).__name__, error)
+        _log.error("the run ends with an error: %s: %s", type(error).__name__, error)
         raise
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

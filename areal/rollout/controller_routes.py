@@ -1,17 +1,17 @@
-"""Owns the controller's HTTP interface, for trainers and for whoever watches the run.
+"""The HTTP interface of the controller, for trainers and for monitoring.
 
     GET  /health       GET /status
     GET  /replicas?version=N                        200 {"live": [ids that an update to it must reach]} | 204
     POST /attach       {rank, world_size, dp_size, step, version}
-    POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not yet, ask again | 410 never
-                                                    409 a server lost the weights: publish them again first
-    POST /publish      a WeightUpdate               200 every replica serves it | 204 not yet, send it again
+    POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not ready, repeat the call | 410 never
+                                                    409 a server lacks the weights: publish them again first
+    POST /publish      a WeightUpdate               200 every replica serves it | 204 not ready, repeat the call
     POST /consumed     {step, version, weights_checksum}
-    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 not yet, ask again | 409 as above
+    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 and 409 as above
     POST /committed    {step, path}
     POST /finish       {}
 
-Every call may be repeated: none does its work twice. Errors answer {"error": one line}.
+Every call may be repeated; its work is done once. Errors answer {"error": one line, "code": see docs/errors.md}.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from aiohttp.typedefs import Handler, Middleware
 
 from areal.api.errors import ArealError, LedgerError, RequestError
 from areal.observe.log import get_logger
-from areal.rollout.controller import BatchUnavailable, Controller, WeightsLost
-from areal.rollout.share_codec import decode_update
+from areal.rollout.controller import BatchUnavailable, Controller
+from areal.rollout.share_codec import WeightsNeeded, decode_update
 
 _log = get_logger(__name__)
 
 POLL_S = 5.0
-"""A long poll is answered with "not yet" after this time."""
+"""A long poll is answered with "not ready" after this time."""
 MAX_BODY_BYTES = 64 * 2**20
-"""Weight updates list every weight of a model."""
+"""A weight update lists every weight of a model."""
 
 
 def make_app(controller: Controller, *, token: str | None = None, poll_s: float = POLL_S) -> web.Application:
-    """The application. `token`: what callers must send as `Authorization: Bearer`; None = nothing."""
+    """The application. `token`: what callers must send as `Authorization: Bearer`; None = no check."""
     app = web.Application(
         middlewares=[_errors_as_json, *([_bearer(token)] if token else [])], client_max_size=MAX_BODY_BYTES
     )
@@ -73,7 +73,8 @@ class _Handlers:
     async def replicas(self, request: web.Request) -> web.Response:
         version = request.query.get("version", "")
         if not version.isdecimal():
-            raise RequestError(f"version is {version!r}, expected a number: GET /replicas?version=N")
+            message = f"version is {version!r}, expected a number: GET /replicas?version=N"
+            raise RequestError(message, code="request.invalid_field")
         live = await self._controller.live_replicas(int(version), timeout_s=self._poll_s)
         return web.Response(status=204) if live is None else _json({"live": live})
 
@@ -121,9 +122,9 @@ async def _object(request: web.Request) -> dict[str, Any]:
     try:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error}", code="request.not_json") from error
     if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object")
+        raise RequestError("the body is not a JSON object", code="request.not_json")
     return body  # pyright: ignore[reportUnknownVariableType] - JSON
 
 
@@ -131,10 +132,12 @@ async def _fields(request: web.Request, **kinds: type) -> dict[str, Any]:
     """The body, which must hold exactly these fields of these types."""
     body = await _object(request)
     if set(body) != set(kinds):
-        raise RequestError(f"the body holds {sorted(body)}, expected {sorted(kinds)}")
+        message = f"the body has the fields {sorted(body)}, expected {sorted(kinds)}"
+        raise RequestError(message, code="request.invalid_field")
     for name, kind in kinds.items():
         if type(body[name]) is not kind:
-            raise RequestError(f"{name} is {body[name]!r}, expected {kind.__name__}")
+            message = f"{name} is {body[name]!r}, expected {kind.__name__}"
+            raise RequestError(message, code="request.invalid_field")
     return body
 
 
@@ -142,21 +145,22 @@ async def _fields(request: web.Request, **kinds: type) -> dict[str, Any]:
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except BatchUnavailable as error:
-        return _json({"error": str(error)}, status=410)
-    except WeightsLost as error:
-        return _json({"error": str(error)}, status=409)
-    except RequestError as error:
-        return _json({"error": str(error)}, status=400)
-    except LedgerError as error:
-        return _json({"error": str(error)}, status=410)  # asking again cannot help
     except ArealError as error:
-        return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
+        match error:
+            case BatchUnavailable() | LedgerError():
+                status = 410  # a repeated call cannot succeed
+            case WeightsNeeded():
+                status = 409
+            case RequestError():
+                status = 400
+            case _:
+                status = 500
+        return _json({"error": str(error), "code": error.code}, status=status)
     except web.HTTPException:
         raise
-    except Exception as error:  # noqa: BLE001 - one request: the process and the other trainers go on
+    except Exception as error:  # noqa: BLE001 - one request: the process and the other trainers continue
         _log.exception("%s failed", request.path)
-        return _json({"error": f"{type(error).__name__}: {error}"}, status=500)
+        return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, status=500)
 
 
 def _bearer(token: str) -> Middleware:
@@ -166,7 +170,7 @@ def _bearer(token: str) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, expected):
-            return _json({"error": "a bearer token is required"}, status=401)
+            return _json({"error": "a bearer token is required", "code": "request.unauthorized"}, status=401)
         return await handler(request)
 
     return check

@@ -1,4 +1,4 @@
-"""Owns what one running episode sees and leaves behind: its view of the engine, and the verdict on its result."""
+"""One running episode: the engine that its workflow receives, and the verdict on its result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from areal.ledger.payload import EncodedEpisode, TrajectoryError, check_trajecto
 
 
 class EpisodeEngine:
-    """The InferenceEngine handed to one episode; remembers where its requests ran.
+    """The InferenceEngine of one episode; records the replicas that served it.
 
-    A request waits until `may_ask` is set (while the trainer catches up, what it would be given is made by a policy
-    that is older than the episode); unblocked by the publication that ends this.
+    A request waits until `may_ask` is set. It is cleared while a recovered trainer catches up, because the policy that
+    would answer is older than the episode; the weight update that ends this sets it.
     """
 
     __slots__ = ("_count_tokens", "_engine", "_may_ask", "num_interruptions", "replicas")
@@ -25,7 +25,7 @@ class EpisodeEngine:
     def __init__(
         self, engine: InferenceEngine, count_tokens: Callable[[int], None], *, may_ask: asyncio.Event | None = None
     ) -> None:
-        """`may_ask` None: always."""
+        """`may_ask` None: requests never wait."""
         self._engine = engine
         self._count_tokens = count_tokens
         self._may_ask = may_ask
@@ -44,7 +44,7 @@ class EpisodeEngine:
             response = await self._engine.agenerate(request)
             self._count_tokens(len(response.output_ids))
             if self._may_ask is None or min(response.output_versions, default=asked_at) >= asked_at:
-                break  # otherwise the trainer went back before the first token was made: ask again
+                break  # otherwise the trainer went back before the first token was generated: send the request again
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
             if name not in self.replicas:
@@ -54,15 +54,15 @@ class EpisodeEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """The episode is fine but not wanted."""
+    """The verdict on an episode that is valid but not trained on."""
 
     reason: str
 
 
-def judge(
+def verdict_on(
     episode_id: int, group: TrajectoryGroup | None, *, accept: AcceptFn | None, check_format: bool
 ) -> EncodedEpisode | Rejected:
-    """What becomes of an episode's result. TrajectoryError when it cannot be used."""
+    """Whether the result of an episode is accepted. Raises TrajectoryError when it cannot be used."""
     if group is None:
         return Rejected(reason="workflow")
     encoded = encode_episode(episode_id, group)
@@ -77,18 +77,21 @@ def judge(
 
 
 def _check_filter_rewards(group: TrajectoryGroup) -> None:
-    """TrajectoryError when filters would look at numbers of other trajectories than the group's, or at none at all."""
+    """TrajectoryError unless there is one finite filter reward per trajectory, or none."""
     given, wanted = len(group.filter_rewards), len(group.trajectories)
     if given not in (0, wanted):
         raise TrajectoryError(
-            f"the group has {given} filter_rewards for {wanted} trajectories: give one for each, or none"
+            f"the group has {given} filter_rewards for {wanted} trajectories: return one for each, or none",
+            code="workflow.trajectory_lengths",
         )
     if not all(math.isfinite(value) for value in group.filter_rewards):
-        raise TrajectoryError("filter_rewards holds a number that is not finite")
+        raise TrajectoryError("filter_rewards holds a number that is not finite", code="workflow.not_finite")
 
 
 def check_stats(group: TrajectoryGroup) -> None:
-    """TrajectoryError when a statistic that the workflow reports is not finite: JSON could not hold it."""
+    """TrajectoryError when a statistic of the workflow is not finite, which JSON cannot represent."""
     for name, value in group.stats.items():
         if not math.isfinite(value):
-            raise TrajectoryError(f"the episode's statistic {name!r} is {value}, which is not a finite number")
+            raise TrajectoryError(
+                f"the statistic {name!r} of the episode is {value}, not a finite number", code="workflow.not_finite"
+            )

@@ -1,14 +1,15 @@
-"""Owns evaluations: the held-out rows through the evaluation workflow, beside the training episodes.
+"""Runs evaluations: the evaluation workflow on the held-out rows, concurrently with the training episodes.
 
-One task per (step, mode), shared by all who ask for it; it waits for the fleet, and nobody waits for it but the asker.
-A result is in the ledger before anybody hears of it: trainer ranks decide by it, so all must get the same one, also
-those that ask again after this process died.
+There is one task per (step, mode), shared by all trainer ranks that request it; it waits for answers of the fleet. A
+result is durable in the ledger before any rank receives it. All ranks therefore decide by the same result, also after
+a restart of the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from areal.api.data import TrajectoryGroup
@@ -22,20 +23,21 @@ from areal.rollout.episode import EpisodeEngine, check_stats
 
 _log = get_logger(__name__)
 
-
 MAX_FIRST_FAILURES = 8
-"""So many rows failed and not one scored: the evaluation ends, since the others would hardly fare better."""
+"""An evaluation ends early when this many rows failed and none was scored."""
 
 
 class EvaluationFailed(RequestError):
-    """Not one row of an evaluation could be scored, and not for want of servers: asking again is useless."""
+    """No row of an evaluation could be scored, for reasons other than unavailable servers; a retry does not help."""
+
+    code = "rollout.evaluation_failed"
 
 
 class _Results:
-    """What came of the rows of one evaluation so far."""
+    """The results of one evaluation, by row."""
 
-    def __init__(self, began_s: float) -> None:
-        self.began_s = began_s
+    def __init__(self, start_s: float) -> None:
+        self.start_s = start_s
         self.scored: list[dict[str, float]] = []
         self.num_failed = 0
         self._last_failure = ""
@@ -46,17 +48,14 @@ class _Results:
         return len(self.scored) + self.num_failed
 
     def summary(self, now_s: float) -> dict[str, float]:
-        """Means over the scored rows, each name over those that have it."""
-        means = {
-            name: sum(result[name] for result in self.scored if name in result)
-            / sum(1 for result in self.scored if name in result)
-            for name in {name: None for result in self.scored for name in result}
-        }
-        seconds = now_s - self.began_s
+        """Mean of each statistic over the scored rows that have it."""
+        names = dict.fromkeys(name for result in self.scored for name in result)
+        means = {name: fmean(result[name] for result in self.scored if name in result) for name in names}
+        seconds = now_s - self.start_s
         return means | {"num": float(len(self.scored)), "failed": float(self.num_failed), "seconds": seconds}
 
     def fail(self, reason: str, *, is_transient: bool = False) -> None:
-        """Count a row that failed. EvaluationFailed or ServerUnavailable when nothing but failures came."""
+        """Count a failed row. Raises like `require_scored` after MAX_FIRST_FAILURES rows without a scored one."""
         self.num_failed += 1
         self._last_failure = reason
         self._is_transient = is_transient
@@ -64,11 +63,11 @@ class _Results:
             self.require_scored()
 
     def require_scored(self) -> None:
+        """EvaluationFailed when no row was scored; ServerUnavailable when the last one failed for lack of a server."""
         if not self.scored:
             kind = ServerUnavailable if self._is_transient else EvaluationFailed
-            raise kind(
-                f"none of the first {self.num_failed} held-out rows could be scored; the last one: {self._last_failure}"
-            )
+            message = f"none of {self.num_failed} held-out rows could be scored; the last failure: {self._last_failure}"
+            raise kind(message, code=EvaluationFailed.code)
 
 
 class Evaluations:
@@ -94,7 +93,7 @@ class Evaluations:
 
     @property
     def active(self) -> str:
-        """What is being evaluated and how far, for the status sentence; empty when nothing is."""
+        """The running evaluations and their progress, for the status; empty when none runs."""
         return ", ".join(
             f"{mode} after step {step}, {results.num_done} of {len(self._rows)} rows done"
             for (step, mode), (task, results) in self._tasks.items()
@@ -103,21 +102,22 @@ class Evaluations:
 
     @property
     def since_s(self) -> float | None:
-        """Loop time at which the oldest evaluation under way began."""
-        return min((results.began_s for task, results in self._tasks.values() if not task.done()), default=None)
+        """Loop time at which the oldest running evaluation started."""
+        return min((results.start_s for task, results in self._tasks.values() if not task.done()), default=None)
 
     def check(self, mode: str) -> None:
         """RequestError when there is no such evaluation."""
         if mode not in self._workflows:
-            raise RequestError(f"no evaluation mode {mode!r}: this run has {sorted(self._workflows) or 'none'}")
+            message = f"no evaluation mode {mode!r}: this run has {sorted(self._workflows) or 'none'}"
+            raise RequestError(message, code="rollout.no_such_evaluation")
         if not self._rows:
-            raise RequestError("there is no valid_dataset to evaluate on")
+            raise RequestError("there is no valid_dataset to evaluate on", code="rollout.no_such_evaluation")
 
     async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
-        """The result, None when it is not there in time. Asking again joins the same evaluation."""
+        """The result; None when it is not ready in time. Repeated calls join the same evaluation."""
         key = (step, mode)
         if key in self._tasks and self._tasks[key][0].cancelled():
-            del self._tasks[key]  # asked for by a trainer that went back, and now again
+            del self._tasks[key]  # cancelled because the trainer went back; now it requests the result again
         if key not in self._tasks and key not in self._ledger.state.evaluations:
             results = _Results(asyncio.get_running_loop().time())
             evaluating = self._evaluate(step, mode, results)
@@ -128,16 +128,16 @@ class Evaluations:
             if not task.done():
                 return None
             if self._tasks.get(key) == (task, results):
-                del self._tasks[key]  # who asks again after an error starts it anew
+                del self._tasks[key]  # a request after an error starts it again
             if task.cancelled():
                 return None
             task.result()
         return self._ledger.state.evaluations[key]
 
     def cancel_beyond(self, step: int) -> None:
-        """The servers get the weights of `step`: who asked for later evaluations has gone back. Results stay."""
-        for (asked_after, _), (task, _) in self._tasks.items():
-            if asked_after > step:
+        """Cancel running evaluations after `step`: the trainer went back and publishes `step`. Results stay."""
+        for (evaluated_step, _), (task, _) in self._tasks.items():
+            if evaluated_step > step:
                 task.cancel()
 
     async def _evaluate(self, step: int, mode: str, results: _Results) -> None:
@@ -160,14 +160,14 @@ class Evaluations:
         await self._ledger.durable()
 
     async def _score(self, workflow: RolloutWorkflow, position: int, results: _Results) -> None:
-        """Reward and length of one row; counted as failed when it failed or was rejected."""
+        """Record reward and length of one row, or a failure when its episode failed or returned None."""
         engine = EpisodeEngine(self._engine, self._count_tokens)
         try:
             group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
             episode = None if group is None else encode_episode(position, group)
             if group is not None:
                 check_stats(group)
-        except Exception as error:  # noqa: BLE001 - user code: an error leaves out this one row
+        except Exception as error:  # noqa: BLE001 - user code: an error fails this one row
             reason = f"{type(error).__name__}: {error}"
             _log.warning("held-out row %d failed: %s", position, reason)
             results.fail(reason, is_transient=isinstance(error, ServerUnavailable))

@@ -1,8 +1,8 @@
-"""Owns running episodes: one task each, started while the gate is open.
+"""Runs the training episodes, one task each, while the gate is open.
 
-There is no loop: `admit` runs whenever room may have appeared (an episode ended, a version was published, a trainer
-attached) and starts as many as fit. A failed episode is replaced by the next prompt; when nothing but failures or
-rejections come back, the producer stops with an error instead of running through the data for ever.
+There is no loop: `admit` is called when room may be free (an episode ended, a version was published, a trainer
+attached) and starts as many episodes as fit. The next prompt replaces a failed episode. When episodes only fail or are
+only rejected, the executor ends the run with an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode, TrajectoryError
+from areal.ledger.payload import EncodedEpisode
 from areal.observe.log import get_logger
-from areal.rollout.episode import EpisodeEngine, Rejected, judge
+from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.rejections import Rejections
@@ -30,15 +30,15 @@ from areal.rollout.staleness import is_dropped
 _log = get_logger(__name__)
 
 MIN_FAILURES_IN_A_ROW = 50
-"""So many failures in a row, or three batches of them if that is more, end the run."""
+"""Consecutive failures that end the run, or three batches of them if that is more."""
 SLOW_FAILURES_IN_A_ROW = 8
 SLOW_FAILURES_S = 120.0
-"""Failures that each take long (a reward that hangs until its limit) end the run after fewer: so many in a row that
-nothing but failures came back for so long."""
+"""Slow failures (a reward that hangs until its time limit) end the run after fewer: at least this many consecutive
+failures, over at least this time."""
 
 
 class ProducerStopped(ArealError, RuntimeError):
-    """Episodes go wrong one after the other: there will be no further batch."""
+    """Episodes only fail or are only rejected, so no further batch can be composed."""
 
 
 class Executor:
@@ -60,7 +60,7 @@ class Executor:
     ) -> None:
         self.limits = limits
         self.is_open = False
-        """False until a trainer is attached and the fleet holds its version, and again when the run ends."""
+        """False until a trainer is attached and the fleet serves its version, and again when the run ends."""
         self._engine = engine
         self._workflow = workflow
         self._rows = rows
@@ -78,21 +78,17 @@ class Executor:
         )
         self._on_accepted = on_accepted
         self._on_fatal = on_fatal
-        self._may_ask = asyncio.Event()
-        self._may_ask.set()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._dropped: list[asyncio.Task[None]] = []  # cancelled, their episodes run again
-        self._left_running = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
+        self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
+        self._to_restart = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._tasks)
-
     def why_closed(self) -> str:
-        """One sentence on why no episode may start; empty while one may."""
+        """Why no episode may start; empty while one may."""
         state = self._ledger.state
         return why_closed(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=state.version)
 
@@ -101,20 +97,20 @@ class Executor:
         return state.num_accepted + state.skipped_steps * self.limits.batch_size
 
     def hold_requests(self, hold: bool) -> None:
-        """While true, running episodes send no new request; those under way go on."""
+        """While true, running episodes send no new request; requests already sent continue."""
         if hold:
-            self._may_ask.clear()
+            self._may_send.clear()
         else:
-            self._may_ask.set()
+            self._may_send.set()
 
     def admit(self) -> None:
-        """Start as many episodes as the gate lets in, those first that a dead controller left running."""
+        """Start as many episodes as the gate allows, first those that ran when the previous controller died."""
         if not self.is_open:
             return
         version = self._ledger.state.version
         free = room(self.limits, running=len(self._tasks), accepted=self._gate_accepted(), version=version)
-        while free > 0 and self._left_running:
-            episode_id = self._left_running.popleft()
+        while free > 0 and self._to_restart:
+            episode_id = self._to_restart.popleft()
             self._ledger.admit_again(episode_id, version=version)
             self._start(episode_id)
             free -= 1
@@ -122,7 +118,7 @@ class Executor:
             self._start(self._ledger.admit(version=version))
 
     def drop_stale(self) -> None:
-        """Reject waiting episodes that are too old for any batch to come (rollout.on_stale=drop)."""
+        """Reject waiting episodes that are too stale for any later batch (rollout.on_stale=drop)."""
         if self._on_stale != "drop":
             return
         for episode in list(self._ledger.state.waiting.values()):
@@ -134,7 +130,7 @@ class Executor:
         return is_dropped(
             self._on_stale,
             min_version=min_version,
-            consuming_version=self._ledger.state.version,
+            training_version=self._ledger.state.version,
             max_staleness=self.limits.max_staleness,
         )
 
@@ -145,31 +141,31 @@ class Executor:
     async def _run(self, episode_id: int) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        began_s = loop.time()
-        engine = EpisodeEngine(self._engine, self._producer.count_tokens, may_ask=self._may_ask)
+        start_s = loop.time()
+        engine = EpisodeEngine(self._engine, self._producer.count_tokens, may_ask=self._may_send)
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 group = await self._workflow.arun_episode(engine, row)
-                verdict = judge(episode_id, group, accept=self._accept, check_format=self._check_format)
+                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=self._check_format)
             except asyncio.CancelledError:
                 if task.cancelling():
-                    raise  # we are stopping; the ledger keeps the episode as running
+                    raise  # the controller stops; the ledger keeps the episode as running
                 self._failed(episode_id, RuntimeError("the workflow cancelled itself"))
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
                 if task.cancelling():
-                    return  # its answer to being cancelled
+                    return  # the workflow replaced the cancellation by an error
                 self._failed(episode_id, error)
             else:
                 if task.cancelling():
-                    return  # it took no notice; the episode is run again
+                    return  # the workflow ignored the cancellation; the episode runs again
                 stats = {} if group is None else {name: float(value) for name, value in group.stats.items()}
-                self._ended(episode_id, verdict, stats, engine, loop.time() - began_s)
+                self._ended(episode_id, verdict, stats, engine, loop.time() - start_s)
             del self._tasks[episode_id]
             self.admit()
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - our own books went wrong: the run must hear of it, and ends
+        except Exception as error:  # noqa: BLE001 - an error of ours, for example of the ledger: it ends the run
             self._on_fatal(error)
 
     def _ended(
@@ -186,8 +182,8 @@ class Executor:
             self._reject(episode_id, verdict.reason)
             if warning := self._rejections.count_rejected(verdict.reason):
                 _log.warning("%s", warning)
-            if why := self._rejections.why_hopeless():
-                self._stop(why)
+            if why := self._rejections.exceeded_limit():
+                self._stop(why, code="rollout.all_rejected")
             return
         if self._is_dropped(verdict.min_version):
             self._producer.count_dropped(verdict.num_tokens)
@@ -214,35 +210,38 @@ class Executor:
 
     def _failed(self, episode_id: int, error: Exception) -> None:
         reason = _described(error)
-        says_enough = isinstance(error, ArealError | TrajectoryError) or self._failed_in_a_row > 0
-        _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if says_enough else error)
+        without_traceback = isinstance(error, ArealError) or self._failed_in_a_row > 0
+        _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.count_failed()
         self._ledger.fail(episode_id, reason)
-        if not self._may_ask.is_set():
-            return  # a time limit of its own may have run out while it had to wait for the trainer
+        if not self._may_send.is_set():
+            return  # perhaps a time limit of the workflow expired while its request was held
         now_s = asyncio.get_running_loop().time()
         if self._failed_in_a_row == 0:
             self._failing_since_s = now_s
         self._failed_in_a_row += 1
         slow = self._failed_in_a_row >= SLOW_FAILURES_IN_A_ROW and now_s - self._failing_since_s >= SLOW_FAILURES_S
         if slow or self._failed_in_a_row >= self._max_failed:
-            self._stop(f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}")
+            self._stop(
+                f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}",
+                code="rollout.all_failed",
+            )
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str, *, code: str) -> None:
         if self.is_open:
             self.is_open = False
-            self._on_fatal(ProducerStopped(why))
+            self._on_fatal(ProducerStopped(why, code=code))
 
-    def begin_again(self) -> None:
-        """Drop what the running episodes have so far; each is run again, as the gate has room."""
+    def restart_running(self) -> None:
+        """Cancel the running episodes; each runs again when the gate has room."""
         for task in self._tasks.values():
             task.cancel()
         self._dropped = [task for task in self._dropped if not task.done()] + list(self._tasks.values())
-        self._left_running.extend(self._tasks)
+        self._to_restart.extend(self._tasks)
         self._tasks.clear()
 
     async def close(self) -> None:
-        """Cancel what runs and wait for its end. The ledger keeps these episodes as running."""
+        """Cancel the running episodes and wait for their end. The ledger keeps them as running."""
         self.is_open = False
         tasks = [*self._tasks.values(), *self._dropped]
         for task in tasks:
@@ -251,9 +250,9 @@ class Executor:
 
 
 def _described(error: Exception) -> str:
-    """One line for an exception: its kind and text, and for those that areal does not raise itself the line of code."""
+    """One line for an exception: type and text, and the line of code unless areal raised it on purpose."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, ArealError | TrajectoryError):
+    if isinstance(error, ArealError):
         return text
     places = traceback.extract_tb(error.__traceback__)
     return f"{text} ({places[-1].filename}:{places[-1].lineno})" if places else text

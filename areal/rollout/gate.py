@@ -1,4 +1,4 @@
-"""Owns the admission rule: whether one more episode may start, and why not. Pure: numbers in, a number out."""
+"""The admission rule: how many episodes may start, and why none may. Pure; docs/async_rl.md has the proof."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class GateLimits:
     """What bounds admission over a whole run."""
 
     batch_size: int
-    """Episodes of one train step (B)."""
+    """Episodes of one train step."""
     max_concurrent: int
-    """Most episodes running at once."""
+    """Maximum number of running episodes."""
     max_staleness: int
-    """Largest version lag planned for (eta)."""
+    """Maximum staleness that admission allows for, in policy versions."""
     total_episodes: int
     """Accepted episodes that all train steps of the run need together."""
 
@@ -25,10 +25,10 @@ class GateLimits:
 
 
 def room(limits: GateLimits, *, running: int, accepted: int, version: int) -> int:
-    """Episodes that may start now, 0 when closed.
+    """Episodes that may start now, 0 when the gate is closed.
 
-    `accepted` counts all episodes ever accepted, less those dropped later; a rejected or failed one is in neither
-    number, so its room is back at once.
+    `accepted` counts all accepted episodes except those dropped as stale. Rejected and failed episodes are in neither
+    number, so their room is free immediately.
     """
     by_staleness = limits.open_until(version) - accepted - running
     by_concurrency = limits.max_concurrent - running
@@ -37,15 +37,15 @@ def room(limits: GateLimits, *, running: int, accepted: int, version: int) -> in
 
 
 def why_closed(limits: GateLimits, *, running: int, accepted: int, version: int) -> str:
-    """One sentence on why nothing may start; empty while the gate is open."""
+    """Why no episode may start, as the end of a sentence; empty while the gate is open."""
     if room(limits, running=running, accepted=accepted, version=version) > 0:
         return ""
     if running >= limits.max_concurrent:
-        return f"{running} episodes are running, and max_concurrent_rollouts={limits.max_concurrent}"
-    started = f"{accepted} accepted + {running} running episodes"
+        return f"{running} episodes are running, the maximum (max_concurrent_rollouts={limits.max_concurrent})"
+    started = f"{accepted} accepted and {running} running episodes"
     if accepted + running >= limits.total_episodes:
-        return f"{started} are all that the run needs ({limits.total_episodes})"
+        return f"the run needs no more than its {started}"
     return (
-        f"{started} reach ({limits.max_staleness} + {version} + 1) x {limits.batch_size} = "
-        f"{limits.open_until(version)}: policy version {version + 1} must be published first"
+        f"{started} reach the limit ({limits.max_staleness} + {version} + 1) x {limits.batch_size} = "
+        f"{limits.open_until(version)} until policy version {version + 1} is published"
     )

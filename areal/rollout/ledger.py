@@ -1,4 +1,4 @@
-"""The old path of the ledger command, which is `python -m areal.ledger` now."""
+"""The former path of the ledger command: prints the new one, `python -m areal.ledger`, and exits with status 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the counts of what episodes did since the last batch, and the rate at which tokens come in."""
+"""Counts the results of episodes since the last batch, and the rate of generated tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ RATE_WINDOW_S = 10.0
 
 
 class ProducerStats:
-    """Fed by the executor and the evaluations, read by batches and the status line."""
+    """The executor and the evaluations write it; batches and the status read it."""
 
     def __init__(self) -> None:
         self.generated_tokens = 0
-        """Tokens generated since this process started, for whatever purpose."""
+        """Tokens generated since this process started, for training and evaluation."""
         self._num_accepted = 0
         self._num_rejected = 0
         self._num_failed = 0
@@ -51,18 +51,18 @@ class ProducerStats:
             stats["dropped_tokens_mean"] = dropped
             stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
         if self._last_batch is not None and now_s > self._last_batch[0]:
-            began_s, tokens = self._last_batch
-            stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - began_s)
+            start_s, tokens = self._last_batch
+            stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - start_s)
         self._last_batch = (now_s, self.generated_tokens)
         self._num_accepted = self._num_rejected = self._num_failed = 0
         self._dropped_lengths = []
         return stats
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Rate over the window, as far as it was called in it; 0 at first."""
+        """Rate between the calls of the last RATE_WINDOW_S seconds; 0 at the first call."""
         readings = self._readings
         readings.append((now_s, self.generated_tokens))
         while len(readings) > 2 and readings[0][0] < now_s - RATE_WINDOW_S:
             readings.popleft()
-        began_s, tokens = readings[0]
-        return (self.generated_tokens - tokens) / (now_s - began_s) if now_s > began_s else 0.0
+        start_s, tokens = readings[0]
+        return (self.generated_tokens - tokens) / (now_s - start_s) if now_s > start_s else 0.0

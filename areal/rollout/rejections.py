@@ -1,19 +1,19 @@
-"""Owns how many groups may be rejected before a run that gets nowhere ends, and what is said then. Pure."""
+"""Counts rejected groups: when to warn, and when a run that only rejects must end. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 REJECTED_BATCHES_IN_A_ROW = 100
-"""So many batches of rejections in a row, or an epoch of them if that is more, end the run."""
+"""Consecutive rejections that end the run, in batches; at least one epoch."""
 LOW_ACCEPTANCE_ONE_IN = 10
-"""When fewer groups are accepted than one in so many, most of a step's cost is for nothing: a warning says so."""
+"""A train step for which fewer groups than one in this number are accepted causes a warning."""
 
 
 class Rejections:
-    """Counts the groups rejected while those of one train step are accepted, and all since the last accepted one.
+    """Counts the rejected groups per train step, and since the last accepted group.
 
-    Groups dropped as stale are not counted: that they waited too long says nothing about the prompts.
+    Groups dropped as stale are not counted: their staleness says nothing about the prompts.
     """
 
     def __init__(self, *, batch_size: int, rows_per_epoch: int, limit: int | None, filter_name: str) -> None:
@@ -28,13 +28,13 @@ class Rejections:
 
     @property
     def summary(self) -> str:
-        """What was accepted for the train step under way, and what was rejected meanwhile, by reason."""
-        reasons = ", ".join(f"{count} {self._said(reason)}" for reason, count in self._reasons.most_common())
+        """Accepted and rejected groups of the current train step, the rejected ones by reason."""
+        reasons = ", ".join(f"{count} {self._described(reason)}" for reason, count in self._reasons.most_common())
         total = self._reasons.total()
-        return f"{self._accepted} of its {self._batch_size} groups are accepted, {total} were rejected ({reasons})"
+        return f"{self._accepted} of {self._batch_size} groups were accepted, {total} were rejected ({reasons})"
 
     def count_accepted(self) -> None:
-        """A group is accepted. With the last one of a train step the count begins anew."""
+        """A group is accepted. The last group of a train step resets the counts."""
         self._in_a_row = 0
         self._accepted += 1
         if self._accepted == self._batch_size:
@@ -42,17 +42,17 @@ class Rejections:
             self._reasons.clear()
 
     def count_rejected(self, reason: str) -> str:
-        """A group is rejected. Empty, or a warning, once a train step: hardly any group is accepted."""
+        """A group is rejected. Returns a warning once per train step when few groups are accepted, else ""."""
         self._in_a_row += 1
         self._reasons[reason] += 1
-        # The first count at which the step stays below that share even if all others of its groups are accepted.
+        # The first count at which the step stays below this share even if all its other groups are accepted.
         if self._reasons.total() != (LOW_ACCEPTANCE_ONE_IN - 1) * self._batch_size + 1:
             return ""
         share = f"less than one group in {LOW_ACCEPTANCE_ONE_IN} is accepted for a train step"
-        return f"{share}: {self.summary}; {self._advice}"
+        return f"{share}: {self.summary}. {self._advice}"
 
-    def why_hopeless(self) -> str:
-        """Why the run must end; empty while it may go on."""
+    def exceeded_limit(self) -> str:
+        """Why the run must end; empty while it may continue."""
         total = self._reasons.total()
         if self._limit is not None and total > self._limit:
             why = f"{total} groups were rejected for one train step (rollout.max_rejected_per_step={self._limit})"
@@ -60,20 +60,18 @@ class Rejections:
             why = f"the last {self._in_a_row} episodes were all rejected"
         else:
             return ""
-        return f"{why}: {self.summary}; {self._advice}"
+        return f"{why}: {self.summary}. {self._advice}"
 
     @property
     def _advice(self) -> str:
-        changes = ["bring prompts that the policy solves sometimes, neither always nor never"]
+        changes = ["use prompts that the policy solves sometimes, neither always nor never"]
         if self._filter_name:
-            changes.append(f"accept more with rollout.should_accept_fn (now {self._filter_name})")
+            changes.append(f"choose a rollout.should_accept_fn that accepts more (now {self._filter_name})")
         if self._limit is not None:
-            changes.append("raise rollout.max_rejected_per_step")
-        return ", or ".join(changes)
+            changes.append("increase rollout.max_rejected_per_step")
+        return f"To fix this, {', or '.join(changes)}."
 
-    def _said(self, reason: str) -> str:
-        said = {
-            "filter": f"by the filter {self._filter_name}".rstrip(),
-            "workflow": "by the workflow: it returned None",
-        }
-        return said.get(reason, reason)
+    def _described(self, reason: str) -> str:
+        if reason == "workflow":
+            return "by the workflow, which returned None"
+        return f"by the filter {self._filter_name}".rstrip() if reason == "filter" else reason

@@ -16,6 +16,7 @@ from areal.ledger.event_files import LedgerReader, OsAppendFile, events_path, pa
 from areal.ledger.event_log import GroupCommitLog, GroupWriter
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import LedgerState
+from tests.rollout import rollout_kit
 
 
 class Killed(BaseException):
@@ -221,17 +222,17 @@ async def test_a_folder_that_may_not_be_written_is_told_in_one_line(tmp_path, mo
         Ledger.open(file / "ledger")
 
 
-async def test_a_clock_that_jumps_changes_nothing_but_times(kit, tmp_path, monkeypatch, capsys):
+async def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path, monkeypatch, capsys):
     """Forwards by a century and back again, between any two looks at it."""
     jumps = (4e9 * (number % 2) - number for number in itertools.count())
     times_of_groups = (4e9 * (number % 2) - number for number in itertools.count())
     monkeypatch.setattr(event_log.time, "time", lambda: next(times_of_groups))
     ledger = Ledger.open(tmp_path / "ledger")
     ledger._clock = lambda: next(jumps)
-    controller = kit.make_controller(ledger, total_steps=10)
+    controller = rollout_kit.make_controller(ledger, total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(3))
+    await rollout_kit.train(controller, range(3))
     await controller.committed(3, "recover/step3")
     await controller.close()
     assert recover_folder(tmp_path / "ledger").state == ledger.state
@@ -259,20 +260,20 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-async def run_until_it_stops(kit, folder, num_steps):
+async def run_until_it_stops(folder, num_steps):
     """Train until the ledger cannot be written; the cause, or None."""
     ledger = Ledger.open(folder)
     done = ledger.state.trained_steps or 0
-    controller = kit.make_controller(
+    controller = rollout_kit.make_controller(
         ledger,
         total_steps=num_steps,
-        fleet=kit.FakeFleet(version=done),
-        workflow=kit.ScriptedWorkflow(lambda index: kit.Script(num_tokens=200, token_s=0.0)),
+        fleet=rollout_kit.FakeFleet(version=done),
+        workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(num_tokens=200, token_s=0.0)),
     )
     try:
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=done, version=done)
-        await kit.train(controller, range(done, num_steps))
+        await rollout_kit.train(controller, range(done, num_steps))
         await controller.close()
     except ArealError as error:
         with pytest.raises(LedgerError):
@@ -282,9 +283,9 @@ async def run_until_it_stops(kit, folder, num_steps):
 
 
 @pytest.mark.slow
-async def test_on_a_real_disk_that_is_full_and_then_read_only(kit, small_disk):
+async def test_on_a_real_disk_that_is_full_and_then_read_only(small_disk):
     folder = small_disk / "ledger"
-    cause = await run_until_it_stops(kit, folder, 60)
+    cause = await run_until_it_stops(folder, 60)
     assert "No space left on device" in cause
     assert "\n" not in cause
     before = recover_folder(folder).state
@@ -297,7 +298,7 @@ async def test_on_a_real_disk_that_is_full_and_then_read_only(kit, small_disk):
     assert audit(folder).is_clean
 
     assert mount("-o", "remount,rw,size=16m", small_disk)
-    assert await run_until_it_stops(kit, folder, 60) is None
+    assert await run_until_it_stops(folder, 60) is None
     report = audit(folder)
     assert report.is_clean, report.lines()
     assert report.counts["consumed"] == 240

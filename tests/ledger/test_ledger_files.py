@@ -15,30 +15,31 @@ from areal.ledger.event_log import GroupCommitLog, GroupWriter
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import LedgerState
 from areal.rollout.share_codec import decode_share
+from tests.rollout import rollout_kit
 
 
-async def run_steps(kit, ledger, num_steps=3, **options):
-    controller = kit.make_controller(ledger, total_steps=10, **options)
+async def run_steps(ledger, num_steps=3, **options):
+    controller = rollout_kit.make_controller(ledger, total_steps=10, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    blobs = await kit.train(controller, range(num_steps))
+    blobs = await rollout_kit.train(controller, range(num_steps))
     await controller.committed(num_steps, "recover/step")
     await controller.close()
     return blobs
 
 
 @pytest.fixture
-async def recorded(kit, tmp_path):
+async def recorded(tmp_path):
     """A ledger folder of three trained steps with rejections and failures, and the blobs that were served."""
     outcomes = ["accept", "reject", "accept", "fail", "nan"]
-    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcomes[index % 5], token_s=1e-4))
-    blobs = await run_steps(kit, Ledger.open(tmp_path / "ledger"), workflow=workflow)
+    workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome=outcomes[index % 5], token_s=1e-4))
+    blobs = await run_steps(Ledger.open(tmp_path / "ledger"), workflow=workflow)
     return tmp_path / "ledger", blobs
 
 
-async def test_what_is_read_back_is_what_was_known(kit, tmp_path):
+async def test_what_is_read_back_is_what_was_known(tmp_path):
     ledger = Ledger.open(tmp_path / "ledger")
-    await run_steps(kit, ledger)
+    await run_steps(ledger)
     again = Ledger.open(tmp_path / "ledger")
     assert again.state == ledger.state
     assert len(again.state.consumed_steps) == 3
@@ -62,9 +63,11 @@ async def test_a_damaged_payload_is_found_and_never_served(recorded):
         ledger.payload(batch.episode_ids[batch.payloads.index(first)], first)
 
 
-async def test_recorded_batches_are_served_again_byte_for_byte(kit, recorded):
+async def test_recorded_batches_are_served_again_byte_for_byte(recorded):
     folder, blobs = recorded
-    controller = kit.make_controller(Ledger.open(folder), total_steps=10, fleet=kit.FakeFleet(version=3))
+    controller = rollout_kit.make_controller(
+        Ledger.open(folder), total_steps=10, fleet=rollout_kit.FakeFleet(version=3)
+    )
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     for step in range(3):
@@ -73,18 +76,18 @@ async def test_recorded_batches_are_served_again_byte_for_byte(kit, recorded):
     await controller.close()
 
 
-async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
+async def test_a_new_controller_goes_on_where_the_ledger_ends(tmp_path):
     """Dies with episodes running and waiting: those are kept or run again, and every row is used once per epoch."""
     folder = tmp_path / "ledger"
     first = Ledger.open(folder)
-    workflow = kit.ScriptedWorkflow()
-    controller = kit.make_controller(first, workflow=workflow, total_steps=10)
+    workflow = rollout_kit.ScriptedWorkflow()
+    controller = rollout_kit.make_controller(first, workflow=workflow, total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(1))
+    await rollout_kit.train(controller, range(1))
     held = first.state.num_admitted + 2  # two of the next ones never end
-    workflow.script_of = lambda index: kit.Script(token_s=3600.0 if len(workflow.seen) <= held else 1e-5)
-    await kit.train(controller, range(1, 2))
+    workflow.script_of = lambda index: rollout_kit.Script(token_s=3600.0 if len(workflow.seen) <= held else 1e-5)
+    await rollout_kit.train(controller, range(1, 2))
     while not first.state.waiting:
         await asyncio.sleep(0)
     await controller.close()
@@ -93,13 +96,13 @@ async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
     assert before.waiting
     kept = set(before.waiting)
 
-    workflow = kit.ScriptedWorkflow()
+    workflow = rollout_kit.ScriptedWorkflow()
     ledger = Ledger.open(folder)
-    controller = kit.make_controller(
-        ledger, num_rows=40, workflow=workflow, total_steps=10, fleet=kit.FakeFleet(version=2)
+    controller = rollout_kit.make_controller(
+        ledger, num_rows=40, workflow=workflow, total_steps=10, fleet=rollout_kit.FakeFleet(version=2)
     )
     await controller.start()  # the trainers live on: nobody attaches again
-    await kit.train(controller, range(2, 10))
+    await rollout_kit.train(controller, range(2, 10))
     await controller.close()
 
     assert audit(folder).is_clean
@@ -111,50 +114,50 @@ async def test_a_new_controller_goes_on_where_the_ledger_ends(kit, tmp_path):
     assert attempts.count(1) == len(before.running)
 
 
-async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(kit, tmp_path):
+async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(tmp_path):
     """Everything dies and the trainer goes back: run again at once, they would be older than the bound."""
     folder = tmp_path / "ledger"
     ledger = Ledger.open(folder)
-    workflow = kit.ScriptedWorkflow()
-    controller = kit.make_controller(ledger, workflow=workflow, total_steps=10)
+    workflow = rollout_kit.ScriptedWorkflow()
+    controller = rollout_kit.make_controller(ledger, workflow=workflow, total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(3))
-    workflow.script_of = lambda index: kit.Script(token_s=3600.0)
-    await kit.train(controller, range(3, 4))
+    await rollout_kit.train(controller, range(3))
+    workflow.script_of = lambda index: rollout_kit.Script(token_s=3600.0)
+    await rollout_kit.train(controller, range(3, 4))
     await controller.close()
     assert ledger.state.running
 
-    class Fleet(kit.FakeFleet):
+    class Fleet(rollout_kit.FakeFleet):
         async def update_weights(self, update):
             if update.version == 4 and self.version == 0:
                 raise WeightSyncError("the files of version 4 are gone")
             await super().update_weights(update)
 
     again = Ledger.open(folder)
-    config = kit.make_config(on_stale="wait")
-    controller = kit.make_controller(again, config=config, fleet=Fleet(), total_steps=10)
+    config = rollout_kit.make_config(on_stale="wait")
+    controller = rollout_kit.make_controller(again, config=config, fleet=Fleet(), total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     assert {episode.attempt for episode in again.state.running.values()} == {0}
-    blobs = await kit.train(controller, range(10))
+    blobs = await rollout_kit.train(controller, range(10))
     await controller.close()
     assert max(decode_share(blob).stats["staleness_max"] for shares in blobs for blob in shares) <= 1
     assert audit(folder).is_clean
 
 
-async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(kit, tmp_path):
+async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(tmp_path):
     """The servers start at version 0 again, and so does the trainer: neither may be given version 3 from the files."""
     folder = tmp_path / "ledger"
     ledger = Ledger.open(folder)
-    controller = kit.make_controller(ledger, total_steps=10)
+    controller = rollout_kit.make_controller(ledger, total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
-    await kit.train(controller, range(3))
+    await rollout_kit.train(controller, range(3))
     await controller.close()
 
-    fleet, again = kit.FakeFleet(), Ledger.open(folder)
-    controller = kit.make_controller(again, fleet=fleet, total_steps=10)
+    fleet, again = rollout_kit.FakeFleet(), Ledger.open(folder)
+    controller = rollout_kit.make_controller(again, fleet=fleet, total_steps=10)
     num_admitted = again.state.num_admitted
     await controller.start()
     await controller.attach(rank=1, world_size=2, dp_size=2, step=0, version=0)
@@ -162,38 +165,38 @@ async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(kit, 
     assert controller.waiting_for() == "a trainer to attach"
     await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
     assert (fleet.version, fleet.updates, again.state.num_admitted) == (0, [], num_admitted)
-    await kit.train(controller, range(10))
+    await rollout_kit.train(controller, range(10))
     await controller.close()
     assert audit(folder).is_clean
 
 
-async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(kit, tmp_path):
+async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(tmp_path):
     """Controller and servers died, the trainer did not: it asks on, and the published files bring the servers back."""
     folder = tmp_path / "ledger"
-    controller = kit.make_controller(Ledger.open(folder), total_steps=10)
+    controller = rollout_kit.make_controller(Ledger.open(folder), total_steps=10)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(3))
+    await rollout_kit.train(controller, range(3))
     await controller.close()
 
-    fleet = kit.FakeFleet()
-    controller = kit.make_controller(Ledger.open(folder), fleet=fleet, total_steps=10)
+    fleet = rollout_kit.FakeFleet()
+    controller = rollout_kit.make_controller(Ledger.open(folder), fleet=fleet, total_steps=10)
     await controller.start()
     assert fleet.updates == []
-    await kit.train(controller, range(3, 10))
+    await rollout_kit.train(controller, range(3, 10))
     assert [update.version for update in fleet.updates] == [3, 4, 5, 6, 7, 8, 9, 10]
     await controller.close()
     assert audit(folder).is_clean
 
 
-async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_new_ones(kit, tmp_path):
+async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_new_ones(tmp_path):
     ledger = Ledger.open(tmp_path / "ledger")
-    controller = kit.make_controller(ledger, total_steps=6)
+    controller = rollout_kit.make_controller(ledger, total_steps=6)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    first = await kit.train(controller, range(4))
+    first = await rollout_kit.train(controller, range(4))
     await controller.attach(rank=0, world_size=1, dp_size=1, step=2, version=2)
-    again = await kit.train(controller, range(2, 6))
+    again = await rollout_kit.train(controller, range(2, 6))
     await controller.close()
     assert again[:2] == first[2:]
     assert len(ledger.state.batches) == 6
@@ -202,9 +205,9 @@ async def test_a_trainer_that_goes_back_trains_on_the_same_batches_and_then_on_n
     assert report.counts["consumed"] == 24
 
 
-async def test_other_data_settings_are_refused(kit, recorded):
+async def test_other_data_settings_are_refused(recorded):
     folder, _ = recorded
-    controller = kit.make_controller(Ledger.open(folder), num_rows=44)
+    controller = rollout_kit.make_controller(Ledger.open(folder), num_rows=44)
     with pytest.raises(LedgerError, match=r"num_rows: 40 -> 44.*new trial_name"):
         await controller.start()
     await controller.close()
@@ -243,11 +246,11 @@ class FullDiskFile:
 
 
 @pytest.mark.parametrize("room", [0, 10, 700, 1500, 2500, 4000])
-async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, tmp_path, room):
+async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(tmp_path, room):
     folder = tmp_path / "ledger"
     folder.mkdir()
     log = GroupCommitLog(GroupWriter(folder, 1, open_file=FullDisk(room).open), first_segment=1)
-    controller = kit.make_controller(Ledger(log, read_payload=lambda where: b""), total_steps=10)
+    controller = rollout_kit.make_controller(Ledger(log, read_payload=lambda where: b""), total_steps=10)
     served = []
 
     async def run():
@@ -257,7 +260,7 @@ async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(kit, 
             served.append(await controller.next_batch(step, 0, 1, timeout_s=200.0))
             if served[-1] is None:
                 served.pop()
-                await controller.ended(tell_s=0.0)
+                await controller.ended(report_s=0.0)
             await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="v"), timeout_s=200.0)
             await controller.consumed(step, step + 1)
 
@@ -323,12 +326,16 @@ async def test_audit_command(recorded):
     assert done.stderr.startswith("areal: error: ")
 
 
-async def test_conservation_over_a_run_with_rejections_and_failures(kit, tmp_path):
+async def test_conservation_over_a_run_with_rejections_and_failures(tmp_path):
     """30% rejected, 5% failing."""
     outcomes = ["reject"] * 6 + ["fail"] + ["accept"] * 13
-    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcomes[index * 7 % 20], token_s=1e-5))
+    workflow = rollout_kit.ScriptedWorkflow(
+        lambda index: rollout_kit.Script(outcome=outcomes[index * 7 % 20], token_s=1e-5)
+    )
     ledger = Ledger.open(tmp_path / "ledger")
-    await run_steps(kit, ledger, num_steps=10, workflow=workflow, num_rows=400, config=kit.make_config(batch_size=32))
+    await run_steps(
+        ledger, num_steps=10, workflow=workflow, num_rows=400, config=rollout_kit.make_config(batch_size=32)
+    )
     report = audit(tmp_path / "ledger")
     assert report.is_clean, report.violations
     assert sum(report.counts.values()) == report.num_admitted > 450

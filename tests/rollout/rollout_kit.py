@@ -8,10 +8,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
-
-import pytest
 
 from areal.api.config import GRPOConfig, InferenceEngineConfig, TrainDatasetConfig
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory, TrajectoryGroup, WeightUpdate
@@ -175,6 +172,39 @@ class Killed(BaseException):
     """The process died here: nothing after this point happens."""
 
 
+class MemoryLog:
+    """An EventLog that keeps everything in memory."""
+
+    def __init__(self, on_append: Callable[[Event], None] | None = None) -> None:
+        self.events: list[Event] = []
+        self.payloads: list[bytes] = []
+        self._on_append = on_append
+
+    def start(self, on_failure: Callable[[LedgerError], None]) -> None:
+        return None
+
+    def append(self, event: Event) -> None:
+        self.events.append(event)
+        if self._on_append is not None:
+            self._on_append(event)
+
+    def append_payload(self, data: bytes) -> tuple[int, int, int]:
+        self.payloads.append(data)
+        return (0, len(self.payloads) - 1, len(data))
+
+    async def durable(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def memory_ledger(on_append: Callable[[Event], None] | None = None) -> Ledger:
+    """A ledger in memory. `on_append` is called after each event."""
+    log = MemoryLog(on_append)
+    return Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+
+
 class FileLog:
     """An EventLog on real files without a thread, for virtual time. `moment(name)` is called at each point at which a
     process may die, and raises Killed to let it die there: what is not in the files by then is lost."""
@@ -282,19 +312,3 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
-
-
-@pytest.fixture(scope="session")
-def kit() -> SimpleNamespace:
-    """The helpers above: tests cannot import a conftest."""
-    return SimpleNamespace(
-        FakeFleet=FakeFleet,
-        FileLog=FileLog,
-        Killed=Killed,
-        Script=Script,
-        ScriptedWorkflow=ScriptedWorkflow,
-        make_config=make_config,
-        make_controller=make_controller,
-        train=train,
-        run_virtual=run_virtual,
-    )

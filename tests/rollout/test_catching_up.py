@@ -8,16 +8,10 @@ import pytest
 from areal.api.data import WeightUpdate
 from areal.ledger.audit import audit
 from areal.ledger.event_files import read_payload
-from areal.ledger.event_log import MemoryLog
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import LedgerState
-from areal.rollout.controller import WeightsLost
-from areal.rollout.share_codec import decode_share
-
-
-def memory_ledger():
-    log = MemoryLog()
-    return Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+from areal.rollout.share_codec import WeightsNeeded, decode_share
+from tests.rollout import rollout_kit
 
 
 def disk(version):
@@ -34,28 +28,30 @@ async def go_back(controller, step):
     await attach(controller, step)
 
 
-def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_up(kit, tmp_path):
+def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_up(tmp_path):
     async def main():
-        ledger = Ledger(kit.FileLog(tmp_path), read_payload=lambda where: read_payload(tmp_path, where))
+        ledger = Ledger(rollout_kit.FileLog(tmp_path), read_payload=lambda where: read_payload(tmp_path, where))
         asked_at = []
 
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             async def agenerate(self, request):
                 asked_at.append(self.version)
                 return await super().agenerate(request)
 
-        class TwoTurns(kit.ScriptedWorkflow):
+        class TwoTurns(rollout_kit.ScriptedWorkflow):
             async def arun_episode(self, engine, data):
                 await super().arun_episode(engine, data)
                 await asyncio.sleep(1.0)
                 return await super().arun_episode(engine, data)
 
         fleet = Fleet()
-        config = kit.make_config(max_staleness=2)
-        controller = kit.make_controller(ledger, fleet=fleet, workflow=TwoTurns(), config=config, total_steps=10)
+        config = rollout_kit.make_config(max_staleness=2)
+        controller = rollout_kit.make_controller(
+            ledger, fleet=fleet, workflow=TwoTurns(), config=config, total_steps=10
+        )
         await controller.start()
         await attach(controller, 0)
-        first = await kit.train(controller, range(5))
+        first = await rollout_kit.train(controller, range(5))
         assert controller.status()["catching_up"] is False
         await asyncio.sleep(0.5)  # the next episodes are between their turns
         num_admitted, num_running = ledger.state.num_admitted, len(ledger.state.running)
@@ -64,127 +60,129 @@ def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_u
         await go_back(controller, 2)
         status = controller.status()
         assert (status["version"], status["highest_version"], status["catching_up"]) == (2, 5, True)
-        assert status["waiting_for"] == "the trainer; no episode starts because the trainer catches up: version 2 of 5"
-        again = await kit.train(controller, range(2, 4), step_s=60.0)
+        assert status["asked_for"] == "the trainer"
+        assert "at version 2 and" in status["shut_because"]
+        assert status["waiting_for"].endswith(f"; no episode starts because {status['shut_because']}")
+        again = await rollout_kit.train(controller, range(2, 4), step_s=60.0)
         assert again == first[2:4]
-        assert controller.waiting_for().endswith("the trainer catches up: version 4 of 5")
+        assert "at version 4 and" in controller.waiting_for()
         assert ledger.state.num_admitted == num_admitted
         assert len(ledger.state.running) == num_running
         assert asked_at == []
-        await kit.train(controller, range(4, 10))
+        await rollout_kit.train(controller, range(4, 10))
         assert min(asked_at) == 5
         await controller.close()
         batches = [decode_share(blobs[0]) for blobs in first]
         assert [batch.step for batch in batches] == list(range(5))
         assert audit(tmp_path).is_clean, audit(tmp_path).violations
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_room_that_comes_free_is_not_used_while_the_trainer_catches_up(kit):
+def test_room_that_comes_free_is_not_used_while_the_trainer_catches_up():
     async def main():
-        ledger = memory_ledger()
+        ledger = rollout_kit.memory_ledger()
 
-        class SlowReward(kit.ScriptedWorkflow):
+        class SlowReward(rollout_kit.ScriptedWorkflow):
             async def arun_episode(self, engine, data):
                 group = await super().arun_episode(engine, data)
                 await asyncio.sleep(1.0)
                 return group
 
-        config = kit.make_config(max_staleness=4, max_concurrent=4)
-        controller = kit.make_controller(ledger, workflow=SlowReward(), config=config, total_steps=9)
+        config = rollout_kit.make_config(max_staleness=4, max_concurrent=4)
+        controller = rollout_kit.make_controller(ledger, workflow=SlowReward(), config=config, total_steps=9)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(3))
+        await rollout_kit.train(controller, range(3))
         await asyncio.sleep(0.5)
         num_admitted = ledger.state.num_admitted
         await go_back(controller, 2)
         await asyncio.sleep(60.0)
         assert len(ledger.state.running) == 0
         assert ledger.state.num_admitted == num_admitted
-        await kit.train(controller, range(2, 9))
+        await rollout_kit.train(controller, range(2, 9))
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back(kit):
+def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back():
     """The fleet holds up answers that have tokens; one that has none it would begin under any policy."""
 
     async def main():
-        ledger, versions = memory_ledger(), []
+        ledger, versions = rollout_kit.memory_ledger(), []
 
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             async def agenerate(self, request):
                 await asyncio.sleep(5.0)  # queues
                 response = await super().agenerate(request)
                 versions.append((self.version, response.output_versions))
                 return response
 
-        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
+        controller = rollout_kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(3))
+        await rollout_kit.train(controller, range(3))
         await go_back(controller, 1)
         await asyncio.sleep(20.0)
         assert [made for version, made in versions if version == 1] != [], "the fleet did begin such answers"
-        await kit.train(controller, range(1, 6))
+        await rollout_kit.train(controller, range(1, 6))
         await controller.close()
         ages = [batch.stats["staleness_max"] for batch in ledger.state.batches.values()]
         assert max(ages) <= 1
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins(kit):
+def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins():
     async def main():
-        ledger = memory_ledger()
+        ledger = rollout_kit.memory_ledger()
         held = asyncio.Event()
 
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             async def update_weights(self, update):
                 if update.version == 1 and self.version == 3:
                     await held.wait()
                 await super().update_weights(update)
 
-        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
+        controller = rollout_kit.make_controller(ledger, fleet=Fleet(), total_steps=6)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(3))
+        await rollout_kit.train(controller, range(3))
         num_admitted = ledger.state.num_admitted
         assert await controller.publish(disk(1), timeout_s=0.001) is False
         status = controller.status()
         assert (status["publishing"], status["catching_up"], status["version"]) == (1, True, 3)
         assert status["waiting_since_s"] == pytest.approx(0.001)
-        assert "the servers to take policy version 1; " in status["waiting_for"]
+        assert status["asked_for"].endswith("policy version 1")
         await asyncio.sleep(60.0)
         assert ledger.state.num_admitted == num_admitted
         held.set()
         await go_back(controller, 1)
-        await kit.train(controller, range(1, 6))
+        await rollout_kit.train(controller, range(1, 6))
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_a_batch_is_not_composed_for_a_trainer_that_is_gone(kit):
+def test_a_batch_is_not_composed_for_a_trainer_that_is_gone():
     """It asked for batch 3 at version 3 and died; before its successor attaches, the servers go back to version 1."""
 
     async def main():
-        ledger = memory_ledger()
+        ledger = rollout_kit.memory_ledger()
 
-        class SlowReward(kit.ScriptedWorkflow):
+        class SlowReward(rollout_kit.ScriptedWorkflow):
             async def arun_episode(self, engine, data):
                 group = await super().arun_episode(engine, data)
                 await asyncio.sleep(50.0 if len(self.seen) > 12 else 0.0)
                 return group
 
-        controller = kit.make_controller(
-            ledger, workflow=SlowReward(), config=kit.make_config(max_staleness=0), total_steps=6
+        controller = rollout_kit.make_controller(
+            ledger, workflow=SlowReward(), config=rollout_kit.make_config(max_staleness=0), total_steps=6
         )
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(3))
+        await rollout_kit.train(controller, range(3))
         assert await controller.next_batch(3, 0, 1, timeout_s=31.0) is None
         assert controller.status()["waiting_for"].startswith("batch 3: 0 of 4 episodes accepted, 4 running; ")
         assert controller.status()["waiting_since_s"] == pytest.approx(31.0)
@@ -194,30 +192,30 @@ def test_a_batch_is_not_composed_for_a_trainer_that_is_gone(kit):
         assert 3 not in ledger.state.batches
         await attach(controller, 1)
         assert not controller.status()["waiting_for"].startswith("batch 3")
-        await kit.train(controller, range(1, 6))
+        await rollout_kit.train(controller, range(1, 6))
         assert [batch.version for batch in ledger.state.batches.values()] == list(range(6))
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_results_stay(kit):
+def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_results_stay():
     async def main():
-        ledger = memory_ledger()
-        workflow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=50.0 if index < 2 else 0.01))
+        ledger = rollout_kit.memory_ledger()
+        workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=50.0 if index < 2 else 0.01))
         options = {"eval_rows": [{"index": 0}, {"index": 1}], "eval_workflows": {"greedy": workflow}}
-        controller = kit.make_controller(ledger, total_steps=9, **options)
+        controller = rollout_kit.make_controller(ledger, total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(2))
+        await rollout_kit.train(controller, range(2))
         result = await controller.evaluate(2, "greedy", timeout_s=1e6)
-        await kit.train(controller, range(2, 4))
+        await rollout_kit.train(controller, range(2, 4))
         assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
         assert "greedy after step 4, 0 of 2 rows done" in controller.waiting_for()
         await go_back(controller, 1)
         await asyncio.sleep(0.01)
         assert "evaluation" not in controller.waiting_for()
-        await kit.train(controller, range(1, 4))
+        await rollout_kit.train(controller, range(1, 4))
         seen = len(workflow.seen)
         assert await controller.evaluate(2, "greedy", timeout_s=1e6) == result
         assert len(workflow.seen) == seen
@@ -226,51 +224,51 @@ def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_re
         assert ledger.state.evaluations.keys() == {(2, "greedy"), (4, "greedy")}
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_an_evaluation_is_not_ended_by_the_policy_that_went_back(kit):
+def test_an_evaluation_is_not_ended_by_the_policy_that_went_back():
     """The trainer publishes, and then attaches: time enough for the last rows."""
 
     async def main():
-        ledger = memory_ledger()
+        ledger = rollout_kit.memory_ledger()
 
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             async def agenerate(self, request):
                 if self.version == 4:
                     await asyncio.sleep(5.0)  # queues, and has no token yet
                 return await super().agenerate(request)
 
-        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": kit.ScriptedWorkflow()}}
-        controller = kit.make_controller(ledger, fleet=Fleet(), total_steps=4, **options)
+        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": rollout_kit.ScriptedWorkflow()}}
+        controller = rollout_kit.make_controller(ledger, fleet=Fleet(), total_steps=4, **options)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(4))
+        await rollout_kit.train(controller, range(4))
         assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
         await controller.publish(disk(1), timeout_s=1e6)
         await asyncio.sleep(100.0)
         await attach(controller, 1)
         assert ledger.state.evaluations == {}
-        await kit.train(controller, range(1, 4))
+        await rollout_kit.train(controller, range(1, 4))
         assert await controller.evaluate(4, "greedy", timeout_s=1e6) is not None
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_evaluations_are_not_held_while_the_trainer_catches_up(kit):
+def test_evaluations_are_not_held_while_the_trainer_catches_up():
     async def main():
-        workflow = kit.ScriptedWorkflow()
+        workflow = rollout_kit.ScriptedWorkflow()
         options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
-        controller = kit.make_controller(memory_ledger(), total_steps=9, **options)
+        controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(4))
+        await rollout_kit.train(controller, range(4))
         await go_back(controller, 1)
         assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
 def test_without_a_recorded_batch_there_is_nothing_to_catch_up_with():
@@ -283,12 +281,12 @@ def test_without_a_recorded_batch_there_is_nothing_to_catch_up_with():
         assert not state.is_catching_up
 
 
-def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again(kit):
+def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again():
     """They would wait for version 5, which needs their own batches."""
 
     async def main():
-        ledger = memory_ledger()
-        controller = kit.make_controller(ledger, total_steps=8)
+        ledger = rollout_kit.memory_ledger()
+        controller = rollout_kit.make_controller(ledger, total_steps=8)
         await controller.start()
         await controller.publish(disk(5), timeout_s=1.0)
         await attach(controller, 5)
@@ -297,23 +295,23 @@ def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again(ki
         assert {episode.attempt for episode in ledger.state.running.values()} == {1}
         assert {episode.version for episode in ledger.state.running.values()} == {3}
         async with asyncio.timeout(1000.0):
-            await kit.train(controller, range(3, 8))
+            await rollout_kit.train(controller, range(3, 8))
         assert ledger.state.reasons == {}
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to_nobody(kit):
+def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to_nobody():
     """Were servers named that lack nothing, they would be awaited in a group that none of them joins."""
 
     async def main():
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             def live_replicas(self, version):
                 return [] if version == self.version else ["server-0"]
 
-        ledger = memory_ledger()
-        controller = kit.make_controller(ledger, fleet=Fleet(3))
+        ledger = rollout_kit.memory_ledger()
+        controller = rollout_kit.make_controller(ledger, fleet=Fleet(3))
         asking = asyncio.create_task(controller.live_replicas(3, timeout_s=5.0))
         await asyncio.sleep(1.0)
         assert not asking.done(), "the fleet is not there yet"
@@ -324,23 +322,23 @@ def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to
         assert await controller.live_replicas(4, timeout_s=5.0) == ["server-0"]
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there(kit):
+def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there():
     async def main():
         lacking = False
 
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             def status(self):
                 return {"needs_publication": lacking}
 
-        workflow = kit.ScriptedWorkflow()
+        workflow = rollout_kit.ScriptedWorkflow()
         options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
-        controller = kit.make_controller(memory_ledger(), fleet=Fleet(), total_steps=9, **options)
+        controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Fleet(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
-        await kit.train(controller, range(1))
+        await rollout_kit.train(controller, range(1))
         assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
         lacking = True
         began_s = asyncio.get_running_loop().time()
@@ -349,37 +347,39 @@ def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there
             controller.evaluate(2, "greedy", timeout_s=9.0),
         )
         for asking in (batch, evaluation):
-            with pytest.raises(WeightsLost, match="a server waits for policy version 1"):
+            with pytest.raises(WeightsNeeded, match="policy version 1"):
                 await asking
         assert asyncio.get_running_loop().time() == began_s
         assert await controller.next_batch(0, 0, 1, timeout_s=1.0) is not None
         assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
-def test_the_sentence_names_replicas_and_the_gates_numbers(kit):
+def test_the_sentence_names_replicas_and_the_gates_numbers():
     async def main():
-        class Fleet(kit.FakeFleet):
+        class Fleet(rollout_kit.FakeFleet):
             def status(self):
                 serving = {"name": "server-0", "state": "serving", "version": self.version, "reason": ""}
                 stale = {"name": "server-1", "state": "stale", "version": 40, "reason": "no folder"}
                 return {"replicas": [serving, stale]}
 
-        slow = kit.ScriptedWorkflow(lambda index: kit.Script(token_s=1e6))
-        controller = kit.make_controller(memory_ledger(), fleet=Fleet(41), workflow=slow, total_steps=50)
+        slow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=1e6))
+        controller = rollout_kit.make_controller(
+            rollout_kit.memory_ledger(), fleet=Fleet(41), workflow=slow, total_steps=50
+        )
         await controller.start()
         await attach(controller, 41)
         assert await controller.next_batch(41, 0, 1, timeout_s=1.0) is None
-        assert controller.waiting_for() == (
-            "batch 41: 0 of 4 episodes accepted, 8 running; no episode starts because "
-            "8 episodes are running, and max_concurrent_rollouts=8; "
-            "not serving version 41: server-1 (version 40) is stale: no folder"
-        )
+        assert controller.waiting_for().split("; ") == [
+            "batch 41: 0 of 4 episodes accepted, 8 running",
+            "no episode starts because 8 episodes are running, the maximum (max_concurrent_rollouts=8)",
+            "not serving version 41: server-1 (version 40) is stale: no folder",
+        ]
         await controller.close()
 
-    kit.run_virtual(main())
+    rollout_kit.run_virtual(main())
 
 
 def test_old_ledgers_without_checksums_load():

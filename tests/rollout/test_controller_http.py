@@ -21,6 +21,7 @@ from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share, decode_update, encode_update
 from areal.system.discovery import FileNameRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
+from tests.rollout import rollout_kit
 
 
 @contextlib.asynccontextmanager
@@ -47,9 +48,9 @@ def update(version):
     return WeightUpdate(version=version, kind="disk", path=f"/weights/v{version}")
 
 
-async def test_a_whole_run_through_the_client(kit, tmp_path):
-    workflow = kit.ScriptedWorkflow()
-    controller = kit.make_controller(
+async def test_a_whole_run_through_the_client(tmp_path):
+    workflow = rollout_kit.ScriptedWorkflow()
+    controller = rollout_kit.make_controller(
         Ledger.open(tmp_path),
         workflow=workflow,
         total_steps=3,
@@ -72,8 +73,9 @@ async def test_a_whole_run_through_the_client(kit, tmp_path):
             client.publish(update(step + 1))
             client.consumed(step, step + 1, f"{step:08x}")
         client.committed(3, "/recover/step-000003")
-        with pytest.raises(RequestError, match=r"step 3 is past the end of the run: it has 3 steps"):
+        with pytest.raises(RequestError, match=r"step 3 .* 3 steps") as error:
             client.next_batch(3)
+        assert error.value.code == "rollout.past_the_end", "the code crosses HTTP"
         status = client.status()
         client.finish()
         return status
@@ -84,14 +86,14 @@ async def test_a_whole_run_through_the_client(kit, tmp_path):
     assert (status["step"], status["version"], status["consumed"]) == (3, 3, 12)
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["staleness_max"] <= 1
-    assert "all that the run needs (12)" in status["waiting_for"]
+    assert status["shut_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
 
 
-async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(kit, tmp_path):
+async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_path):
     body = {"step": 0, "dp_rank": 1, "dp_size": 2}
     blobs = []
     for start in range(2):
-        controller = kit.make_controller(Ledger.open(tmp_path))
+        controller = rollout_kit.make_controller(Ledger.open(tmp_path))
         async with running(controller) as address, ClientSession() as session:
             if start == 0:
                 attach = {"rank": 0, "world_size": 2, "dp_size": 2, "step": 0, "version": 0}
@@ -104,11 +106,13 @@ async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(kit, 
     assert list(decode_share(blobs[0]).group_index) != []
 
 
-async def test_shares_of_all_ranks_make_the_batch(kit, tmp_path):
+async def test_shares_of_all_ranks_make_the_batch(tmp_path):
     sizes = {index: 1 + index % 7 for index in range(40)}
-    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(num_tokens=sizes[index], num_trajectories=3))
+    workflow = rollout_kit.ScriptedWorkflow(
+        lambda index: rollout_kit.Script(num_tokens=sizes[index], num_trajectories=3)
+    )
     ledger = Ledger.open(tmp_path)
-    controller = kit.make_controller(ledger, workflow=workflow, config=kit.make_config(batch_size=10))
+    controller = rollout_kit.make_controller(ledger, workflow=workflow, config=rollout_kit.make_config(batch_size=10))
     async with running(controller):
         await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
         blobs = [await controller.next_batch(0, rank, 4, timeout_s=200.0) for rank in range(4)]
@@ -124,15 +128,15 @@ async def test_shares_of_all_ranks_make_the_batch(kit, tmp_path):
         assert share.group_index.tolist() == sorted(share.group_index.tolist())
 
 
-async def test_not_yet_is_204_and_the_client_asks_again(kit, tmp_path):
+async def test_not_yet_is_204_and_the_client_asks_again(tmp_path):
     gate = asyncio.Event()
 
-    class Workflow(kit.ScriptedWorkflow):
+    class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
             await gate.wait()
             return await super().arun_episode(engine, data)
 
-    controller = kit.make_controller(Ledger.open(tmp_path), workflow=Workflow())
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=Workflow())
     async with running(controller, poll_s=0.01) as address, ClientSession() as session:
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         answer = await session.post(address + "/batch", json={"step": 0, "dp_rank": 0, "dp_size": 1})
@@ -144,106 +148,115 @@ async def test_not_yet_is_204_and_the_client_asks_again(kit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("path", "body", "code", "value"),
     [
-        ("/batch", {"step": 0}, "expected ['dp_rank', 'dp_size', 'step']"),
-        ("/batch", {"step": "0", "dp_rank": 0, "dp_size": 1}, "step is '0', expected int"),
-        ("/batch", {"step": 0, "dp_rank": 1, "dp_size": 1}, "dp_rank=1 is not below dp_size=1"),
-        ("/evaluate", {"step": 0, "mode": "wild"}, "no evaluation mode 'wild'"),
-        ("/publish", {"version": 1, "kind": "disk", "colour": "red"}, "not a weight update"),
-        ("/finish", [], "not a JSON object"),
+        ("/batch", {"step": 0}, "request.invalid_field", "['dp_rank', 'dp_size', 'step']"),
+        ("/batch", {"step": "0", "dp_rank": 0, "dp_size": 1}, "request.invalid_field", "step is '0'"),
+        ("/batch", {"step": 0, "dp_rank": 1, "dp_size": 1}, "request.invalid_field", "dp_rank=1"),
+        ("/evaluate", {"step": 0, "mode": "wild"}, "rollout.no_such_evaluation", "'wild'"),
+        ("/publish", {"version": 1, "kind": "disk", "colour": "red"}, "request.invalid_field", "colour"),
+        ("/finish", [], "request.not_json", ""),
     ],
 )
-async def test_bad_requests_are_refused_with_one_line(kit, tmp_path, path, body, message):
-    controller = kit.make_controller(Ledger.open(tmp_path))
+async def test_bad_requests_are_refused_with_one_line(tmp_path, path, body, code, value):
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     async with running(controller) as address, ClientSession() as session:
         answer = await session.post(address + path, json=body)
         assert answer.status == 400
-        assert message in (await answer.json())["error"]
+        error = await answer.json()
+        assert error["code"] == code
+        assert value in error["error"]
+        assert "\n" not in error["error"]
 
 
-async def test_a_token_is_required_where_one_is_set(kit, tmp_path):
-    controller = kit.make_controller(Ledger.open(tmp_path))
+async def test_a_token_is_required_where_one_is_set(tmp_path):
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     async with running(controller, token="secret") as address:
-        with pytest.raises(RequestError, match="bearer token"):
+        with pytest.raises(RequestError) as error:
             await asyncio.to_thread(RolloutClient(address).status)
+        assert error.value.code == "request.unauthorized"
         status = await asyncio.to_thread(RolloutClient(address, token="secret").status)
         assert status["waiting_for"] == "a trainer to attach"
 
 
 @pytest.mark.parametrize("outcome", ["fail", "reject"])
-async def test_a_producer_without_any_success_stops_with_its_reason(kit, tmp_path, outcome):
-    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome=outcome, token_s=0.0))
-    controller = kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
+async def test_a_producer_without_any_success_stops_with_its_reason(tmp_path, outcome):
+    workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome=outcome, token_s=0.0))
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
     async with running(controller) as address:
         client = RolloutClient(address)
         await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
-        reason = {"fail": r"50 episodes all failed.*ValueError: row \d+ is broken", "reject": "400 episodes were all"}
-        with pytest.raises(RequestError, match=reason[outcome]):
+        cause = {"fail": r" 50 .*ValueError: row \d+ is broken", "reject": " 400 "}[outcome]
+        code = {"fail": "rollout.all_failed", "reject": "rollout.all_rejected"}[outcome]
+        with pytest.raises(RequestError, match=cause) as received:
             await asyncio.to_thread(client.next_batch, 0)
-        with pytest.raises(ProducerStopped, match=reason[outcome]):
+        with pytest.raises(ProducerStopped, match=cause) as stopped:
             await controller.ended()
+        assert (received.value.code, stopped.value.code) == (code, code)
 
 
-async def test_a_failed_publication_is_an_error_and_may_be_tried_again(kit, tmp_path):
-    class Fleet(kit.FakeFleet):
+async def test_a_failed_publication_is_an_error_and_may_be_tried_again(tmp_path):
+    class Fleet(rollout_kit.FakeFleet):
         async def update_weights(self, update):
             if not self.updates:
                 self.updates.append(update)
-                raise WeightSyncError("no replica took it")
+                raise WeightSyncError("no replica took it", code="weights.none")
             await super().update_weights(update)
 
     fleet = Fleet()
-    controller = kit.make_controller(Ledger.open(tmp_path), fleet=fleet)
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=fleet)
     async with running(controller) as address:
         client = RolloutClient(address)
-        with pytest.raises(WeightSyncError, match="no replica took it"):
+        with pytest.raises(WeightSyncError, match="no replica took it") as error:
             await asyncio.to_thread(client.publish, update(1))
+        assert error.value.code == "weights.none"
         await asyncio.to_thread(client.publish, update(1))
         assert fleet.version == 1
         await asyncio.to_thread(client.publish, update(1))
         assert len(fleet.updates) == 2, "a repeated publication is not done again"
 
 
-async def test_a_publication_that_fails_after_its_trainer_died_is_told(kit, tmp_path, caplog):
+async def test_a_publication_that_fails_after_its_trainer_died_is_logged(tmp_path, caplog):
     died = asyncio.Event()
 
-    class Fleet(kit.FakeFleet):
+    class Fleet(rollout_kit.FakeFleet):
         async def update_weights(self, update):
             if update.version == 2:
                 await died.wait()
-                raise WeightSyncError("no replica took it")
+                raise WeightSyncError("no replica took it", code="weights.none")
             await super().update_weights(update)
 
-    controller = kit.make_controller(Ledger.open(tmp_path), fleet=Fleet())
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=Fleet())
     async with running(controller):
         assert not await controller.publish(update(2), timeout_s=0.01)
         died.set()
         assert await controller.publish(update(1), timeout_s=60.0)
-    assert "version 2 was not published: no replica took it" in caplog.text
+    assert "version 2 failed: no replica took it" in caplog.text
 
 
-async def test_the_client_finds_a_controller_that_moved(kit, tmp_path):
-    controller = kit.make_controller(Ledger.open(tmp_path))
+async def test_the_client_finds_a_controller_that_moved(tmp_path):
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     with bind_socket() as dead:
         async with running(controller) as address:
             addresses = iter([http_address(dead), address, address])
             status = await asyncio.to_thread(RolloutClient(lambda: next(addresses)).status)
             assert status["step"] == 0
         gone = RolloutClient(http_address(dead), reconnect_s=0.0)
-        with pytest.raises(ServerUnavailable, match="could not be reached for 0 s for batch 7"):
+        with pytest.raises(ServerUnavailable, match="for batch 7") as error:
             await asyncio.to_thread(gone.next_batch, 7)
+        assert error.value.code == "rollout.controller_unreachable"
 
 
-async def test_serving_registers_and_sigterm_closes_cleanly(kit, tmp_path):
+async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
     registry = FileNameRegistry(tmp_path / "names")
-    controller = kit.make_controller(
-        Ledger.open(tmp_path / "ledger"), workflow=kit.ScriptedWorkflow(lambda index: kit.Script(token_s=3600.0))
+    controller = rollout_kit.make_controller(
+        Ledger.open(tmp_path / "ledger"),
+        workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=3600.0)),
     )
     serving = asyncio.create_task(serve(controller, bind_socket(), registry))
     await asyncio.to_thread(registry.wait, "ready/controller", 200.0)
     assert orjson.loads(registry.get("controller") or "")["pid"] == os.getpid()
-    client = RolloutClient.from_registry(registry, kit.make_config().rollout)
+    client = RolloutClient.from_registry(registry, rollout_kit.make_config().rollout)
     await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
     assert (await asyncio.to_thread(client.status))["running"] == 8
     os.kill(os.getpid(), signal.SIGTERM)
@@ -251,9 +264,9 @@ async def test_serving_registers_and_sigterm_closes_cleanly(kit, tmp_path):
     assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
 
 
-async def test_a_controller_off_loopback_requires_the_token(kit, tmp_path, monkeypatch):
+async def test_a_controller_off_loopback_requires_the_token(tmp_path, monkeypatch):
     registry, everywhere = FileNameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
-    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"))
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"))
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ConfigError) as error:
         await asyncio.to_thread(run_serving, lambda: controller, everywhere, registry)
@@ -267,18 +280,18 @@ async def test_a_controller_off_loopback_requires_the_token(kit, tmp_path, monke
         for path in ("/health", "/status"):
             assert (await session.get(address + path)).status == 401
             assert (await session.get(address + path, headers={"Authorization": "Bearer secret"})).status == 200
-    client = RolloutClient.from_registry(registry, kit.make_config().rollout)
+    client = RolloutClient.from_registry(registry, rollout_kit.make_config().rollout)
     assert (await asyncio.to_thread(client.status))["step"] == 0
     controller.finish()
     await asyncio.wait_for(serving, 200.0)
 
 
-async def test_serving_ends_when_the_fleet_never_gets_healthy(kit, tmp_path):
-    class Fleet(kit.FakeFleet):
+async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
+    class Fleet(rollout_kit.FakeFleet):
         async def start(self):
             raise ServerUnavailable("server-1 did not become healthy within 120 s")
 
-    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
     with pytest.raises(ServerUnavailable, match="server-1"):
         await serve(controller, bind_socket(), FileNameRegistry(tmp_path / "names"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
@@ -298,10 +311,10 @@ def test_a_weight_update_survives_the_wire():
     assert decode_update(orjson.loads(encode_update(sent))) == sent
 
 
-async def test_a_trainer_is_asked_for_weights_that_only_it_has(kit, tmp_path):
+async def test_a_trainer_is_asked_for_weights_that_only_it_has(tmp_path):
     """All servers died under collective publication: the batch waits for the trainer, which waits for the batch."""
 
-    class Fleet(kit.FakeFleet):
+    class Fleet(rollout_kit.FakeFleet):
         def status(self):
             return {"needs_publication": not self.updates}
 
@@ -310,11 +323,11 @@ async def test_a_trainer_is_asked_for_weights_that_only_it_has(kit, tmp_path):
                 await asyncio.sleep(0.001)
             return await super().agenerate(request)
 
-    controller = kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet(), total_steps=2)
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet(), total_steps=2)
     async with running(controller, poll_s=0.05) as address:
         client = RolloutClient(address)
         await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
-        with pytest.raises(WeightsNeeded, match="a server waits for policy version 0"):
+        with pytest.raises(WeightsNeeded, match="policy version 0"):
             await asyncio.to_thread(client.next_batch, 0)
         again = WeightUpdate(version=0, kind="collective", group_name="again", replicas=["server-0"])
         await asyncio.to_thread(client.publish, again)

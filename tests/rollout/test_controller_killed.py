@@ -17,8 +17,9 @@ from areal.ledger.event_files import LedgerReader, read_payload, recover_folder
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import join_columns
 from areal.ledger.state import LedgerState
-from areal.rollout.controller import WeightsLost
 from areal.rollout.gate import GateLimits
+from areal.rollout.share_codec import WeightsNeeded
+from tests.rollout import rollout_kit
 
 STEPS, BATCH, ROWS, ETA = 4, 2, 5, 1
 RANKS = 2
@@ -38,8 +39,8 @@ class Life:
 class World:
     """What outlives the controller: files, servers, trainers."""
 
-    def __init__(self, kit, folder, kind, kill_at):
-        self.kit, self.folder, self.kind = kit, folder, kind
+    def __init__(self, folder, kind, kill_at):
+        self.folder, self.kind = folder, kind
         self.kill_at = set(kill_at)
         self.num_moments = 0
         self.moments = []
@@ -51,12 +52,12 @@ class World:
 
     def moment(self, life, name):
         if life.died.is_set():
-            raise self.kit.Killed
+            raise rollout_kit.Killed
         self.num_moments += 1
         self.moments.append(name)
         if self.num_moments in self.kill_at:
             life.died.set()
-            raise self.kit.Killed
+            raise rollout_kit.Killed
 
     def begin_life(self, number):
         life = Life(number)
@@ -64,14 +65,14 @@ class World:
         def moment(name):
             self.moment(life, name)
 
-        log = self.kit.FileLog(self.folder, moment)
+        log = rollout_kit.FileLog(self.folder, moment)
         ledger = Ledger(log, state=log.state, read_payload=lambda where: read_payload(self.folder, where))
-        workflow = self.kit.ScriptedWorkflow(
-            lambda index: self.kit.Script(outcome=OUTCOMES[index], token_s=0.03 * (1 + index), num_tokens=2)
+        workflow = rollout_kit.ScriptedWorkflow(
+            lambda index: rollout_kit.Script(outcome=OUTCOMES[index], token_s=0.03 * (1 + index), num_tokens=2)
         )
-        life.controller = self.kit.make_controller(
+        life.controller = rollout_kit.make_controller(
             ledger,
-            config=self.kit.make_config(batch_size=BATCH, max_staleness=ETA),
+            config=rollout_kit.make_config(batch_size=BATCH, max_staleness=ETA),
             workflow=workflow,
             fleet=make_view(self, life),
             num_rows=ROWS,
@@ -86,7 +87,7 @@ class World:
         """The launcher."""
         for number in range(10):
             life = self.begin_life(number)
-            with contextlib.suppress(self.kit.Killed):
+            with contextlib.suppress(rollout_kit.Killed):
                 starting = asyncio.create_task(life.controller.start())
                 self.born.set()
                 await asyncio.wait([starting, asyncio.create_task(life.died.wait())], return_when="FIRST_COMPLETED")
@@ -119,7 +120,7 @@ class World:
             try:
                 answer = asking.result()
                 self.moment(life, f"answer to {ask}")
-            except self.kit.Killed:
+            except rollout_kit.Killed:
                 continue
             if answer is None and "timeout_s" in options:
                 continue
@@ -127,7 +128,7 @@ class World:
 
 
 def make_view(world, life):
-    class View(world.kit.FakeFleet):
+    class View(rollout_kit.FakeFleet):
         """One controller's fleet over the servers that outlive it."""
 
         def __init__(self):
@@ -190,7 +191,7 @@ class Trainers:
             for rank in range(RANKS):
                 if rank not in answers:
                     given = (what, *arguments, rank, RANKS) if what == "next_batch" else (what, *arguments)
-                    with contextlib.suppress(WeightsLost):
+                    with contextlib.suppress(WeightsNeeded):
                         answers[rank] = await self.world.call(*given, timeout_s=5.0)
                         self.world.answers.setdefault((what, arguments, rank), []).append(answers[rank])
             if len(answers) < RANKS:
@@ -215,8 +216,8 @@ class Trainers:
                 await world.call("committed", 1, "recover/step-1")
 
 
-async def run(kit, folder, kind, kill_at):
-    world = World(kit, folder, kind, kill_at)
+async def run(folder, kind, kill_at):
+    world = World(folder, kind, kill_at)
     asyncio.current_task().set_name("main")
     keeping = asyncio.create_task(world.keep_alive(), name="main-launcher")
     trainers = Trainers(world)
@@ -290,8 +291,8 @@ def check_admissions(world, events):
         assert len({rows.index(first + k) for k in range(rows.rows_per_epoch)}) == rows.rows_per_epoch
 
 
-def survive(kit, folder, kind, kill_at):
-    world, status = kit.run_virtual(run(kit, folder, kind, kill_at))
+def survive(folder, kind, kill_at):
+    world, status = rollout_kit.run_virtual(run(folder, kind, kill_at))
     try:
         assert len(world.left_behind) == len(kill_at)
         check(world, status)
@@ -308,32 +309,32 @@ def light(caplog, monkeypatch):
     gc.collect()
 
 
-def test_killed_at_every_moment_of_a_run(kit, tmp_path):
-    moments = survive(kit, tmp_path / "unbroken", "disk", []).moments
+def test_killed_at_every_moment_of_a_run(tmp_path):
+    moments = survive(tmp_path / "unbroken", "disk", []).moments
     assert {"before published", "before consumed", "before evaluated", "writing", "written"} <= set(moments)
     assert {"server-1 takes 3", "answer to publish", "answer to consumed", "answer to evaluate"} <= set(moments)
     for moment in range(1, len(moments) + 1):
-        survive(kit, tmp_path / str(moment), "disk", [moment])
+        survive(tmp_path / str(moment), "disk", [moment])
 
 
-def test_killed_at_every_moment_of_a_publication_over_a_collective(kit, tmp_path):
+def test_killed_at_every_moment_of_a_publication_over_a_collective(tmp_path):
     """What servers hold cannot be had from files, and the group goes with the controller that made it."""
-    moments = survive(kit, tmp_path / "unbroken", "collective", []).moments
+    moments = survive(tmp_path / "unbroken", "collective", []).moments
     for moment, name in enumerate(moments, start=1):
         near = moments[max(0, moment - 3) : moment]
         if any("takes" in one or one in ("before published", "answer to publish") for one in [name, *near]):
-            survive(kit, tmp_path / str(moment), "collective", [moment])
+            survive(tmp_path / str(moment), "collective", [moment])
 
 
-def test_weights_are_not_sent_again_when_only_the_answer_was_lost(kit, tmp_path):
-    moments = survive(kit, tmp_path / "unbroken", "collective", []).moments
-    world = survive(kit, tmp_path / "killed", "collective", [moments.index("answer to publish") + 1])
+def test_weights_are_not_sent_again_when_only_the_answer_was_lost(tmp_path):
+    moments = survive(tmp_path / "unbroken", "collective", []).moments
+    world = survive(tmp_path / "killed", "collective", [moments.index("answer to publish") + 1])
     assert world.moments.count("server-0 takes 1") == moments.count("server-0 takes 1")
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_killed_three_times(kit, tmp_path, seed):
+def test_killed_three_times(tmp_path, seed):
     generator = random.Random(seed)
     first = generator.randint(1, 120)
     kill_at = [first, first + generator.randint(1, 12), first + generator.randint(13, 60)]
-    survive(kit, tmp_path, generator.choice(["disk", "collective"]), kill_at)
+    survive(tmp_path, generator.choice(["disk", "collective"]), kill_at)

@@ -8,8 +8,6 @@ import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import RequestError
-from areal.ledger.event_log import MemoryLog
-from areal.ledger.ledger import Ledger
 from areal.ledger.payload import (
     TrajectoryError,
     check_payload,
@@ -19,8 +17,9 @@ from areal.ledger.payload import (
     payload_sizes,
 )
 from areal.rollout.batching import build_shares
-from areal.rollout.episode import judge
+from areal.rollout.episode import verdict_on
 from areal.rollout.share_codec import decode_share, encode_share
+from tests.rollout import rollout_kit
 
 GOOD = Trajectory(
     token_ids=[5, 6, 7],
@@ -30,11 +29,6 @@ GOOD = Trajectory(
     reward=0.5,
     finished=True,
 )
-
-
-def memory_ledger():
-    log = MemoryLog()
-    return Ledger(log, read_payload=lambda where: log.payloads[where[1]])
 
 
 def test_a_payload_holds_the_columns_of_its_trajectories():
@@ -81,46 +75,48 @@ def to_floats(payload):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code"),
     [
-        ({"baseline": float("inf")}, "the baseline inf"),
-        ({"baseline": float("nan")}, "the baseline nan"),
-        ({"loss_mask": [0, 1]}, "equally long"),
-        ({"token_ids": [], "loss_mask": [], "rollout_logprobs": [], "output_versions": []}, "not empty"),
-        ({"reward": float("nan")}, "reward nan"),
-        ({"reward": float("inf")}, "reward inf"),
-        ({"reward": None}, "wrong kind"),
-        ({"token_ids": [5, 6, "x"]}, "wrong kind"),
-        ({"token_ids": [5, 6, 2**40]}, "wrong kind"),
-        ({"loss_mask": [0, 1, 300]}, "wrong kind"),
+        ({"baseline": float("inf")}, "not_finite"),
+        ({"baseline": float("nan")}, "not_finite"),
+        ({"loss_mask": [0, 1]}, "trajectory_lengths"),
+        ({"token_ids": [], "loss_mask": [], "rollout_logprobs": [], "output_versions": []}, "trajectory_lengths"),
+        ({"reward": float("nan")}, "not_finite"),
+        ({"reward": float("inf")}, "not_finite"),
+        ({"reward": None}, "wrong_type"),
+        ({"token_ids": [5, 6, "x"]}, "wrong_type"),
+        ({"token_ids": [5, 6, 2**40]}, "wrong_type"),
+        ({"loss_mask": [0, 1, 300]}, "wrong_type"),
     ],
 )
-def test_unusable_trajectories_are_refused(change, message):
-    with pytest.raises(TrajectoryError, match=message):
+def test_unusable_trajectories_are_refused(change, code):
+    with pytest.raises(TrajectoryError) as error:
         encode_episode(0, TrajectoryGroup(trajectories=[dataclasses.replace(GOOD, **change)]))
+    assert error.value.code == f"workflow.{code}"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "value"),
     [
-        ({"token_ids": [5, -6, 7]}, "negative"),
-        ({"loss_mask": [0, 2, 1]}, "only 0 and 1"),
-        ({"loss_mask": [0, 0, 0], "rollout_logprobs": [0.0] * 3}, "no token to learn from"),
-        ({"loss_mask": [1, 1, 1]}, "the first token"),
-        ({"rollout_logprobs": [0.0, float("nan"), -1.0]}, "no log-probability"),
-        ({"rollout_logprobs": [0.0, 1.0, -1.0]}, "no log-probability"),
-        ({"output_versions": [-1, -1, 4]}, "trained on, but"),
-        ({"loss_mask": [0, 0, 1]}, "must be 0.0"),
+        ({"token_ids": [5, -6, 7]}, "wrong_type", "token_ids"),
+        ({"loss_mask": [0, 2, 1]}, "loss_mask", r"\[0, 1, 2\]"),
+        ({"loss_mask": [0, 0, 0], "rollout_logprobs": [0.0] * 3}, "loss_mask", " no token"),
+        ({"loss_mask": [1, 1, 1]}, "loss_mask", " first token"),
+        ({"rollout_logprobs": [0.0, float("nan"), -1.0]}, "rollout_logprobs", r"rollout_logprobs\[1\] is nan"),
+        ({"rollout_logprobs": [0.0, 1.0, -1.0]}, "rollout_logprobs", r"rollout_logprobs\[1\] is 1.0"),
+        ({"output_versions": [-1, -1, 4]}, "output_versions", r"output_versions\[1\] is -1"),
+        ({"loss_mask": [0, 0, 1]}, "rollout_logprobs", r"rollout_logprobs\[1\] is -0.5"),
     ],
 )
-def test_the_format_check_names_the_rule_broken(change, message):
+def test_the_format_check_names_the_rule_broken(change, code, value):
     check_trajectory(GOOD)
-    with pytest.raises(TrajectoryError, match=message):
+    with pytest.raises(TrajectoryError, match=value) as error:
         check_trajectory(dataclasses.replace(GOOD, **change))
+    assert error.value.code == f"workflow.{code}"
 
 
-async def run_one_batch(kit, workflow, ledger, **options):
-    controller = kit.make_controller(ledger, workflow=workflow, **options)
+async def run_one_batch(workflow, ledger, **options):
+    controller = rollout_kit.make_controller(ledger, workflow=workflow, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     blob = await controller.next_batch(0, 0, 1, timeout_s=200.0)
@@ -128,8 +124,8 @@ async def run_one_batch(kit, workflow, ledger, **options):
     return blob
 
 
-async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_its_episode(kit):
-    class Workflow(kit.ScriptedWorkflow):
+async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_its_episode():
+    class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
             if data["index"] % 8 == 0:
                 raise asyncio.CancelledError
@@ -137,19 +133,19 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
                 raise KeyError("answer")
             return await super().arun_episode(engine, data)
 
-    ledger = memory_ledger()
-    script = kit.Script
+    ledger = rollout_kit.memory_ledger()
+    script = rollout_kit.Script
     workflow = Workflow(lambda index: script(outcome="nan" if index % 4 == 2 else "accept", token_s=0.0))
-    assert await run_one_batch(kit, workflow, ledger, config=kit.make_config(batch_size=8), num_rows=40) is not None
+    assert await run_one_batch(workflow, ledger, config=rollout_kit.make_config(batch_size=8), num_rows=40) is not None
     reasons = set(ledger.state.reasons)
     assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: TrajectoryError"}
     ledger.state.check_integrity()
 
 
-async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count(kit):
+async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count():
     """Workflows that take no notice of being cancelled, or answer with an error, are begun again all the same."""
 
-    class Workflow(kit.ScriptedWorkflow):
+    class Workflow(rollout_kit.ScriptedWorkflow):
         goes_back = True
 
         async def arun_episode(self, engine, data):
@@ -161,9 +157,9 @@ async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count(kit
                         raise KeyError("answer") from None
             return await super().arun_episode(engine, data)
 
-    ledger = memory_ledger()
+    ledger = rollout_kit.memory_ledger()
     workflow = Workflow()
-    controller = kit.make_controller(ledger, workflow=workflow, total_steps=8)
+    controller = rollout_kit.make_controller(ledger, workflow=workflow, total_steps=8)
     await controller.start()
     for version in (5, 4, 3):  # no recorded batch leads back to 5 or 4, so what runs is dropped, twice
         workflow.goes_back = version > 3
@@ -173,90 +169,91 @@ async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count(kit
         await asyncio.sleep(0)  # the episodes begin
     assert {episode.attempt for episode in ledger.state.running.values()} == {2}
     async with asyncio.timeout(200.0):
-        await kit.train(controller, range(3, 8))
+        await rollout_kit.train(controller, range(3, 8))
     assert ledger.state.reasons == {}
     ledger.state.check_integrity()
     await controller.close()
 
 
-async def test_the_filter_rejects_and_another_prompt_takes_the_place(kit):
-    ledger = memory_ledger()
+async def test_the_filter_rejects_and_another_prompt_takes_the_place():
+    ledger = rollout_kit.memory_ledger()
     blob = await run_one_batch(
-        kit, kit.ScriptedWorkflow(), ledger, accept=lambda group: group.trajectories[0].reward % 2 == 0
+        rollout_kit.ScriptedWorkflow(), ledger, accept=lambda group: group.trajectories[0].reward % 2 == 0
     )
     assert blob is not None
     assert ledger.state.reasons.keys() == {"rejected: filter"}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"), [([1.0], "1 filter_rewards for 2"), ([1.0, float("nan")], "not finite"), ([1.0, 2.0], "")]
+    ("values", "code"), [([1.0], "trajectory_lengths"), ([1.0, float("nan")], "not_finite"), ([1.0, 2.0], "")]
 )
-def test_what_filters_look_at_is_one_finite_number_a_trajectory(values, message):
+def test_what_filters_look_at_is_one_finite_number_a_trajectory(values, code):
     group = TrajectoryGroup(trajectories=[GOOD, GOOD], filter_rewards=values)
-    if message:
-        with pytest.raises(TrajectoryError, match=message):
-            judge(0, group, accept=None, check_format=False)
+    if code:
+        with pytest.raises(TrajectoryError) as error:
+            verdict_on(0, group, accept=None, check_format=False)
+        assert error.value.code == f"workflow.{code}"
     else:
         seen = []
-        assert judge(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), check_format=False)
+        assert verdict_on(0, group, accept=lambda given: bool(seen.append(given.filter_rewards)), check_format=False)
         assert seen == [[1.0, 2.0]]
 
 
-async def test_a_filter_that_raises_fails_the_episode(kit):
-    ledger = memory_ledger()
+async def test_a_filter_that_raises_fails_the_episode():
+    ledger = rollout_kit.memory_ledger()
 
     def accept(group):
         if group.trajectories[0].reward < 30:
             raise ZeroDivisionError("no spread")
         return True
 
-    assert await run_one_batch(kit, kit.ScriptedWorkflow(), ledger, accept=accept) is not None
+    assert await run_one_batch(rollout_kit.ScriptedWorkflow(), ledger, accept=accept) is not None
     assert ledger.state.reasons.keys() == {"failed: ZeroDivisionError"}
 
 
-async def test_a_workflow_may_change_its_row_without_changing_the_dataset(kit):
-    class Workflow(kit.ScriptedWorkflow):
+async def test_a_workflow_may_change_its_row_without_changing_the_dataset():
+    class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
             index = data.pop("index")
             return await super().arun_episode(engine, {"index": index})
 
-    ledger = memory_ledger()
-    controller = kit.make_controller(ledger, workflow=Workflow(), num_rows=4, total_steps=3)
+    ledger = rollout_kit.memory_ledger()
+    controller = rollout_kit.make_controller(ledger, workflow=Workflow(), num_rows=4, total_steps=3)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(3))
+    await rollout_kit.train(controller, range(3))
     await controller.close()
     assert ledger.state.counts[3] == 0
 
 
-async def test_nothing_runs_before_a_trainer_attached_nor_beyond_the_end_of_the_run(kit):
-    ledger = memory_ledger()
-    controller = kit.make_controller(ledger, total_steps=3)
+async def test_nothing_runs_before_a_trainer_attached_nor_beyond_the_end_of_the_run():
+    ledger = rollout_kit.memory_ledger()
+    controller = rollout_kit.make_controller(ledger, total_steps=3)
     await controller.start()
     assert ledger.state.num_admitted == 0
     assert controller.waiting_for() == "a trainer to attach"
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    await kit.train(controller, range(3))
+    await rollout_kit.train(controller, range(3))
     await controller.close()
     assert ledger.state.num_admitted == 3 * 4
 
 
-async def test_a_recovered_trainer_with_a_new_ledger_does_not_open_a_burst(kit):
+async def test_a_recovered_trainer_with_a_new_ledger_does_not_open_a_burst():
     """Its version counts as if the steps before had been accepted here."""
-    ledger = memory_ledger()
-    fleet = kit.FakeFleet(version=5)
-    controller = kit.make_controller(ledger, total_steps=8, fleet=fleet)
+    ledger = rollout_kit.memory_ledger()
+    fleet = rollout_kit.FakeFleet(version=5)
+    controller = rollout_kit.make_controller(ledger, total_steps=8, fleet=fleet)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=5, version=5)
     assert len(ledger.state.running) == 8  # (1 + 5 + 1) x 4 - 5 x 4
-    await kit.train(controller, range(5, 8))
+    await rollout_kit.train(controller, range(5, 8))
     await controller.close()
     assert ledger.state.num_admitted == 3 * 4
 
 
-async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed(kit):
-    ledger = memory_ledger()
-    controller = kit.make_controller(ledger, fleet=kit.FakeFleet(version=0))
+async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed():
+    ledger = rollout_kit.memory_ledger()
+    controller = rollout_kit.make_controller(ledger, fleet=rollout_kit.FakeFleet(version=0))
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=5, version=5)
     assert ledger.state.num_admitted == 0
@@ -266,19 +263,19 @@ async def test_an_attached_version_that_the_fleet_lacks_keeps_the_gate_closed(ki
     await controller.close()
 
 
-async def test_a_run_without_a_serving_replica_says_so(kit):
+async def test_a_run_without_a_serving_replica_says_so():
     """A stopped server holds up a batch or an evaluation for as long as rollout.request_timeout."""
 
-    class Stopped(kit.FakeFleet):
+    class Stopped(rollout_kit.FakeFleet):
         async def agenerate(self, request):
             await asyncio.Event().wait()
 
         def status(self):
             return {"waiting_for": "a replica that serves: server-0 is absent: no answer"}
 
-    workflow = kit.ScriptedWorkflow()
+    workflow = rollout_kit.ScriptedWorkflow()
     options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
-    controller = kit.make_controller(memory_ledger(), fleet=Stopped(), workflow=workflow, **options)
+    controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Stopped(), workflow=workflow, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     assert await controller.next_batch(0, 0, 1, timeout_s=0.01) is None
@@ -291,11 +288,13 @@ async def test_a_run_without_a_serving_replica_says_so(kit):
     await controller.close()
 
 
-async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do(kit):
-    workflow = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail" if index == 3 else "accept"))
-    broken = kit.ScriptedWorkflow(lambda index: kit.Script(outcome="fail"))
-    controller = kit.make_controller(
-        memory_ledger(),
+async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
+    workflow = rollout_kit.ScriptedWorkflow(
+        lambda index: rollout_kit.Script(outcome="fail" if index == 3 else "accept")
+    )
+    broken = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome="fail"))
+    controller = rollout_kit.make_controller(
+        rollout_kit.memory_ledger(),
         workflow=workflow,
         eval_rows=[{"index": index} for index in range(5)],
         eval_workflows={"sampled": workflow, "greedy": broken},
@@ -308,7 +307,8 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do(kit
     assert first is not None
     assert (first["reward"], first["num"], first["failed"]) == ((0 + 1 + 2 + 4) / 4, 4.0, 1.0)
     assert len(workflow.seen) == 5
-    with pytest.raises(RequestError, match="none of the first 5 held-out rows could be scored; the last one: "):
+    with pytest.raises(RequestError, match=r" 5 held-out rows .*ValueError: row") as error:
         await controller.evaluate(4, "greedy", timeout_s=200.0)
+    assert error.value.code == "rollout.evaluation_failed"
     assert await controller.evaluate(5, "sampled", timeout_s=0.0) is None
     await controller.close()

@@ -4,7 +4,7 @@ LIMITS = GateLimits(batch_size=4, max_concurrent=6, max_staleness=1, total_episo
 
 
 def test_room_by_hand():
-    # (eta + v + 1) * B = 8 at version 0, 12 at version 1
+    # (max_staleness + version + 1) * batch_size = 8 at version 0, 12 at version 1
     assert room(LIMITS, running=0, accepted=0, version=0) == 6  # concurrency decides
     assert room(LIMITS, running=6, accepted=0, version=0) == 0
     assert room(LIMITS, running=2, accepted=4, version=0) == 2  # 8 - 4 - 2
@@ -18,7 +18,7 @@ def test_a_rejection_gives_its_room_back_at_once():
     assert room(LIMITS, running=3, accepted=4, version=0) == 1
 
 
-def test_eta_zero_is_synchronous():
+def test_max_staleness_zero_is_synchronous():
     limits = GateLimits(batch_size=4, max_concurrent=100, max_staleness=0, total_episodes=40)
     assert room(limits, running=0, accepted=0, version=0) == 4
     assert room(limits, running=0, accepted=4, version=0) == 0
@@ -37,5 +37,5 @@ def test_the_last_steps_admit_no_more_than_they_need():
 def test_why_closed_names_the_numbers():
     assert why_closed(LIMITS, running=0, accepted=0, version=0) == ""
     assert "max_concurrent_rollouts=6" in why_closed(LIMITS, running=6, accepted=0, version=0)
-    assert "policy version 1 must be published first" in why_closed(LIMITS, running=3, accepted=5, version=0)
-    assert "all that the run needs (40)" in why_closed(LIMITS, running=2, accepted=38, version=9)
+    assert "(1 + 0 + 1) x 4 = 8 until policy version 1 " in why_closed(LIMITS, running=3, accepted=5, version=0)
+    assert "38 accepted and 2 running" in why_closed(LIMITS, running=2, accepted=38, version=9)

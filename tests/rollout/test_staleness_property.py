@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.ledger.event_log import MemoryLog
-from areal.ledger.ledger import Ledger
 from areal.rollout.share_codec import decode_share
+from tests.rollout import rollout_kit
 
 OUTCOMES = st.sampled_from(["accept"] * 6 + ["reject", "fail"])
 DURATIONS = st.sampled_from([0.001, 0.01, 0.1, 0.5, 3.0])
@@ -28,16 +27,17 @@ def runs(draw):
     }
 
 
-def play(kit, run, on_stale, num_steps=6, workflow_class=None):
+def play(run, on_stale, num_steps=6, workflow_class=None):
     """One whole run; the events, and per step the shares and the ids of the batch."""
-    config = kit.make_config(
+    config = rollout_kit.make_config(
         batch_size=run["batch_size"],
         max_staleness=run["max_staleness"],
         on_stale=on_stale,
         max_concurrent=run["max_concurrent"],
     )
     scripts = [
-        kit.Script(outcome=outcome, token_s=seconds, num_tokens=tokens) for outcome, seconds, tokens in run["episodes"]
+        rollout_kit.Script(outcome=outcome, token_s=seconds, num_tokens=tokens)
+        for outcome, seconds, tokens in run["episodes"]
     ]
 
     def check_after_every_event(event):
@@ -49,26 +49,25 @@ def play(kit, run, on_stale, num_steps=6, workflow_class=None):
             limit = (run["max_staleness"] + state.version + 1) * run["batch_size"]
             assert state.num_accepted + len(state.running) <= limit
 
-    log = MemoryLog(check_after_every_event)
-    ledger = Ledger(log, read_payload=lambda where: log.payloads[where[1]])
+    ledger = rollout_kit.memory_ledger(check_after_every_event)
 
     async def main():
-        controller = kit.make_controller(
+        controller = rollout_kit.make_controller(
             ledger,
             config=config,
-            workflow=(workflow_class or kit.ScriptedWorkflow)(lambda index: scripts[index]),
+            workflow=(workflow_class or rollout_kit.ScriptedWorkflow)(lambda index: scripts[index]),
             num_rows=len(scripts),
             total_steps=num_steps,
         )
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=run["dp_size"], step=0, version=0)
-        blobs = await kit.train(controller, range(num_steps), step_s=run["step_s"], dp_size=run["dp_size"])
+        blobs = await rollout_kit.train(controller, range(num_steps), step_s=run["step_s"], dp_size=run["dp_size"])
         controller.finish()
         await controller.ended()
         await controller.close()
         return blobs
 
-    blobs = kit.run_virtual(main())
+    blobs = rollout_kit.run_virtual(main())
     return ledger.state, [[decode_share(blob) for blob in shares] for shares in blobs]
 
 
@@ -80,8 +79,8 @@ def trained_ages(shares):
 @pytest.mark.parametrize("on_stale", ["train", "mask", "drop", "wait"])
 @settings(max_examples=60, deadline=None)
 @given(run=runs())
-def test_nothing_is_lost_or_used_twice(kit, on_stale, run):
-    state, steps = play(kit, run, on_stale)
+def test_nothing_is_lost_or_used_twice(on_stale, run):
+    state, steps = play(run, on_stale)
     ids = [state.batches[step].episode_ids for step in range(6)]
     flat = list(itertools.chain(*ids))
     assert len(flat) == len(set(flat)) == 6 * run["batch_size"]
@@ -95,8 +94,8 @@ def test_nothing_is_lost_or_used_twice(kit, on_stale, run):
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
 @settings(max_examples=60, deadline=None)
 @given(run=runs())
-def test_no_token_older_than_the_bound_is_trained_on(kit, on_stale, run):
-    _, steps = play(kit, run, on_stale)
+def test_no_token_older_than_the_bound_is_trained_on(on_stale, run):
+    _, steps = play(run, on_stale)
     for shares in steps:
         ages = trained_ages(shares)
         assert ages.size == 0 or ages.max() <= run["max_staleness"]
@@ -105,8 +104,8 @@ def test_no_token_older_than_the_bound_is_trained_on(kit, on_stale, run):
 
 @settings(max_examples=60, deadline=None)
 @given(run=runs())
-def test_wait_consumes_in_order_of_admission(kit, run):
-    state, _ = play(kit, run, "wait")
+def test_wait_consumes_in_order_of_admission(run):
+    state, _ = play(run, "wait")
     flat = list(itertools.chain(*(state.batches[step].episode_ids for step in range(6))))
     assert flat == sorted(flat)
     # and nothing that could have been trained on was passed over
@@ -115,8 +114,8 @@ def test_wait_consumes_in_order_of_admission(kit, run):
 
 @settings(max_examples=40, deadline=None)
 @given(run=runs())
-def test_eta_zero_trains_on_its_own_version_only(kit, run):
-    _, steps = play(kit, run | {"max_staleness": 0}, "train")
+def test_eta_zero_trains_on_its_own_version_only(run):
+    _, steps = play(run | {"max_staleness": 0}, "train")
     for shares in steps:
         assert set(trained_ages(shares)) <= {0}
 
@@ -130,10 +129,10 @@ def test_eta_zero_trains_on_its_own_version_only(kit, run):
         ("wait", 0),
     ],
 )
-def test_a_straggler_is_old_under_train_and_dealt_with_by_the_others(kit, on_stale, num_dropped):
+def test_a_straggler_is_old_under_train_and_dealt_with_by_the_others(on_stale, num_dropped):
     """Style guide, appendix B: admission alone does not bound the age of one episode."""
 
-    class Workflow(kit.ScriptedWorkflow):
+    class Workflow(rollout_kit.ScriptedWorkflow):
         async def arun_episode(self, engine, data):
             group = await super().arun_episode(engine, data)  # its tokens are made at once, under version 0 or 1
             if data["index"] == 7:
@@ -142,7 +141,7 @@ def test_a_straggler_is_old_under_train_and_dealt_with_by_the_others(kit, on_sta
 
     run = {"batch_size": 2, "max_staleness": 1, "max_concurrent": 4, "step_s": 1.0, "dp_size": 1}
     run["episodes"] = [("accept", 0.01, 1)] * 40
-    state, steps = play(kit, run, on_stale, num_steps=16, workflow_class=Workflow)
+    state, steps = play(run, on_stale, num_steps=16, workflow_class=Workflow)
     ages = [float(share.stats["staleness_max"]) for shares in steps for share in shares]
     assert max(ages) <= 1 if on_stale in ("drop", "wait") else max(ages) >= 7
     assert state.reasons["rejected: stale"] == num_dropped

@@ -1,7 +1,7 @@
-"""Owns what the fleet serves against what the ledger says: publications, and the way back to the ledger's version.
+"""Brings the inference servers to the policy version that the ledger records.
 
-A publication waits for the fleet to be ready and then for its replicas, each under a time limit of the fleet. Callers
-wait for one shared task per update, so a repeated call joins.
+A weight update waits until the fleet is ready and then for its replicas, each under a time limit of the fleet. All
+callers that request the same update wait for one shared task.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from areal.observe.log import get_logger
 _log = get_logger(__name__)
 
 
-class Publications:
-    """The policy versions of a run on their way to the fleet."""
+class FleetWeights:
+    """Runs the weight updates of a run, one at a time, and records each in the ledger."""
 
     def __init__(self, fleet: InferenceFleet, ledger: Ledger, *, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when a publication begins and when it ends, well or not."""
+        """`on_change` is called when an update starts and when it ends, also when it fails."""
         self._fleet = fleet
         self._ledger = ledger
         self._on_change = on_change
         self._fleet_ready = asyncio.Event()
         self._task: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._is_restoring = False
-        self.publishing: int | None = None
-        """The version that the servers are taking in for the trainer."""
+        self.updating_to: int | None = None
+        """The version that the servers are receiving from the trainer."""
         self.since_s = 0.0
-        """Loop time at which that began."""
+        """Loop time at which this update started."""
         self.has_published = False
-        """A trainer published while this process lived, so the ledger's version is the trainer's."""
+        """A trainer published since this process started, so the version in the ledger is the trainer's."""
 
-    def begin(self) -> None:
-        """The fleet is ready: do what was asked meanwhile."""
+    def set_fleet_ready(self) -> None:
         self._fleet_ready.set()
 
     async def fleet_is_ready(self, timeout_s: float) -> bool:
@@ -51,28 +50,28 @@ class Publications:
 
     @property
     def lowest_version(self) -> int:
-        """The oldest policy under which a request sent now may be answered."""
+        """The oldest policy version that may answer a request sent now."""
         version = self._ledger.state.version
-        return version if self.publishing is None else min(version, self.publishing)
+        return version if self.updating_to is None else min(version, self.updating_to)
 
     @property
     def needs_trainer(self) -> bool:
-        """Some replica waits for weights that only the trainer has, and no publication is under way."""
-        if self.publishing is not None or self._is_restoring or not self._fleet_ready.is_set():
+        """Some replica waits for weights that only the trainer has, and no update is running."""
+        if self.updating_to is not None or self._is_restoring or not self._fleet_ready.is_set():
             return False
         return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_publication"))
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Bring the fleet to a new version; True when done, False = not yet, ask again. Repeated calls join."""
+        """Bring the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
         if self._task is not None and self._task[0] != update:
-            before, task = self._task
+            previous, task = self._task
             await asyncio.wait([task], timeout=timeout_s)
             if not task.done():
                 return False
-            if (error := task.exception()) is not None:  # who asked for it may be gone
-                _log.warning("version %d was not published: %s", before.version, error)
+            if (error := task.exception()) is not None:  # the trainer that published it may have died
+                _log.warning("the update to version %d failed: %s", previous.version, error)
         if self._task is None or self._task[0] != update:
-            task = asyncio.create_task(self._publish(update), name=f"publish-{update.version}")
+            task = asyncio.create_task(self._update(update), name=f"publish-{update.version}")
             self._task = (update, task)
         task = self._task[1]
         await asyncio.wait([task], timeout=timeout_s)
@@ -83,44 +82,44 @@ class Publications:
         task.result()
         return True
 
-    async def _publish(self, update: WeightUpdate) -> None:
+    async def _update(self, update: WeightUpdate) -> None:
         await self._fleet_ready.wait()
-        self.publishing, self.since_s = update.version, asyncio.get_running_loop().time()
+        self.updating_to, self.since_s = update.version, asyncio.get_running_loop().time()
         self._on_change()
         try:
             if not self._is_served(update):
                 await self._fleet.update_weights(update)
             self._ledger.published(version=update.version, kind=update.kind, path=update.path)
-            await self._ledger.durable()  # the trainer goes on from the answer: a successor of this process must know
+            await self._ledger.durable()  # the trainer continues after the answer, so a restart must find this version
             self.has_published = True
         finally:
-            self.publishing = None
+            self.updating_to = None
             self._on_change()
 
     def _is_served(self, update: WeightUpdate) -> bool:
-        """A predecessor of this process sent these weights, but its answer was lost: the group it made is gone.
+        """The previous controller process sent these weights but its answer was lost; its group no longer exists.
 
-        A folder is loaded again instead, so that the fleet knows it.
+        A folder is loaded again instead, so that the fleet knows its path.
         """
         if update.kind == "disk" or self._fleet.version != update.version:
             return False
         return not self._fleet.live_replicas(update.version)
 
     async def restore(self) -> None:
-        """Bring the fleet back to the ledger's version, and let it know the folder for replicas that come later.
+        """Bring the fleet to the ledger's version, and give it the folder for replicas that join later.
 
-        Where the folder is gone or there was none, the trainer is asked to publish again (`needs_trainer`).
+        When the folder is missing or the update used a collective, the trainer must publish again (`needs_trainer`).
         """
         await self._fleet_ready.wait()
-        state, last = self._ledger.state, self._ledger.state.last_publication
+        state, last = self._ledger.state, self._ledger.state.last_published
         if last is None or last["kind"] != "disk" or last["version"] != state.version:
             return
-        _log.info("the servers are to hold policy version %d, from %s", state.version, last["path"])
+        _log.info("restoring policy version %d on the servers from %s", state.version, last["path"])
         self._is_restoring = True
         try:
             await self._fleet.update_weights(WeightUpdate(version=state.version, kind="disk", path=last["path"]))
         except ArealError as error:
-            _log.warning("the servers could not go back to version %d: %s", state.version, error)
+            _log.warning("version %d could not be restored on the servers: %s", state.version, error)
         finally:
             self._is_restoring = False
 

@@ -1,7 +1,7 @@
-"""Owns making and serving train batches: composes batch k when a trainer wants it, and serves recorded ones again.
+"""Composes train batch k when a trainer requests it, and serves recorded batches again after a restart.
 
-A request waits for enough accepted episodes (unblocked by `poke`, called on every acceptance and version) or for its
-time to be up. Nothing is scanned while nobody asks.
+A request waits until enough accepted episodes exist, at most for its time limit. `compose_if_ready` wakes it; the
+controller calls that after every accepted episode and every new policy version.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from areal.rollout.share_codec import encode_share
 from areal.rollout.staleness import is_in_order, mask_before
 
 CACHED_STEPS = 2
-"""Encoded batches kept in memory; older ones are made again from the ledger."""
+"""Encoded batches kept in memory; older ones are rebuilt from the ledger."""
 
 
-class BatchMaker:
+class TrainBatches:
     """The batches of a run, by train step."""
 
     def __init__(
@@ -44,9 +44,9 @@ class BatchMaker:
         self._shares: dict[tuple[int, int], list[bytes]] = {}  # by (step, dp_size)
         self._wanted: dict[int, asyncio.Future[None]] = {}
         self._dp_size = 1
-        self._asked_s: dict[int, float] = {}
+        self._requested_s: dict[int, float] = {}
         self.last: BatchRecord | None = None
-        """The batch served last, a recorded one too."""
+        """The batch served last; it may be a recorded one."""
 
     @property
     def wanted_step(self) -> int | None:
@@ -54,7 +54,7 @@ class BatchMaker:
         return min(self._wanted, default=None)
 
     async def get(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
-        """One rank's share of batch `step`, durable before it is served; None when it is not there in time."""
+        """The encoded share of one rank; the batch is durable before it is served. None: not ready in time."""
         if step not in self._ledger.state.batches:
             self._dp_size = dp_size
             await self._wait_for(step, timeout_s)
@@ -66,16 +66,16 @@ class BatchMaker:
 
     async def _wait_for(self, step: int, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._asked_s.setdefault(step, loop.time())
+        self._requested_s.setdefault(step, loop.time())
         composed = self._wanted.get(step)
         if composed is None:
             composed = self._wanted[step] = loop.create_future()
-            self.poke()
+            self.compose_if_ready()
         await asyncio.wait([composed], timeout=timeout_s)
 
-    def poke(self) -> None:
-        """Compose the wanted batch if that is possible now: at the version it will be consumed at, so not before the
-        trainer has finished the step before it."""
+    def compose_if_ready(self) -> None:
+        """Compose the requested batch if possible. Its version is the one that trains on it, so the trainer must have
+        finished the previous step."""
         if not self._wanted:
             return
         state = self._ledger.state
@@ -87,13 +87,13 @@ class BatchMaker:
                 self._on_fatal(error)
 
     def waiting_since_s(self, step: int) -> float | None:
-        """Loop time at which a trainer first asked for batch `step`, which is not there yet."""
-        return self._asked_s.get(step)
+        """Loop time of the first request for batch `step`, which is not ready."""
+        return self._requested_s.get(step)
 
-    def release(self, beyond: int = -1) -> None:
-        """Let go of everybody who waits for a batch after step `beyond`: none will come, or the asker is gone."""
+    def cancel_requests(self, beyond: int = -1) -> None:
+        """End the waits for batches after step `beyond`, which will not be composed or whose trainer died."""
         for step in [step for step in self._wanted if step > beyond]:
-            self._asked_s.pop(step, None)
+            self._requested_s.pop(step, None)
             waiting = self._wanted.pop(step)
             if not waiting.done():
                 waiting.set_result(None)
@@ -106,7 +106,7 @@ class BatchMaker:
         if len(ids) < self._batch_size:
             return
         version = state.version
-        floor = mask_before(self._on_stale, consuming_version=version, max_staleness=self._max_staleness)
+        floor = mask_before(self._on_stale, training_version=version, max_staleness=self._max_staleness)
         episodes = [state.waiting[episode_id] for episode_id in ids]
         payloads = [self._ledger.payload(episode.episode_id, episode.payload) for episode in episodes]
         shares = build_shares(payloads, step=step, version=version, mask_before=floor, dp_size=self._dp_size)
@@ -120,7 +120,7 @@ class BatchMaker:
     def _episode_stats(self, step: int, episodes: list[AcceptedEpisode]) -> dict[str, float]:
         state, now_s = self._ledger.state, asyncio.get_running_loop().time()
         stats = episode_stats(episodes)
-        stats["wait_s"] = now_s - self._asked_s.pop(step, now_s)
+        stats["wait_s"] = now_s - self._requested_s.pop(step, now_s)
         stats["queue_length"] = float(len(state.waiting) - len(episodes))
         stats["running"] = float(len(state.running))
         return stats | self._producer.since_last_batch(now_s, [episode.num_tokens for episode in episodes])
@@ -137,7 +137,7 @@ class BatchMaker:
         return self._shares[step, dp_size]
 
     def _keep(self, record: BatchRecord, shares: list[BatchShare]) -> None:
-        """Encode a batch once; retried requests get these very bytes."""
+        """Encode a batch once, so that repeated requests get identical bytes."""
         self._shares[record.step, len(shares)] = [encode_share(replace(share, stats=record.stats)) for share in shares]
         while len(self._shares) > CACHED_STEPS:
             self._shares.pop(next(iter(self._shares)))
