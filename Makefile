@@ -22,7 +22,8 @@ quickstart: .venv/.installed
 
 # Without debug ranges a traceback parses no source. If the garbage collector logs a traceback while pytest parses,
 # CPython 3.11 fails with "AST constructor recursion depth mismatch" (python/cpython issue 106905).
-PYTEST := $(BIN)/python -X no_debug_ranges -m pytest
+# Bytecode is always written: else each of several hundred child processes compiles areal again, for about a second.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -X no_debug_ranges -m pytest
 
 # Lint and types run at the same time as the tests; each prints its result when it ends.
 test: .venv/.installed

@@ -75,6 +75,42 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Send the token of the run as a bearer token.",
     ),
     # reward
+    "reward.async_function": ErrorCode(
+        "A reward function is declared with `async def`.",
+        "Declare it with `def`: it runs in a worker process and may block.",
+    ),
+    "reward.bad_row": ErrorCode(
+        "A column of a row has a value that a built-in reward function cannot use.",
+        "Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.",
+    ),
+    "reward.bad_section": ErrorCode(
+        "Two options of the section `reward`, or `reward_fn` and that section, contradict each other.",
+        "Change the option that the message names.",
+    ),
+    "reward.missing_column": ErrorCode(
+        "A reward function has a parameter without default for which a row has no column.",
+        "Add the column in the dataset's map_fn, or give the parameter a default.",
+    ),
+    "reward.missing_library": ErrorCode(
+        "The reward `math` needs the library math-verify, which is not installed.",
+        "Install it: pip install 'math-verify>=0.9'.",
+    ),
+    "reward.none_given": ErrorCode(
+        "Neither `reward_fn` nor `reward.fns` names a reward function.",
+        "Set one of them, for example reward_fn=gsm8k.",
+    ),
+    "reward.pool_closed": ErrorCode(
+        "An answer was to be scored after the reward processes were ended, usually because the run is ending.",
+        "None is needed at the end of a run; otherwise look for the first error in the log.",
+    ),
+    "reward.row_not_json": ErrorCode(
+        "A row contains a value that JSON cannot represent, so it cannot be sent to a reward process.",
+        "Convert the column that the message names in the dataset's map_fn, or remove it.",
+    ),
+    "reward.unknown_source": ErrorCode(
+        "With `reward.by_source`, a row names no data source, or one without reward functions.",
+        "Add the source to reward.by_source, set reward.fns for all other sources, or correct reward.source_key.",
+    ),
     # rollout
     "rollout.all_failed": ErrorCode(
         "Every one of the last episodes failed, so no train batch can be composed.",
@@ -117,6 +153,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "None: the trainer publishes them again and continues.",
     ),
     # sandbox
+    "sandbox.not_started": ErrorCode(
+        "The sandbox for a program did not start within 4 s.",
+        "Check that the machine has free memory and processes, and that Python can start there.",
+    ),
     # weights
     # workflow
     "workflow.loss_mask": ErrorCode(

@@ -1,1 +1,1 @@
-"""Owns verifiers, their registry and the pool of processes that runs them."""
+"""Reward functions: built-in verifiers, their registry, and the pool of processes that runs them."""

@@ -1,7 +1,7 @@
-"""Owns the verifier of multiple choice: which of the letters A to J a text chooses.
+"""The verifier of multiple-choice answers: which of the letters A to J a text chooses.
 
 The most formal statement counts, and among equals the last: a box, a tag or `####`; then "the answer is ..."; then
-"option ... is correct"; then a letter that stands alone. A text that names two letters at once chooses none.
+"option ... is correct"; then a single letter. A text that names two letters at once chooses none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LETTER = (
     r"(?:(?i:option|choice)[\s*_:]*)?"
     r"(?:[(\[]([A-Ja-j])[)\]]|([A-J])(?![\w'])|([a-j])(?=[*.)]*\s*(?:\n|$)))"
 )
-"""A letter as people write it: bare in upper case, any in brackets, in lower case at the end of a line."""
+"""Upper-case letters without brackets; any letter in brackets; lower-case letters at the end of a line."""
 _STATEMENTS = (
     re.compile(r"(?i:\banswers?\b)[^.\n:=]{0,40}?(?i:\bis|\bbe|[:=])" + _LETTER),
     re.compile(r"(?i:\b(?:choose|pick|select|go with)|\b(?:option|choice)\s+(?:is|would be|:))" + _LETTER),
@@ -42,19 +42,19 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 _ARTICLE = re.compile(r"\s+(?!is\b|or\b|and\b|because\b|since\b|as\b)[a-z]")
-"""Behind a bare A or I: that is a word then, no letter."""
+"""Text after a single A or I that makes it a word."""
 
 
 def choice_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **row: Any
 ) -> float:
-    """1 when the letter A to J chosen in the completion is the one of the row's `answer` ("B", "(b)", "B. Paris").
+    """1 when the completion chooses the letter of the row's `answer` ("B", "(b)", "B. Paris").
 
-    InputError when that names no letter.
+    InputError when `answer` names no letter.
     """
     wanted = _sole_letter(str(answer)) or extract_choice(str(answer))
     if wanted is None:
-        raise InputError(f"the row's answer {str(answer)[:100]!r} names no choice: a letter A to J is needed")
+        raise InputError(f"the row's answer {str(answer)[:100]!r} names no letter A to J", code="reward.bad_row")
     return float(extract_choice(completion) == wanted)
 
 
@@ -77,7 +77,7 @@ def extract_choice(text: str) -> str | None:
 
 
 def _sole_letter(text: str) -> str | None:
-    """The letter that a short text is, or starts with before a full stop or bracket."""
+    """The letter of a short text that is one letter, or starts with one before a full stop or bracket."""
     if len(text) > _MAX_SHORT_CHARS:
         return None
     plain, before = text, ""

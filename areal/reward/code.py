@@ -1,12 +1,12 @@
-"""Owns the verifier of programs: runs the last Python block of a completion in a sandbox, against the row's tests.
+"""The verifier of programs: runs the last Python block of a completion in a sandbox, against the row's tests.
 
-What is right is decided outside of the program's process: outputs and results of functions are compared here, and
-assertions run in a sandbox of their own, which sees the program's values but shares nothing with it. A program that
-ends early, with whatever exit code, has therefore passed nothing that it did not answer.
+All comparisons happen outside the program's process: outputs and results of functions are compared here, and assertions
+run in a second sandbox, the assertion checker, which gets the program's values but shares no memory with it. A program
+that exits early therefore passes no further test, whatever its exit code.
 
-Waits for: the sandboxes, each test at most `time_limit_s`, all together at most `total_time_limit_s` and the start of
-the last one. That must stay below `reward.timeout_s`, at which the pool kills this process (and the kernel then ends
-the sandboxes).
+Waits for the sandboxes: `time_limit_s` for each test, `total_time_limit_s` for all tests, plus the start of the last
+sandbox. The sum must be below `reward.timeout_s`, at which the pool kills this process; the kernel then ends the
+sandboxes.
 """
 
 from __future__ import annotations
@@ -19,37 +19,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import InputError
-from areal.reward.code_tests import (
-    AssertTest,
-    CallTest,
-    CodeTest,
-    ProgramTest,
-    parse_tests,
-    same_output,
-    same_result,
-)
+from areal.reward.code_tests import AssertTest, CallTest, CodeTest, ProgramTest, parse_tests, same_output, same_result
 from areal.reward.sandbox import Isolation, Role, Sandbox, SandboxEnded, SandboxLimits, available_isolation
 from areal.reward.sandbox_values import encoded, plain_data
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(\S*)[^\n]*")
 _PYTHON = ("", "python", "python3", "py")
 _SPARE_S = 5.0
-"""A sandbox that nobody ends does so itself, this long after its last test."""
+"""A sandbox ends without `close` at this time after the limit of all tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeLimits:
-    """What the program of one completion may use."""
+    """Limits of the program of one completion."""
 
     time_limit_s: float = 4.0
     """Wall time of each test."""
     total_time_limit_s: float = 10.0
-    """Wall time of all tests together; tests that had no turn have failed."""
+    """Wall time of all tests; tests that were not started have failed."""
     memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         if not (self.time_limit_s > 0 and self.total_time_limit_s > 0 and self.memory_bytes > 0):
-            raise InputError(f"the row's limits of time and memory must be above 0: {self}")
+            raise InputError(f"the row's limits of time and memory must be above 0: {self}", code="reward.bad_row")
 
 
 def code_reward(
@@ -67,10 +59,10 @@ def code_reward(
     float_tolerance: float | None = None,
     **row: Any,
 ) -> float:
-    """1 when the completion's last Python block passes all of the row's `tests`, else 0; with the row's `continuous`,
-    the fraction that it passes. docs/rewards.md has the forms of `tests` and the other columns; null is the default.
+    """1 when the completion's last Python block passes all of the row's `tests`, else 0; with `continuous` the fraction
+    that it passes; 0 without a block. docs/rewards.md explains the columns; null means the default.
 
-    0 without a block. InputError when the row's columns make no sense, RewardError when no sandbox can be started.
+    InputError for invalid columns, RewardError when no sandbox starts.
     """
     cases = parse_tests(tests, entry_point or "")
     limits = CodeLimits(
@@ -88,7 +80,7 @@ def code_reward(
 
 
 def last_code_block(text: str) -> str | None:
-    """The content of the last closed fence marked as Python or not marked at all; None when there is none."""
+    """The content of the last closed fence marked as Python or unmarked; None when there is none."""
     found, opened, is_python = None, "", False
     lines: list[str] = []
     for line in text.splitlines():
@@ -104,7 +96,7 @@ def last_code_block(text: str) -> str | None:
 
 
 class Trial:
-    """One program before its tests."""
+    """One program and its tests."""
 
     def __init__(
         self, source: str, *, limits: CodeLimits, entry_point: str, tolerance: float, isolation: Isolation | None = None
@@ -115,17 +107,17 @@ class Trial:
         self._served: _Served | None = None
 
     def run(self, cases: list[CodeTest], *, stop_at_failure: bool) -> int:
-        """How many of the tests the program passes, up to the first failure if asked."""
+        """Number of tests that the program passes; `stop_at_failure`: up to the first failure."""
         self._until_s = time.monotonic() + self._limits.total_time_limit_s
         passed = 0
         try:
             for case in cases:
-                good = self._writes(case) if isinstance(case, ProgramTest) else self._answers(case)
-                passed += good
-                if time.monotonic() >= self._until_s or (stop_at_failure and not good):
+                passes = self._writes(case) if isinstance(case, ProgramTest) else self._answers(case)
+                passed += passes
+                if time.monotonic() >= self._until_s or (stop_at_failure and not passes):
                     break
         except _DoesNotLoad:
-            pass  # nor would it for the tests behind this one
+            pass  # the remaining tests would fail too
         finally:
             self._end()
         return passed
@@ -147,19 +139,19 @@ class Trial:
     def _writes(self, case: ProgramTest) -> bool:
         with self._sandbox("program", self._source, stdin=case.stdin) as sandbox:
             output = sandbox.wait_started().output(until_s=self._test_until_s())
-        said = output.stdout.decode("utf-8", "replace")
-        return output.exit_code == 0 and same_output(said, case.stdout, self._tolerance)
+        text = output.stdout.decode("utf-8", "replace")
+        return output.exit_code == 0 and same_output(text, case.stdout, self._tolerance)
 
     def _answers(self, case: CallTest | AssertTest) -> bool:
         try:
             if self._served is None:
-                self._served = _Served(self._sandbox, self._source, with_judge=isinstance(case, AssertTest))
+                self._served = _Served(self._sandbox, self._source, with_checker=isinstance(case, AssertTest))
                 self._served.load(until_s=self._test_until_s())
             if isinstance(case, CallTest):
                 return self._served.returns(case, self._tolerance, until_s=self._test_until_s())
             return self._served.passes(case, self._entry_point, until_s=self._test_until_s())
         except SandboxEnded:
-            self._end()  # the next test gets a new one
+            self._end()  # the next test starts new sandboxes
             return False
 
     def _end(self) -> None:
@@ -169,21 +161,21 @@ class Trial:
 
 
 class _DoesNotLoad(Exception):
-    """A program that raises or ends before it has defined its functions."""
+    """The program raised or ended before it defined its functions."""
 
 
 class _Served:
-    """The functions of a program, loaded once for many tests, and the judge of assertions about them."""
+    """The sandboxes of a program's functions, loaded once for all tests, and of the assertion checker."""
 
-    def __init__(self, start: Callable[[Role, str], Sandbox], source: str, *, with_judge: bool) -> None:
+    def __init__(self, start: Callable[[Role, str], Sandbox], source: str, *, with_checker: bool) -> None:
         self._stack = contextlib.ExitStack()
         self._names: dict[str, Any] = {}
         with contextlib.ExitStack() as started:
             self._functions = started.enter_context(start("functions", source))
-            self._judge = started.enter_context(start("judge", "")) if with_judge else None
+            self._checker = started.enter_context(start("checker", "")) if with_checker else None
             self._functions.wait_started()
-            if self._judge is not None:
-                self._judge.wait_started()
+            if self._checker is not None:
+                self._checker.wait_started()
             self._stack = started.pop_all()
 
     def close(self) -> None:
@@ -201,25 +193,25 @@ class _Served:
         self._names = names
 
     def returns(self, case: CallTest, tolerance: float, *, until_s: float) -> bool:
-        """Whether a call returns what is wanted, which the program never gets to see. SandboxEnded as for `ask`."""
+        """Whether a call returns the wanted result, which is not sent to the program. SandboxEnded as for `ask`."""
         args = [encoded(value, _never) for value in case.args]
         question = {"op": "call", "target": case.function, "args": args, "kwargs": {}}
         answer = self._functions.ask(question, until_s=until_s)
         try:
             return same_result(plain_data(answer["value"]), case.result, tolerance)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            return False  # it raised, or returned what is no plain data
+            return False  # it raised, or its result is not plain data
 
     def passes(self, case: AssertTest, entry_point: str, *, until_s: float) -> bool:
-        """Whether the assertions of a test hold, as its judge says. SandboxEnded when either process ends."""
-        assert self._judge is not None
+        """Whether the assertions of a test hold. SandboxEnded when either process ends."""
+        assert self._checker is not None
         message: Any = {"test": case.source, "names": self._names, "entry_point": entry_point}
         while True:
-            said = self._judge.ask(message, until_s=until_s)
-            if "passed" in said:
-                return said["passed"] is True
-            message = self._functions.ask(said, until_s=until_s)
+            answer = self._checker.ask(message, until_s=until_s)
+            if "passed" in answer:
+                return answer["passed"] is True
+            message = self._functions.ask(answer, until_s=until_s)
 
 
 def _never(value: Any) -> int:
-    raise TypeError(f"an argument of a test is no plain data: {value!r:.100}")
+    raise TypeError(f"an argument of a test is not plain data: {value!r:.100}")

@@ -1,4 +1,4 @@
-"""Owns the tests of a programming problem: what a row's `tests` may look like, and when two outputs are the same."""
+"""The tests of a programming problem: the accepted forms of a row's `tests`, and when two outputs are equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgramTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """A function is called with `args` and returns `result`; all plain data."""
+    """A function is called with `args` and returns `result`; both are plain data."""
 
     function: str
     args: list[Any]
@@ -35,7 +35,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssertTest:
-    """Python source that raises unless the program is right."""
+    """Python source that raises unless the program is correct."""
 
     source: str
 
@@ -44,16 +44,16 @@ CodeTest = ProgramTest | CallTest | AssertTest
 
 
 def parse_tests(tests: Any, entry_point: str) -> list[CodeTest]:
-    """The tests of a row. InputError when there are none or they have no known form.
+    """The tests of a row. InputError when there are none or their form is not known.
 
-    - {"inputs": [...], "outputs": [...]}: texts for standard input and output (a list of lines will do for a text)
-    - the same with "fn_name": arguments and results of that function; a text is read as JSON, one line an argument
+    - {"inputs": [...], "outputs": [...]}: standard input and output, each a text or a list of lines
+    - the same with "fn_name": arguments and results of that function; a text is JSON, one argument in each line
     - [{"input": ..., "output": ...}, ...]: the same, one by one; of a function when "testtype" is "functional"
-    - one text or a list of texts: Python source with assertions
-    - one text that is JSON of a dict or list: what it says
+    - a text or a list of texts: Python source with assertions
+    - a text that is JSON of one of the above
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):  # source may start so, too
+        with contextlib.suppress(ValueError):  # Python source may also start with these characters
             tests = json.loads(tests)
     found: list[CodeTest] = []
     if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
@@ -61,25 +61,28 @@ def parse_tests(tests: Any, entry_point: str) -> list[CodeTest]:
     elif isinstance(tests, list) and tests and all(isinstance(item, dict) for item in tests):
         for item in tests:
             if "input" not in item or "output" not in item:
-                raise InputError(f"a test of the row lacks `input` or `output`: it has {sorted(item)}")
+                raise _bad_tests(f"a test lacks `input` or `output`: it has {sorted(item)}")
             function = str(item.get("fn_name") or entry_point) if item.get("testtype") == "functional" else ""
             found += _pairs([item["input"]], [item["output"]], function)
     elif isinstance(tests, str) or (isinstance(tests, list) and all(isinstance(item, str) for item in tests)):
         found = _assertions([tests] if isinstance(tests, str) else tests, entry_point)
     if not found:
         shown = f"a {type(tests).__name__}: {str(tests)[:100]!r}"
-        raise InputError(f"the row's `tests` have no form that is known (docs/rewards.md) or are empty: {shown}")
+        raise _bad_tests(f"they are empty or have an unknown form (docs/rewards.md lists the forms): {shown}")
     return found
+
+
+def _bad_tests(problem: str) -> InputError:
+    return InputError(f"the row's `tests` are not usable: {problem}", code="reward.bad_row")
 
 
 def _pairs(inputs: Any, outputs: Any, function: str) -> list[CodeTest]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise InputError("`inputs` and `outputs` of the row's `tests` must be lists of one length")
+        raise _bad_tests("`inputs` and `outputs` must be lists of equal length")
+    pairs = zip(inputs, outputs, strict=True)
     if not function:
-        return [
-            ProgramTest(stdin=_text(given), stdout=_text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)
-        ]
-    return [_call(function, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+        return [ProgramTest(stdin=_text(given), stdout=_text(wanted)) for given, wanted in pairs]
+    return [_call(function, given, wanted) for given, wanted in pairs]
 
 
 def _text(value: Any) -> str:
@@ -90,25 +93,24 @@ def _call(function: str, given: Any, wanted: Any) -> CallTest:
     if isinstance(given, str):
         try:
             args = [json.loads(line) for line in given.splitlines() if line.strip()]
-            return CallTest(
-                function=function, args=args, result=json.loads(wanted) if isinstance(wanted, str) else wanted
-            )
+            result = json.loads(wanted) if isinstance(wanted, str) else wanted
         except ValueError as error:
-            raise InputError(f"a test of {function} is a text but no JSON: {error}") from None
+            raise _bad_tests(f"a test of {function} is a text but not JSON: {error}") from None
+        return CallTest(function=function, args=args, result=result)
     if not isinstance(given, list):
-        raise InputError(f"a test of {function} gives no list of arguments but a {type(given).__name__}")
+        raise _bad_tests(f"the arguments of {function} are a {type(given).__name__}, not a list")
     return CallTest(function=function, args=given, result=wanted)
 
 
 def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
-    """One test for each source that tests anything; what only defines or imports comes before each of the others."""
+    """One test for each source that tests something; sources that only define or import precede each of the others."""
     setup: list[str] = []
     tests: list[str] = []
     for source in sources:
         try:
             body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError) as error:
-            raise InputError(f"a test of the row is no Python: {source[:100]!r} ({error})") from None
+            raise _bad_tests(f"a test is not Python: {source[:100]!r} ({error})") from None
         if entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
             source += "\ncheck(candidate)\n"
         elif all(
@@ -122,9 +124,8 @@ def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
 
 
 def same_output(given: str, wanted: str, tolerance: float) -> bool:
-    """Whether a program's output is the wanted one: line by line, white space at the ends of lines and empty lines at
-    the end aside. Numbers with a decimal point or an exponent may differ by `tolerance` (relative or absolute); the
-    rest of a line must be the same word for word."""
+    """Whether a program's output equals the wanted one, line by line; white space at line ends and empty lines at the
+    end are ignored. Numbers with a decimal point or an exponent may differ by `tolerance` (relative or absolute)."""
     left, right = _lines(given), _lines(wanted)
     return len(left) == len(right) and all(
         a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
@@ -151,8 +152,8 @@ def _same_decimals(given: str, wanted: str, tolerance: float) -> bool:
 
 
 def same_result(given: Any, wanted: Any, tolerance: float) -> bool:
-    """Whether a function returned what was wanted. Tuples count as lists, since JSON has none; decimals may differ by
-    `tolerance`; keys of a dict may be texts that name numbers. A list of one may hold the result (as in APPS)."""
+    """Whether a function returned the wanted result. Tuples equal lists, since JSON has no tuples; floats may differ by
+    `tolerance`; a dict's keys may be numbers as text. A list of one may contain the result (as in APPS)."""
     if _same(given, wanted, tolerance):
         return True
     return isinstance(wanted, list) and len(wanted) == 1 and _same(given, wanted[0], tolerance)

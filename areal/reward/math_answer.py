@@ -1,7 +1,7 @@
-"""Owns the verifier of numeric answers: finds the final answer in a text and compares it with the row's.
+"""The verifier of numeric answers: finds the final answer in a text and compares it with the row's.
 
-Comparison is by number (commas, currency, percent, units, fractions, decimals) and, where a side is no number, by
-normalised text. Symbolic equality is not attempted.
+Answers are compared as numbers (commas, currency, percent, units, fractions, decimals) or, if one is not a number, as
+normalised text. `areal.reward.math_symbolic` compares formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNIT = re.compile(r"[\s°]*[A-Za-z][A-Za-z\s./^²³]*$|\s*°\s*[CF]?$|\^\\circ$
 _BARE_WORD = re.compile(r"[^\s$\\{}]+")
 _RELATIVE_TOLERANCE = 1e-4
 _MAX_NUMBER_CHARS = 500
-"""Longer answers are no numbers; the patterns for units would take quadratic time on them."""
+"""Longer answers are not read as numbers: the patterns for units would take quadratic time."""
 
 
 def math_reward(
@@ -53,8 +53,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed or \fbox: its braces, else the one word behind it. None when there is none or
-    when its braces never close, as in an answer that was cut off."""
+    r"""The content of the last \boxed or \fbox: in its braces, else the next word. None when there is no box or its
+    braces never close, as in a truncated answer."""
     start, command = max((text.rfind(name), name) for name in ("\\boxed", "\\fbox"))
     if start < 0:
         return None
@@ -66,7 +66,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _balanced(text: str, start: int) -> str | None:
-    """The content of the braces that open at `start` (white space aside); None when they never close."""
+    """The content of the braces that open at `start` or after white space there; None when they never close."""
     while start < len(text) and text[start].isspace():
         start += 1
     if start >= len(text) or text[start] != "{":
@@ -83,13 +83,13 @@ def _balanced(text: str, start: int) -> str | None:
 
 
 def answers_equal(given: str, wanted: str) -> bool:
-    """Whether two answers say the same: as numbers when both are, else as normalised text."""
+    """Whether two answers are equal: as numbers when both are numbers, else as normalised text."""
     left, right = parse_number(given), parse_number(wanted)
     if left is not None and right is not None:
         (a, a_percent), (b, b_percent) = left, right
         if _close(a, b):
             return True
-        # 50% is written as 50 and as 0.5: when one side alone has the sign, either will do
+        # datasets write 50% as 50 and as 0.5: when only one side has the sign, both are accepted
         return a_percent != b_percent and (_close(a / 100, b) if a_percent else _close(a, b / 100))
     if left is not None or right is not None:
         return False
@@ -106,7 +106,7 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 
 def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    """The number an answer stands for and whether it has a percent sign; None when it is not one number."""
+    """The number of an answer and whether it has a percent sign; None when it is not a single number."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     plain = _plain(text)
@@ -131,13 +131,13 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def _plain(text: str) -> str:
-    """LaTeX wrapping, currency and final punctuation taken off."""
+    """The text without LaTeX wrapping, currency and final punctuation."""
     plain = text.strip().strip("*`").strip()
     if "\\" in plain or "~" in plain:
         plain = plain.replace("\\$", "").replace("\\%", "%")
         plain = _TEXT_COMMAND.sub(r" \1", plain)
         plain = _LATEX_NOISE.sub("", plain)
-        plain = _FRAC.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", plain)  # no digit beside it may join it
+        plain = _FRAC.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", plain)  # spaces: no adjacent digit may join it
     for sign in "$€£¥":
         plain = plain.replace(sign, "")
     plain = plain.replace("−", "-").strip()  # the typographic minus

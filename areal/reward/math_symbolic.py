@@ -1,10 +1,8 @@
-r"""Owns the verifier of boxed answers by symbolic equality: formulas, sets, intervals, matrices, equations.
+r"""The verifier of boxed answers by symbolic equality: formulas, sets, intervals, matrices, equations.
 
-What two expressions are worth is decided by the math-verify library (sympy beneath it). Its work is bounded by nothing
-but its own alarms, which do not stop a `9^{9^9}`: so each comparison runs in a forked child with limits on processor
-time, wall time and memory, and an answer that exceeds them is wrong.
-
-Waits for: that child, at most `_WALL_LIMIT_S`; its death closes the pipe that is waited on.
+The math-verify library (based on sympy) compares two expressions. Its own time limit does not stop a `9^{9^9}`, so each
+comparison runs in a forked child with limits on processor time, wall time and memory; an answer that exceeds them is
+wrong. This process waits for the child for at most `_WALL_LIMIT_S`; the child's end closes the pipe that it waits for.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from areal.api.errors import InputError
 from areal.reward.math_answer import last_boxed, parse_number
 
 _MAX_ANSWER_CHARS = 1000
-"""Longer answers are wrong unread: no problem asks for one, and the library's patterns take quadratic time."""
+"""Longer answers score 0 without comparison: the library's patterns take quadratic time."""
 _CPU_LIMIT_S = 4
 _WALL_LIMIT_S = 10.0
-"""Below the pool's default limit of 15 s, so that a slow answer scores 0 there instead of failing its episode."""
+"""Below the pool's default limit of 15 s: a slow answer then scores 0 and does not fail its episode."""
 _MEMORY_BYTES = 1 << 30
 _WHOLE = re.compile(r"-?\d+")
 _PLAIN = re.compile(
     r"[-+]?\s*(?:\\?\$)?\s*(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+|\d+\s*/\s*\d+"
     r"|\d*\\[dt]?frac\{\s*-?\d+\s*\}\{\s*\d+\s*\})\s*(?:\\?%)?"
 )
-"""Nothing but a number: `2x` and `3i` are no 2 and 3 with units, and `3!` is 6."""
+"""A number only: `2x` and `3i` are not 2 and 3 with units, and `3!` is 6."""
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _WRAPPING = re.compile(r"^\s*(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])\s*$", re.DOTALL)
 _BARE_ROOT = re.compile(r"\\sqrt\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|phi)\b|[a-zA-Z])(?!\s*\{)")
@@ -50,7 +48,7 @@ _WARM_UP = (
     ("10_{2}", r"1\times10^3"), (r"(-1,2]\cup[3,4)", r"x \in [1,2]"), ("3,4,5", "|x-1|"), ("y=2x+1", "y-2x=1"),
     (r"\left(\frac{1}{2},-3\right)", "(0.5,3)"), (r"\frac{\sqrt{2}}{3}", "0.4714"),
 )  # fmt: skip
-"""Compared once in each worker: the parser learns from what it reads, and its children inherit that."""
+"""Compared once in each worker: the parser caches what it reads, and forked children inherit the cache."""
 
 
 def symbolic_math_reward(
@@ -59,7 +57,7 @@ def symbolic_math_reward(
     r"""1 when the last \boxed{} of the completion equals the row's `answer` (LaTeX, plain, boxed, or after `####`).
 
     0 without a box, and for an answer that cannot be read or takes too much time or memory. InputError when the row's
-    own `answer` cannot be read.
+    `answer` cannot be read.
     """
     wanted = gold_answer(answer)
     given = last_boxed(completion)
@@ -80,7 +78,8 @@ def gold_answer(answer: Any) -> str:
         found = text.rpartition("####")[2].strip().partition("\n")[0]
     found = _readable(text if found is None else found)
     if not found or len(found) > _MAX_ANSWER_CHARS:
-        raise InputError(f"the row's answer {text[:200]!r} is no formula of 1 to {_MAX_ANSWER_CHARS} characters")
+        message = f"the row's answer {text[:200]!r} is not a formula of 1 to {_MAX_ANSWER_CHARS} characters"
+        raise InputError(message, code="reward.bad_row")
     if parse_number(found) is None:
         _require_readable(found)
     return found
@@ -88,16 +87,17 @@ def gold_answer(answer: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _require_readable(wanted: str) -> None:
-    """InputError when the library cannot read an answer to compare with. Kept for the siblings of a group."""
+    """InputError when the library cannot read the row's answer. Cached for the other answers of a group."""
     library = _library()
-    said, ending = _in_child(lambda say: say(_READ) if library.read(wanted) else None)
-    if said != _READ:
-        raise InputError(f"the row's answer {wanted[:200]!r} is no formula that math-verify can read{ending}")
+    output, ending = _in_child(lambda write: write(_READ) if library.read(wanted) else None)
+    if output != _READ:
+        message = f"the row's answer {wanted[:200]!r} is not a formula that math-verify can read{ending}"
+        raise InputError(message, code="reward.bad_row")
 
 
 def _readable(text: str) -> str:
-    """A formula without math delimiters around it, and with two forms that the library misreads written out:
-    `2 1/2` (it takes the product) and a root of one letter without braces (an error)."""
+    """A formula without surrounding math delimiters, and with two forms rewritten that the library misreads:
+    `2 1/2` (read as a product) and a root of one letter without braces (an error)."""
     text = text.strip()
     if (match := _WRAPPING.match(text)) and "$" not in match[1]:
         text = match[1]
@@ -105,7 +105,7 @@ def _readable(text: str) -> str:
 
 
 def _plain_equality(given: str, wanted: str) -> bool | None:
-    """The verdict on two plain numbers, without the library; None when it needs more than that."""
+    """Whether two plain numbers are equal, without the library; None when the library has to decide."""
     if _WHOLE.fullmatch(given) and _WHOLE.fullmatch(wanted):
         return given == wanted or parse_number(given) == parse_number(wanted)
     if not (_PLAIN.fullmatch(given) and _PLAIN.fullmatch(wanted)):
@@ -114,25 +114,25 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
     if left is None or right is None:
         return None
     (a, a_percent), (b, b_percent) = left, right
-    # 50% is written as 50 and as 0.5; not left to the library, whose answer depends on the version of its parser
+    # datasets write 50% as 50 and as 0.5; the library's answer depends on the version of its parser
     is_share = a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)
     return True if a == b or is_share else None
 
 
 def _symbolic_equality(given: str, wanted: str) -> bool:
-    """Whether the library finds the two equal, asked in a child."""
+    """Whether the library finds the two equal; computed in a child."""
     library = _library()
 
-    def compare(say: Callable[[bytes], Any]) -> None:
+    def compare(write: Callable[[bytes], Any]) -> None:
         answer = library.read(given)
         if answer and library.equal(library.read(wanted), answer):
-            say(_EQUAL)
+            write(_EQUAL)
 
     return _in_child(compare)[0] == _EQUAL
 
 
 def _in_child(work: Callable[[Callable[[bytes], Any]], None]) -> tuple[bytes, str]:
-    """What `work` wrote in a forked child until it ended or exceeded its limits, and how it ended, for people."""
+    """What `work` wrote in a forked child until it ended or exceeded its limits, and a text about an early end."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -140,48 +140,49 @@ def _in_child(work: Callable[[Callable[[bytes], Any]], None]) -> tuple[bytes, st
             _limit_this_process()
             work(functools.partial(os.write, writing))
         finally:
-            os._exit(0)  # nothing of the parent's clean-up, its channel to the pool least of all
+            os._exit(0)  # without the parent's clean-up, which would use its channel to the pool
     os.close(writing)
-    said, until = b"", time.monotonic() + _WALL_LIMIT_S
+    output, until = b"", time.monotonic() + _WALL_LIMIT_S
     while select.select([reading], [], [], max(0.0, until - time.monotonic()))[0] and (data := os.read(reading, 16)):
-        said += data
+        output += data
     os.close(reading)
     os.kill(pid, signal.SIGKILL)  # harmless when it has ended: it is not reaped yet
     _, status = os.waitpid(pid, 0)
-    ending = "" if status == 0 else f" (given up: {signal.Signals(os.WTERMSIG(status)).name})"
-    return said, ending
+    ending = "" if status == 0 else f" (ended by {signal.Signals(os.WTERMSIG(status)).name})"
+    return output, ending
 
 
 def _limit_this_process() -> None:
-    """Bound the processor time and memory of what follows; wall time is its parent's to watch."""
+    """Limit the processor time and memory of this process; its parent limits the wall time."""
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S))
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + _MEMORY_BYTES, mapped + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.disable(logging.CRITICAL)  # the library logs what it gives up
+    logging.disable(logging.CRITICAL)  # the library logs each failure
 
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """The two functions of math-verify that we use, bound to our options."""
+    """The two functions of math-verify, bound to options."""
 
     read: Callable[[str], list[Any]]
-    """The expressions a text may stand for; empty when it cannot be read."""
+    """The possible expressions of a text; empty when it cannot be read."""
     equal: Callable[[list[Any], list[Any]], bool]
-    """(of the row, of the completion): the order matters, `x=5` asked for is met by `5`."""
+    """(of the row, of the completion). The order matters: `5` answers `x=5`."""
 
 
 @functools.cache
 def _library() -> _Library:
-    """Import math-verify and let its parser learn the usual forms: about two seconds, once a worker."""
+    """Import math-verify and fill the cache of its parser: about two seconds, once in each worker."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
-        raise InputError("the reward `math` needs the library math-verify: pip install 'math-verify>=0.9'") from error
+        message = "the reward `math` needs the library math-verify: pip install 'math-verify>=0.9'"
+        raise InputError(message, code="reward.missing_library") from error
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
-    # It warns that it runs without alarms of its own; the limits of the child stand for them.
+    # It warns that it runs without its own time limit; the limits of the child replace it.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def read(text: str) -> list[Any]:
@@ -192,5 +193,5 @@ def _library() -> _Library:
 
     for one, other in _WARM_UP:
         equal(read(one), read(other))
-    gc.freeze()  # a child's garbage collection would copy the pages it shares with us
+    gc.freeze()  # else a child's garbage collection would copy the pages shared with this process
     return _Library(read, equal)

@@ -1,10 +1,10 @@
-"""Owns the pool of processes that run reward functions, and the time limit of every call.
+"""The pool of processes that run reward functions, with a time limit for each call.
 
-Waits for: a free worker (unblocked by a result, or by the end of a worker and its replacement). Calls are served in
-the order they were asked. A call runs under `timeout_s`, counted from its own start; a worker that runs past it is
-killed and replaced. A worker that dies takes nothing along: the call it ran is tried once more on another worker,
-since an out-of-memory kill need not be its fault, and is reported as `died` when that one dies too; calls behind it
-go back to the head of the queue. Reward functions must therefore bear being called again.
+Waits for a free worker; a result, or the replacement of a worker that ended, wakes it. Calls run in the order of their
+requests. The limit `timeout_s` counts from the start of the call; a worker that exceeds it is killed and replaced. When
+a worker dies, its call is tried once more on another worker, because an out-of-memory kill can have other causes, and
+is reported as `died` when that worker dies too; the calls behind it return to the head of the queue. Reward functions
+must therefore allow a second call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import asyncio
 import math
 import signal
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import orjson
 
@@ -22,23 +23,40 @@ from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.observe.log import get_logger
-from areal.reward.result import RewardResult, RewardStatus
-from areal.reward.worker_messages import frame
 from areal.reward.worker_process import WorkerProcess
 from areal.system.device import cpu_count
 
 MAX_CALLS_PER_MESSAGE = 16
 _MESSAGE_GOAL_S = 0.002
-"""Calls are sent together as long as they are likely to run this long in all: more would only wait for each other."""
+"""Expected run time of the calls in one message: longer calls are sent one by one to different workers."""
 _LOAD_LIMIT_S = 60.0
-"""Least time a worker gets to start and to import a function's module; both may wait for a busy machine."""
+"""Minimum limit for a worker's start and for the import of a function's module, on a busy machine."""
 _MAX_FAILED_STARTS = 3
 _TRIES = 2
 _EXIT_WAIT_S = 0.5
 
 
+RewardStatus = Literal["ok", "error", "timeout", "not_finite", "died", "unusable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """Result of one call of a reward function. `value` is 0.0 unless the status is ok."""
+
+    status: RewardStatus
+    """error = raised, or returned no number; timeout = killed at its limit; died = its process ended twice; unusable =
+    the function cannot be loaded."""
+    value: float
+    message: str
+    """Why the status is not ok; else empty."""
+    seconds: float
+    """Run time of the function."""
+    metrics: Mapping[str, float] | None = None
+    """Other numbers that the function returned with its score; None = none."""
+
+
 class _Batch:
-    """The calls of one `score_many`: what they share, and their results as they come."""
+    """The calls of one `score_many`: their shared data, and their results."""
 
     __slots__ = ("done", "fail_fast", "function", "missing", "results", "shared")
 
@@ -60,21 +78,20 @@ class _Batch:
             self.done.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One answer to be scored."""
 
-    __slots__ = ("batch", "completion", "completion_ids", "deaths", "index")
-
-    def __init__(self, batch: _Batch, index: int, completion: str, completion_ids: list[int]) -> None:
-        self.batch = batch
-        self.index = index
-        self.completion = completion
-        self.completion_ids = completion_ids
-        self.deaths = 0
+    batch: _Batch
+    index: int
+    completion: str
+    completion_ids: list[int]
+    deaths: int = 0
+    """Number of workers that died while they ran it."""
 
 
 class RewardPool:
-    """Scores answers in worker processes. Belongs to the event loop it is first used on; starts workers on demand."""
+    """Scores answers in worker processes, which it starts on demand. Used on one event loop only."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._timeout_s = config.timeout_s
@@ -82,7 +99,7 @@ class RewardPool:
         self._queue: deque[_Call] = deque()
         self._idle: list[WorkerProcess] = []
         self._running: dict[WorkerProcess, deque[_Call]] = {}
-        """Calls in the hands of each worker, the one it runs first; empty while it is idle or starting."""
+        """Calls sent to each worker, the running one first; empty while the worker is idle or starting."""
         self._starting: set[WorkerProcess] = set()
         self._failed_starts = 0
         self._mean_s: dict[FunctionRef, float] = {}
@@ -91,7 +108,7 @@ class RewardPool:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes alive now."""
+        """Number of live worker processes."""
         return len(self._running)
 
     async def score(
@@ -117,12 +134,12 @@ class RewardPool:
         *,
         fail_fast: bool = False,
     ) -> list[RewardResult]:
-        """Score several answers (text, ids) to one prompt; results in their order. Each has its own time limit.
+        """Score several answers (text, token ids) to one prompt, each with its own time limit; results in their order.
 
-        `fail_fast`: the first failure is the end, and only what is known by then is returned.
+        `fail_fast`: return at the first failure, with the results known so far.
         """
         if self._closed:
-            raise RewardError("the reward pool is closed")
+            raise _closed_error()
         if not answers:
             return []
         shared = _shared_json(function, prompt, prompt_ids, row)
@@ -134,7 +151,7 @@ class RewardPool:
         return [result for result in batch.results if result is not None]
 
     async def aclose(self) -> None:
-        """Kill the workers; calls that wait or run raise RewardError."""
+        """Kill the workers; waiting and running calls raise RewardError."""
         self._closed = True
         workers = list(self._running)
         left = [*self._queue, *(call for calls in self._running.values() for call in calls)]
@@ -149,7 +166,7 @@ class RewardPool:
         await asyncio.gather(*self._endings, *(asyncio.to_thread(worker.end) for worker in workers))
 
     def _dispatch(self) -> None:
-        """Hand waiting calls to idle workers; start workers while calls wait and there is room."""
+        """Send waiting calls to idle workers; start workers while calls wait and the pool is not full."""
         while self._queue and self._idle:
             calls = self._take_calls()
             if calls:
@@ -159,7 +176,7 @@ class RewardPool:
             self._start_worker()
 
     def _take_calls(self) -> deque[_Call]:
-        """The head of the queue and the siblings behind it that one worker should run in one go."""
+        """The head of the queue, and the calls of the same batch behind it that are sent in one message."""
         calls: deque[_Call] = deque()
         limit = 1
         while self._queue and len(calls) < limit:
@@ -168,7 +185,7 @@ class RewardPool:
                 break
             self._queue.popleft()
             if call.batch.done.done():
-                continue  # nobody waits for it any more
+                continue  # its caller was cancelled, or the batch has failed
             if not calls:
                 limit = 1 if call.deaths else self._calls_per_message(call.batch.function)
             calls.append(call)
@@ -181,10 +198,10 @@ class RewardPool:
     def _give(self, worker: WorkerProcess, calls: deque[_Call]) -> None:
         self._running[worker] = calls
         pairs = [(call.completion, call.completion_ids) for call in calls]
-        # The first use of a function imports its module; the worker says when that is done.
+        # The first use of a function imports its module; the worker then reports `loaded`.
         loaded = calls[0].batch.function in worker.loaded
         worker.limit(self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S))
-        worker.send(frame({"shared": calls[0].batch.shared, "calls": pairs}))
+        worker.send({"shared": calls[0].batch.shared, "calls": pairs})
 
     def _start_worker(self) -> None:
         worker = WorkerProcess(on_message=self._on_message, on_end=self._on_end, on_overdue=self._on_overdue)
@@ -195,7 +212,7 @@ class RewardPool:
     def _on_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         calls = self._running.get(worker)
         if calls is None:
-            return  # killed while this was on its way
+            return  # killed after it sent this message
         if "ready" in message:
             self._starting.discard(worker)
             self._failed_starts = 0
@@ -224,13 +241,13 @@ class RewardPool:
             call = calls.popleft()
             loaded = call.batch.function in worker.loaded
             limit_s = self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S)
-            text = f"ran past its limit of {limit_s:g} s" if loaded else f"took over {limit_s:g} s to import"
+            text = f"exceeded its limit of {limit_s:g} s" if loaded else f"took over {limit_s:g} s to import"
             call.batch.put(call.index, _failure("timeout", text, limit_s))
         else:
             self._count_failed_start("did not start in time")
         worker.detach()
         worker.kill()
-        self._finish_later(self._reaped(worker))
+        self._finish_later(asyncio.to_thread(worker.end))
         self._queue.extendleft(reversed(calls))
         self._dispatch()
 
@@ -240,7 +257,7 @@ class RewardPool:
         self._finish_later(self._ended(worker, calls, started=started))
 
     async def _ended(self, worker: WorkerProcess, calls: deque[_Call], *, started: bool) -> None:
-        """After a worker died by itself: learn how, and let its calls go on."""
+        """Handle a worker that died: get its exit code, and queue its calls again."""
         code = await asyncio.to_thread(worker.end, wait_s=_EXIT_WAIT_S)
         how = _death(code)
         get_logger(__name__).warning("reward worker %d %s", worker.pid, how)
@@ -257,9 +274,6 @@ class RewardPool:
         self._queue.extendleft(reversed(calls))
         self._dispatch()
 
-    async def _reaped(self, worker: WorkerProcess) -> None:
-        await asyncio.to_thread(worker.end)
-
     def _forget(self, worker: WorkerProcess) -> deque[_Call]:
         self._starting.discard(worker)
         if worker in self._idle:
@@ -267,7 +281,7 @@ class RewardPool:
         return self._running.pop(worker, deque())
 
     def _count_failed_start(self, how: str) -> None:
-        """Workers that never get ready would be replaced for ever: give up on what waits after a few."""
+        """After several failed starts in a row, fail the waiting calls: the pool must not start workers endlessly."""
         self._failed_starts += 1
         if self._failed_starts < _MAX_FAILED_STARTS:
             return
@@ -294,17 +308,23 @@ def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row:
     except TypeError as error:
         column = next((name for name, value in row.items() if not _is_json(value)), None)
         if column is None:
-            raise InputError(f"a row cannot be sent to the reward pool as JSON: {error}") from error
-        raise InputError(
-            f"column {column!r} holds a {type(row[column]).__name__}, which cannot be sent to the reward pool as "
-            "JSON: turn it into text, numbers, lists or dicts in the dataset's map_fn, or drop it"
-        ) from error
+            message = f"a row cannot be sent to the reward pool as JSON: {error}"
+        else:
+            message = (
+                f"column {column!r} holds a {type(row[column]).__name__}, which JSON cannot represent: convert it to "
+                "text, numbers, lists or dicts in the dataset's map_fn, or remove it"
+            )
+        raise InputError(message, code="reward.row_not_json") from error
 
 
 def _refuse(calls: Iterable[_Call]) -> None:
     for call in calls:
         if not call.batch.done.done():
-            call.batch.done.set_exception(RewardError("the reward pool was closed before the answer was scored"))
+            call.batch.done.set_exception(_closed_error())
+
+
+def _closed_error() -> RewardError:
+    return RewardError("the reward pool was closed before the answer was scored", code="reward.pool_closed")
 
 
 def _is_json(value: Any) -> bool:

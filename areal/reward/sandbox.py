@@ -1,12 +1,13 @@
-"""Owns a sandbox as the reward function sees it: start a program, talk to it, take its output, and be sure it is gone.
+"""Starts a program in a sandbox, exchanges messages with it, reads its output, and ends all its processes.
 
-Waits for: the program's output and answers, until the deadline of each call, and for the end of the sandbox's keeper,
-which is killed where it does not come. `areal.reward.sandbox_inside` has the other side.
+Waits for the program's output and answers until the deadline of each call, and for the end of the sandbox's keeper,
+which is killed when it does not end in time. `areal.reward.sandbox_inside` runs on the other side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -28,63 +29,63 @@ from areal.api.errors import RewardError
 from areal.observe.log import get_logger
 from areal.reward.sandbox_confine import remove_folder
 
-Role = Literal["program", "functions", "judge"]
-"""What runs inside: a whole program, its functions on request, or a judge of assertions about them."""
+Role = Literal["program", "functions", "checker"]
+"""What runs inside: a whole program, a server of its functions, or the assertion checker."""
 _MAX_LINE_BYTES = 16 << 20
 _MAX_CONTAINERS = 500_000
-"""Lists and dicts in a message: many more in as few bytes would take the reward worker's time and memory."""
+"""Lists and dicts in a message. More in as few bytes would take the reward worker too much time and memory."""
 _END_WAIT_S = 2.0
 _START_WAIT_S = 4.0
-"""What a sandbox may take to start, usually 0.05 s; a program's own time begins afterwards."""
+"""Limit of a sandbox's start, which usually takes 0.05 s; the program's own time limit begins afterwards."""
 _READ_BYTES = 1 << 16
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use."""
+    """Resource limits of one program."""
 
     cpu_s: float = 10.0
-    """Seconds of processor time of all its threads, rounded up; it is killed beyond."""
+    """Seconds of processor time of all its threads, rounded up; beyond, it is killed."""
     memory_bytes: int = 1 << 30
     """Address space."""
     output_bytes: int = 1 << 20
-    """Standard output; the program is ended beyond."""
+    """Standard output; beyond, the program is ended."""
     file_bytes: int = 16 << 20
-    """Each file it writes."""
+    """Size of each file it writes."""
     folder_bytes: int = 64 << 20
-    """All files in its folder, where there are namespaces."""
+    """Size of all files in its folder, where namespaces are available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """Which walls to ask for besides the limits. Tests leave some out, to see that the others hold."""
+    """Protections in addition to the limits. Tests switch some off, to check each of the others alone."""
 
     namespaces: bool = True
-    """No network, no other process to be seen, nothing to write to but an empty folder in memory."""
+    """No network, no other process visible, nothing writable except an empty folder in memory."""
     system_calls: bool = True
     """No new process, no signal, no socket, no mount."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a whole program said."""
+    """Result of a whole program."""
 
     stdout: bytes
     exit_code: int | None
-    """None = ended by us: too long, or too much output."""
+    """None = areal ended it: it exceeded its time or its output."""
 
 
 class SandboxEnded(Exception):
-    """A sandbox ended, or was ended, before it answered. The message says why."""
+    """A sandbox ended, or was ended, before it answered. The message gives the reason."""
 
 
 class IsolationMissing(Exception):
-    """A wall that was asked for cannot be had on this machine. The message says which, and why."""
+    """This machine does not offer a requested protection. The message says which, and why."""
 
 
 class Sandbox:
-    """One program in processes of its own. Use as a context; nothing of it is left afterwards."""
+    """One program in separate processes. Use it as a context manager: at the end no process and no file remains."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Sandbox:
         keep_s: float,
         stdin: bytes = b"",
     ) -> None:
-        """`keep_s`: it ends by itself after this time, should nobody end it. Call `wait_started` before all else."""
+        """Call `wait_started` first. The sandbox ends without `close` after `keep_s`."""
         self.isolation = isolation
         self._limits = limits
         self._folder = tempfile.mkdtemp(prefix="areal-sandbox-")
@@ -118,12 +119,7 @@ class Sandbox:
         orders = {
             "role": role,
             "source": source,
-            "limits": {
-                "cpu_s": math.ceil(limits.cpu_s),
-                "memory_bytes": limits.memory_bytes,
-                "file_bytes": limits.file_bytes,
-                "folder_bytes": limits.folder_bytes,
-            },
+            "limits": dataclasses.asdict(limits) | {"cpu_s": math.ceil(limits.cpu_s)},
             "folder": self._folder,
             "isolate": isolation.namespaces,
             "refuse": isolation.system_calls,
@@ -131,16 +127,18 @@ class Sandbox:
             "root": _ROOT,
             "packages": [sysconfig.get_path("purelib")],
         }
-        with contextlib.suppress(SandboxEnded):  # found again when its first word is awaited
+        with contextlib.suppress(SandboxEnded):  # wait_started reports it
             self.send(orders, until_s=time.monotonic() + _START_WAIT_S)
 
     def wait_started(self) -> Sandbox:
-        """Wait until it is confined and its program begins: itself. IsolationMissing when a wall that was asked for
-        cannot be had, RewardError when it does not start at all."""
+        """Wait until the process is confined and starts its program; returns self.
+
+        IsolationMissing when a requested protection is not available, RewardError when the sandbox does not start.
+        """
         try:
             report = self.receive(until_s=time.monotonic() + _START_WAIT_S)
         except SandboxEnded as error:
-            raise RewardError(f"a sandbox for the program of a completion did not start: it {error}") from error
+            raise RewardError(f"a sandbox did not start: it {error}", code="sandbox.not_started") from error
         if report["missing"]:
             raise IsolationMissing(report["missing"])
         return self
@@ -153,11 +151,11 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """The keeper."""
+        """Process id of the keeper."""
         return self._process.pid
 
     def ask(self, message: Any, *, until_s: float) -> Any:
-        """Send a message and wait for the answer. SandboxEnded when none has come at `until_s` (monotonic clock)."""
+        """Send a message and wait for the answer. SandboxEnded when there is none at `until_s` (monotonic clock)."""
         self.send(message, until_s=until_s)
         return self.receive(until_s=until_s)
 
@@ -172,12 +170,12 @@ class Sandbox:
             raise SandboxEnded("ended early") from error
 
     def receive(self, *, until_s: float) -> Any:
-        """The next message. SandboxEnded as for `ask`, or when it is too large or none at all."""
+        """The next message. SandboxEnded as for `ask`, or when the message is too large or invalid."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             if len(self._buffer) > _MAX_LINE_BYTES:
-                raise SandboxEnded("said too much")
+                raise SandboxEnded("sent too large a message")
             try:
                 self._channel.settimeout(max(1e-3, until_s - time.monotonic()))
                 data = self._channel.recv(_READ_BYTES)
@@ -191,38 +189,38 @@ class Sandbox:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         if line.count(b"[") + line.count(b"{") > _MAX_CONTAINERS:
-            raise SandboxEnded("said too much")
+            raise SandboxEnded("sent too large a message")
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise SandboxEnded("said what is no message") from error
+            raise SandboxEnded("sent an invalid message") from error
 
     def output(self, *, until_s: float) -> Output:
-        """Wait for a whole program: its standard output and exit code."""
+        """Wait for the end of a whole program: its standard output and exit code."""
         assert self._process.stdout is not None
-        stdout, said = self._process.stdout.fileno(), bytearray()
-        while len(said) <= self._limits.output_bytes:
+        stdout, written = self._process.stdout.fileno(), bytearray()
+        while len(written) <= self._limits.output_bytes:
             ready, _, _ = select.select([stdout], [], [], max(0.0, until_s - time.monotonic()))
             if not ready:
-                return Output(stdout=bytes(said), exit_code=None)
+                return Output(stdout=bytes(written), exit_code=None)
             data = os.read(stdout, _READ_BYTES)
-            if not data:  # the keeper held it too, so that its end is near
-                return Output(stdout=bytes(said), exit_code=self._end())
-            said += data
-        return Output(stdout=bytes(said), exit_code=None)
+            if not data:  # the keeper holds the pipe too, so it is about to end
+                return Output(stdout=bytes(written), exit_code=self._end())
+            written += data
+        return Output(stdout=bytes(written), exit_code=None)
 
     def close(self) -> None:
-        """End it, wait until it is gone, and remove its folder."""
+        """End all processes of the sandbox, wait for their end, and remove its folder."""
         self._channel.close()
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)  # the keeper then kills all below it
+            self._process.send_signal(signal.SIGTERM)  # the keeper then kills every process below it
             self._end()
         if self._process.stdout is not None:
             self._process.stdout.close()
         remove_folder(self._folder)
 
     def _end(self) -> int | None:
-        """The keeper's exit code; it is killed with its group when it does not end."""
+        """The keeper's exit code; None when it did not end in time and was killed with its process group."""
         try:
             return self._process.wait(_END_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -234,7 +232,7 @@ class Sandbox:
 
 @functools.cache
 def available_isolation() -> Isolation:
-    """The walls that this machine lets us build, tried once a process; what is missing is told in the log."""
+    """The protections that this machine offers, tried once in each process; missing ones are logged."""
     missing: list[str] = []
     for isolation in (
         Isolation(),
@@ -250,9 +248,8 @@ def available_isolation() -> Isolation:
             continue
         if missing:
             get_logger(__name__).warning(
-                "programs of completions run under limits, but not isolated from this machine, which lacks %s "
-                "(docs/rewards.md)",
+                "programs of completions run without all protections, this machine does not offer %s (docs/rewards.md)",
                 "; ".join(dict.fromkeys(missing)),
             )
         return isolation
-    raise RewardError("no sandbox can be started")
+    raise RewardError("no sandbox can be started", code="sandbox.not_started")

@@ -1,11 +1,12 @@
-"""Owns what a sandbox's process does to itself before a foreign program runs in it: namespaces, limits, no privileges.
+"""Confines a sandbox process before a foreign program runs in it: namespaces, resource limits, no privileges.
 
-Only Linux has the namespaces and the filter of system calls; elsewhere, and where the machine forbids them, the limits
-alone remain. What could not be had is reported, never passed over.
+Only Linux has the namespaces and the filter of system calls. On other systems, and where the machine forbids them, only
+the resource limits apply. A protection that cannot be set up raises OSError; it is never skipped silently.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -25,22 +26,25 @@ _INSIDE_ID = 1000
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
+def check(result: int) -> None:
+    """OSError with errno of the last call through ctypes, unless its result is 0."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 class _MountAttributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user")]
 
 
 def enter_namespaces(folder: str, folder_bytes: int) -> None:
-    """Leave the machine behind: no network, nothing to write to but an empty `folder`, no other process to be seen.
+    """Enter new namespaces: no network, no other process visible, every file system read-only except an empty `folder`
+    of `folder_bytes` in memory.
 
-    Process ids are new for children only: fork next. OSError when the machine forbids one of it; a part may then
-    have been done.
+    The process namespace applies to children only: fork next. OSError when the machine forbids a step; earlier steps
+    then remain done.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(result: int) -> None:
-        if result != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
 
     def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
         check(libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
@@ -62,7 +66,7 @@ def enter_namespaces(folder: str, folder_bytes: int) -> None:
             file.write(text)
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount("/dev/null", "/dev/null", "", _MS_BIND)
-    # Devices are barred too: a disk may belong to the user whose processes these are.
+    # Devices are blocked too: the user who runs areal may own a disk device.
     set_attributes("/", _AT_RECURSIVE, set=_ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
     set_attributes("/dev/null", 0, clear=_ATTR_RDONLY | _ATTR_NODEV)
     size = f"size={folder_bytes},nr_inodes=1000,mode=0700"
@@ -71,51 +75,35 @@ def enter_namespaces(folder: str, folder_bytes: int) -> None:
 
 
 def leave_folder(folder: str) -> None:
-    """Take the file system in memory off its folder, which can then be removed. Once nobody works in it."""
+    """Unmount the file system in memory from its folder, so that the folder can be removed."""
     ctypes.CDLL(None).umount2(folder.encode(), _MNT_DETACH)
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that a program wrote to, however deep it is and whatever may not be read in it.
+    """Remove a folder that a program wrote to, when no process uses it any more.
 
-    Once nobody works in it. shutil's way recurses, and gives up on folders without permissions.
+    Folders inside are emptied by moving their contents up: shutil.rmtree recurses, so it fails on very deep folders,
+    and it fails on folders without permissions. An OSError (no such folder, another owner) is ignored.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-
-    def opened(name: str, within: int | None) -> tuple[int, list[str]]:
-        """A folder without its files, and the names of the folders in it."""
-        os.chmod(name, 0o700, dir_fd=within)
-        here = os.open(name, flags, dir_fd=within)
-        with os.scandir(here) as entries:
-            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for name, is_folder in found:
-            if not is_folder:
-                os.unlink(name, dir_fd=here)
-        return here, [name for name, is_folder in found if is_folder]
-
-    try:
-        here, names = opened(folder, None)
-        way = [("", names)]
-        while way:
-            name, names = way[-1]
-            if names:
-                outer, below = here, names.pop()
-                here, inside = opened(below, outer)
-                way.append((below, inside))
-            else:
-                way.pop()
-                outer = here
-                if way:
-                    here = os.open("..", flags, dir_fd=outer)
-                    os.rmdir(name, dir_fd=here)
-            os.close(outer)
+    prefix, moved = os.urandom(8).hex(), 0
+    with contextlib.suppress(OSError):
+        while names := os.listdir(folder):
+            for path in (os.path.join(folder, name) for name in names):
+                if os.path.islink(path) or not os.path.isdir(path):
+                    os.unlink(path)
+                    continue
+                os.chmod(path, 0o700)
+                for inner in os.scandir(path):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)  # moving a folder writes to it
+                    moved += 1
+                    os.rename(inner.path, os.path.join(folder, f"{prefix}-{moved}"))
+                os.rmdir(path)
         os.rmdir(folder)
-    except OSError:
-        return  # gone already, or somebody else's by now
 
 
 def set_limits(limits: dict[str, Any]) -> None:
-    """Bound processor time, memory, files; for this process and all it starts."""
+    """Limit processor time, memory and files of this process and its children."""
     for kind, value in (
         (resource.RLIMIT_CPU, limits["cpu_s"]),
         (resource.RLIMIT_AS, limits["memory_bytes"]),
@@ -129,12 +117,10 @@ def set_limits(limits: dict[str, Any]) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all privileges of a superuser, of the machine or of the namespaces. OSError when refused."""
+    """Drop all superuser privileges, on the machine and in the namespaces. OSError when refused."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
-    if libc.capset(header, nothing) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    check(libc.capset(header, nothing))

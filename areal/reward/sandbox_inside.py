@@ -1,11 +1,11 @@
-"""Owns the two processes of a sandbox: the keeper, which areal starts, and the program's, which the keeper forks.
+"""The two processes of a sandbox: the keeper, which the reward worker starts, and the program, which the keeper forks.
 
-The program's process confines itself and then runs foreign code. The keeper runs none: it waits for the end of that
-process or for the word to end it (SIGTERM, also sent by the kernel when the reward worker dies), kills whatever was
-started below it, and passes the exit code on. Neither loads more of areal than this file imports.
+The program's process confines itself and then runs foreign code. The keeper runs no foreign code. It waits for the end
+of that process, for SIGTERM (also sent by the kernel when the reward worker dies) or for the end of `keep_s`. Then it
+kills every process below it and exits with the program's exit code. Both import only what this file imports.
 
-Started as `python -m areal.reward.sandbox_inside CHANNEL PARENT_PID`, CHANNEL being the descriptor of a socket, on
-which a line of JSON says what to run.
+Started as `python -m areal.reward.sandbox_inside CHANNEL PARENT_PID`. CHANNEL is the descriptor of a socket, on which
+one line of JSON says what to run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal.reward import sandbox_roles
 from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, remove_folder, set_limits
 from areal.reward.sandbox_syscalls import refuse_system_calls
 
-TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+TYPE_CHECKING = False  # importing typing takes longer than the rest of this file
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -32,10 +32,12 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 def main(argv: list[str]) -> NoReturn:
     channel, parent = int(argv[0]), int(argv[1])
     signals = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # waited for; a program gets its own mask back
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for sigtimedwait; the program unblocks them
     orders = json.loads(_read_line(channel))
     limits, folder = orders["limits"], orders["folder"]
-    outside = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)  # later all of it is read-only
+    outside = os.open(
+        os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY
+    )  # opened now: later every file system is read-only
     if orders["isolate"] and (problem := _problem_of(lambda: enter_namespaces(folder, limits["folder_bytes"]))):
         _refuse(channel, f"namespaces: {problem}")
     _end_with(parent, signal.SIGTERM)
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> NoReturn:
     os.close(channel)
     status = _keep(child, until_s=time.monotonic() + orders["keep_s"])
     _sweep()
-    # Who started us does this too, unless it was killed.
+    # The reward worker removes the folder too, unless it was killed.
     if orders["isolate"]:
         leave_folder(folder)
         with contextlib.suppress(OSError):
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _problem_of(step: Any) -> str:
-    """Why a step towards isolation could not be done; empty = done."""
+    """Why a step of the confinement failed; empty = it succeeded."""
     if sys.platform != "linux":
         return f"not on {sys.platform}"
     try:
@@ -71,7 +73,7 @@ def _problem_of(step: Any) -> str:
 
 
 def _refuse(channel: int, problem: str) -> NoReturn:
-    """Say that a wall cannot be had, and run nothing without it."""
+    """Report that a protection is missing, and exit without running the program."""
     os.write(channel, json.dumps({"missing": problem}).encode() + b"\n")
     os._exit(1)
 
@@ -82,14 +84,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_with(parent: int, number: int) -> None:
-    """Get a signal when the process that started this one ends; end now when it has ended already."""
+    """Get a signal when the parent process ends; exit now when it has already ended."""
     _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() not in (parent, 0):  # 0 = outside of our namespace
+    if os.getppid() not in (parent, 0):  # 0 = outside this process namespace
         os._exit(1)
 
 
 def _read_line(channel: int) -> bytes:
-    """One line; nothing is behind it, since its sender waits for an answer before the next."""
+    """One line. Nothing follows it, because the sender waits for the answer before it sends the next."""
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(channel, 1 << 16)
@@ -100,7 +102,7 @@ def _read_line(channel: int) -> bytes:
 
 
 def _keep(child: int, *, until_s: float) -> int:
-    """Wait for the program's end, or end it at the signal or when its time is over. Its wait status."""
+    """Wait for the program's end; kill it on SIGTERM or at `until_s`. Returns its wait status."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     while True:
         got = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, max(0.0, until_s - time.monotonic()))
@@ -113,13 +115,13 @@ def _keep(child: int, *, until_s: float) -> int:
 
 
 def _sweep() -> None:
-    """Kill all that descends from us: the orphans of a killed process become our children, and are killed in turn."""
+    """Kill all descendants: the orphans of a killed process become children of this one, and are killed next."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
                 children = [int(text) for text in file.read().split()]
         except OSError:
-            children = []  # within namespaces nothing is left, and /proc is hidden
+            children = []  # in namespaces no process is left, and /proc is hidden
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -132,7 +134,7 @@ def _sweep() -> None:
 
 
 def _run(orders: dict[str, Any], channel: int) -> NoReturn:
-    """Confine this process and run what the orders say; ends with the program's exit code."""
+    """Confine this process and run the program in its role; exits with the program's exit code."""
     os.chdir(orders["folder"])
     with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(orders["source"])
@@ -145,8 +147,8 @@ def _run(orders: dict[str, Any], channel: int) -> NoReturn:
     drop_capabilities()
     if orders["refuse"] and (problem := _problem_of(refuse_system_calls)):
         _refuse(channel, f"system calls: {problem}")
-    if orders["role"] == "judge":
-        _prctl(_PR_SET_DUMPABLE, 0)  # without namespaces the program could read the tests in its memory
+    if orders["role"] == "checker":
+        _prctl(_PR_SET_DUMPABLE, 0)  # without namespaces the program could read the tests in this process's memory
     os.write(channel, b'{"missing": ""}\n')
     sandbox_roles.play(orders["role"], channel)
     sys.exit(0)

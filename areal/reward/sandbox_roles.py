@@ -1,12 +1,13 @@
-"""Owns what runs inside a sandbox: a whole program, a server of a program's functions, or the judge of assertions.
+"""The three roles inside a sandbox: a whole program, a server of a program's functions, or the assertion checker.
 
-A judge never shares a process with the program it judges. It reaches the program's functions by messages and gets plain
-values back, so that a program can neither change what is asserted nor what equality means. Both speak lines of JSON:
+The assertion checker never shares a process with the program. It calls the program's functions by messages and gets
+plain values back, so a program can change neither the assertions nor the meaning of equality. Messages are lines of
+JSON:
 
     to the program   {"op", "target": name or number of an object, "args", "kwargs"}
-    back             {"value"} or {"error": [kind, text]}
-    to the judge     {"test": source, "names": what the program defines}
-    back             any number of questions to the program, then {"passed": bool, "message"}
+    its answer       {"value"} or {"error": [kind, text]}
+    to the checker   {"test": source, "names": what the program defines, "entry_point"}
+    its answer       any number of messages to the program, then {"passed": bool}
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from types import ModuleType
 
 from areal.reward.sandbox_values import decoded, encoded
 
-TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+TYPE_CHECKING = False  # importing typing takes longer than the rest of this file
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
 _FOREIGN_NAMES = ("numpy",)
-"""Modules beyond the standard library that a judge loads when the program has done so."""
+"""Modules outside the standard library that the checker imports when the program has imported them."""
 _MAX_TEXT = 500
 
 
 def play(role: str, channel: int) -> None:
-    """Run program.py of the current folder in its role: program, functions, or judge (which has none)."""
+    """Run program.py of the current folder in its role: program, functions, or checker (which has no program)."""
     builtins.exit = builtins.quit = sys.exit  # pyright: ignore[reportAttributeAccessIssue] - as in a script
     if role == "program":
         os.close(channel)
@@ -43,14 +44,14 @@ def play(role: str, channel: int) -> None:
     elif role == "functions":
         Functions(channel).serve()
     else:
-        Judge(channel).serve()
+        AssertionChecker(channel).serve()
 
 
 class Lines:
     """Lines of JSON over a descriptor."""
 
     def __init__(self, channel: int) -> None:
-        self._file = open(channel, "rb", closefd=False)  # noqa: SIM115 - as long as the process
+        self._file = open(channel, "rb", closefd=False)  # noqa: SIM115 - open until the process ends
         self._channel = channel
 
     def read(self) -> Any | None:
@@ -64,7 +65,7 @@ class Lines:
 
 
 class Functions:
-    """Answers questions about what program.py defined."""
+    """Calls and reads what program.py defined, as messages request."""
 
     def __init__(self, channel: int) -> None:
         self._lines = Lines(channel)
@@ -75,7 +76,7 @@ class Functions:
         try:
             self._names = runpy.run_path("program.py", run_name="program")
             answer: Any = {"value": {name: self._kind(value) for name, value in self._names.items()}}
-        except BaseException as error:  # noqa: BLE001 - whatever a program does
+        except BaseException as error:  # noqa: BLE001 - a program may raise anything
             answer = _described(error)
         self._lines.write(answer)
         while (question := self._lines.read()) is not None:
@@ -86,7 +87,7 @@ class Functions:
             self._lines.write(answer)
 
     def _kind(self, value: Any) -> Any:
-        """What a judge should make of a name: a module, or a value (maybe an object that stays here)."""
+        """How the checker represents a name: a module, or a value (for example an object that stays here)."""
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
         return {"value": encoded(value, self._keep)}
@@ -114,8 +115,8 @@ class Functions:
         return self._names[name]
 
 
-class Judge:
-    """Runs tests; names of the program stand for objects that live in the program's process."""
+class AssertionChecker:
+    """Runs assertions. The program's names are Remote objects, whose values stay in the program's process."""
 
     def __init__(self, channel: int) -> None:
         self._lines = Lines(channel)
@@ -124,10 +125,10 @@ class Judge:
         while (order := self._lines.read()) is not None:
             try:
                 _run_test(order["test"], self._globals(order))
-                verdict = {"passed": True, "message": ""}
-            except BaseException as error:  # noqa: BLE001 - whatever a test or the program raises
-                verdict = {"passed": False, "message": ": ".join(_described(error)["error"])}
-            self._lines.write(verdict)
+                passed = True
+            except BaseException:  # noqa: BLE001 - a test or the program may raise anything
+                passed = False
+            self._lines.write({"passed": passed})
 
     def _globals(self, order: dict[str, Any]) -> dict[str, Any]:
         names: dict[str, Any] = {}
@@ -135,7 +136,7 @@ class Judge:
             if "module" in kind:
                 if kind["module"].split(".")[0] in sys.stdlib_module_names | set(_FOREIGN_NAMES):
                     names[name] = importlib.import_module(kind["module"])
-            # What a program calls `abs` or `math` must not stand in for what the tests mean by it.
+            # A program's own `abs` or `math` must not replace the one that the tests mean.
             elif not name.startswith("__") and not hasattr(builtins, name) and name not in sys.stdlib_module_names:
                 names[name] = decoded(kind["value"], self._remote)
         if order["entry_point"]:
@@ -155,7 +156,7 @@ class Judge:
         if "error" in answer:
             kind, text = answer["error"]
             known = getattr(builtins, str(kind), None)
-            # A function's StopIteration would end the test's own loops early: zip(map(f, xs), wanted), all(map(..)).
+            # A function's StopIteration would end the test's loops early: zip(map(f, xs), wanted), all(map(..)).
             ends_loops = op not in ("next", "item") and kind in ("StopIteration", "StopAsyncIteration")
             if isinstance(known, type) and issubclass(known, Exception) and not ends_loops:
                 raise known(text)
@@ -164,35 +165,35 @@ class Judge:
 
 
 class Remote:
-    """An object of the program. Equal to nothing but itself, whatever the program says."""
+    """An object of the program. It equals only itself, so a program cannot define its equality."""
 
-    __slots__ = ("_judge", "target")
+    __slots__ = ("_checker", "target")
 
-    def __init__(self, judge: Judge, target: str | int) -> None:
-        self._judge, self.target = judge, target
+    def __init__(self, checker: AssertionChecker, target: str | int) -> None:
+        self._checker, self.target = checker, target
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._judge.ask("call", self.target, args, named)
+        return self._checker.ask("call", self.target, args, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._judge.ask("get", self.target, (name,), {})
+        return self._checker.ask("get", self.target, (name,), {})
 
     def __getitem__(self, key: Any) -> Any:
-        return self._judge.ask("item", self.target, (key,), {})
+        return self._checker.ask("item", self.target, (key,), {})
 
     def __len__(self) -> int:
-        return self._judge.ask("len", self.target, (), {})
+        return self._checker.ask("len", self.target, (), {})
 
     def __iter__(self) -> Iterator[Any]:
-        return self._judge.ask("iter", self.target, (), {})
+        return self._checker.ask("iter", self.target, (), {})
 
     def __next__(self) -> Any:
-        return self._judge.ask("next", self.target, (), {})
+        return self._checker.ask("next", self.target, (), {})
 
     def __str__(self) -> str:
-        return self._judge.ask("str", self.target, (), {})
+        return self._checker.ask("str", self.target, (), {})
 
 
 class _TextLoader(SourceFileLoader):
@@ -207,30 +208,32 @@ class _TextLoader(SourceFileLoader):
 
 
 def _run_test(source: str, names: dict[str, Any]) -> None:
-    """Run a test as a script runs, so that what stands behind `if __name__ == "__main__"` is run too.
+    """Run a test as a script, so that code under `if __name__ == "__main__"` runs too.
 
-    Not from a file: without namespaces the program could read that, and with it what is wanted.
+    Not from a file: without namespaces the program could read the file, and with it the wanted results.
     """
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module).update(names)
     sys.argv[:] = ["test.py"]
     try:
         _TextLoader("__main__", source).exec_module(module)
-    except SystemExit as end:  # of the test, as unittest.main does: the program's arrive as RuntimeError
+    except (
+        SystemExit
+    ) as end:  # raised by the test, as by unittest.main; the program's SystemExit arrives as RuntimeError
         if end.code:
             raise
 
 
 def _number_of(value: Any) -> int:
-    """What the program calls one of its own objects."""
+    """The number of an object of the program."""
     if isinstance(value, Remote) and isinstance(value.target, int):
         return value.target
-    raise TypeError(f"a {type(value).__name__} of a test cannot be given to the program, plain data only")
+    raise TypeError(f"a {type(value).__name__} cannot be sent to the program: only plain data can")
 
 
 def _described(error: BaseException) -> dict[str, Any]:
     try:
         text = str(error)[:_MAX_TEXT]
-    except BaseException:  # noqa: BLE001 - an exception of the program's own making
+    except BaseException:  # noqa: BLE001 - the program defines its exceptions
         text = ""
     return {"error": [type(error).__name__, text]}

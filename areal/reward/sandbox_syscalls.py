@@ -1,7 +1,7 @@
-"""Owns the system calls a sandboxed program may not make, and the seccomp filter that refuses them. Linux only.
+"""The seccomp filter of a sandboxed program, and the system calls that it refuses. Linux only.
 
-Refused are: new processes and programs (threads are allowed), signals and other access to processes, sockets, mounts,
-namespaces, and the administration of the machine. What the filter does not name is allowed.
+It refuses new processes and programs (threads are allowed), signals and other access to processes, sockets, mounts,
+namespaces, and the administration of the machine. Every other call is allowed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 import struct
+
+from areal.reward.sandbox_confine import check
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """machine -> (column of the tables below, AUDIT_ARCH_*)."""
@@ -36,21 +38,21 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "settimeofday": (164, 170), "clock_settime": (227, 112), "sethostname": (170, 161), "setdomainname": (171, 162),
 }  # fmt: skip
 _UNKNOWN: dict[str, tuple[int, int]] = {
-    "clone3": (435, 435),  # its flags lie in memory, out of a filter's sight; the C library then uses clone
-    "io_uring_setup": (425, 425),  # would do refused calls on a program's behalf
+    "clone3": (435, 435),  # a filter cannot read its flags, which are in memory; the C library then uses clone
+    "io_uring_setup": (425, 425),  # could make refused calls for a program
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }
-"""Answered as by a kernel that does not have them, so that libraries take their other way."""
+"""Answered with ENOSYS, as by a kernel that does not have them, so that libraries use their fallback."""
 _CLONE, _PRCTL, _PRLIMIT = (56, 220), (157, 167), (302, 261)
 _CLONE_THREAD = 0x10000
 _FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
-"""Say whom a descriptor that becomes ready shall send which signal: SIGKILL to the reward worker, for example."""
+"""They choose a signal and the process that gets it when a descriptor is ready, such as SIGKILL for the worker."""
 _NOT_A_STREAM = 0xE
-"""Bits of a socket's type. A pair of datagram sockets could send to any other by its path."""
+"""Bits of a socket's type that SOCK_STREAM does not set. A datagram socket could send to any other by its path."""
 _FOREIGN_CALLS = 0x40000000
-"""Numbers from here on are the x32 twins of the calls above."""
+"""Numbers from here on are the x32 versions of the calls above."""
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
@@ -60,7 +62,7 @@ _SECCOMP_MODE_FILTER = 2
 
 
 def refuse_system_calls() -> None:
-    """Install the filter for this process, for ever. OSError when this kernel or machine cannot."""
+    """Install the filter for the rest of this process. OSError when this kernel or machine does not support it."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOTSUP, f"no table of system calls for {machine}")
@@ -72,9 +74,7 @@ def refuse_system_calls() -> None:
         (_PR_SET_NO_NEW_PRIVS, 1, None),
         (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(header)),
     ):
-        if libc.prctl(option, value, pointer, 0, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        check(libc.prctl(option, value, pointer, 0, 0))
 
 
 def filter_program(column: int, architecture: int) -> bytes:
@@ -92,10 +92,10 @@ def filter_program(column: int, architecture: int) -> bytes:
         for numbers in table.values():
             if numbers[column] != _NONE:
                 steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, answer)]
-    # Calls that depend on an argument: a jump over their steps when it is another call.
+    # Calls whose answer depends on an argument. For other calls the filter jumps over these steps.
     for numbers, test, value, when_true, when_false in (
         (_CLONE, _HAS_BIT, _CLONE_THREAD, _ALLOW, refuse),
-        (_PRCTL, _EQUAL, _PR_SET_PDEATHSIG, refuse, _ALLOW),  # it shall end with its keeper
+        (_PRCTL, _EQUAL, _PR_SET_PDEATHSIG, refuse, _ALLOW),  # would keep it alive after its keeper
         (_PRLIMIT, _EQUAL, 0, _ALLOW, refuse),  # of itself only
     ):
         steps += [

@@ -1,22 +1,22 @@
-"""Owns how Python values travel between a sandboxed program and its judge: as JSON, so that none can carry code.
+"""Encodes Python values for the messages between a sandboxed program and the assertion checker, as JSON.
 
-Plain data (numbers, text, bytes, None, lists, tuples, sets, dicts, and what derives from them, numpy's too) arrives as
-plain data; anything else stays where it is and arrives as the number of an object there.
+Plain data (numbers, text, bytes, None, lists, tuples, sets, dicts, their subclasses, numpy values) arrives as plain
+data. Any other object stays in its process and arrives as a number, so no message can carry code.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
+TYPE_CHECKING = False  # importing typing takes longer than the rest of this file
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 _LONG_INT_BITS = 10_000
-"""Longer whole numbers travel in hexadecimal: Python refuses to read them as decimals."""
+"""Longer integers are sent in hexadecimal: Python refuses to read them as decimals."""
 
 
 def encoded(value: Any, keep: Callable[[Any], int]) -> Any:
-    """`value` as JSON data; `keep` stores an object that cannot travel and returns its number."""
+    """`value` as JSON data; `keep` stores an object that cannot be sent and returns its number."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -44,9 +44,9 @@ def encoded(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decoded(data: Any, find: Callable[[int], Any]) -> Any:
-    """The value that JSON data stands for; `find` gives what to use for an object that did not travel.
+    """The value that `encoded` turned into `data`; `find` returns the replacement for an object that was not sent.
 
-    ValueError, TypeError or RecursionError when it is none: the data come from a foreign program.
+    ValueError, TypeError or RecursionError for invalid data, which a foreign program may send.
     """
     if isinstance(data, list):
         return [decoded(item, find) for item in data]
@@ -54,7 +54,7 @@ def decoded(data: Any, find: Callable[[int], Any]) -> Any:
         return data
     (kind, content), *more = data.items()
     if more:
-        raise ValueError("a value of two kinds")
+        raise ValueError("a value with two kinds")
     if kind == "object":
         return find(int(content))
     if kind == "int":
@@ -68,14 +68,14 @@ def decoded(data: Any, find: Callable[[int], Any]) -> Any:
     collections = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if kind in collections:
         return collections[kind](decoded(item, find) for item in content)
-    raise ValueError(f"a value of the unknown kind {kind!r}")
+    raise ValueError(f"unknown kind of value {kind!r}")
 
 
 def plain_data(data: Any) -> Any:
-    """What encoded data stand for, as far as JSON could say it: tuples are lists, keys of dicts are text.
+    """The decoded value with the types of JSON only: tuples become lists, keys of dicts become text.
 
-    ValueError for sets, objects and whatever else equals no JSON; the other errors of `decoded`. Nothing is put where
-    it needs a number's hash: a program may return a million numbers of one hash, which would take hours.
+    ValueError for sets, objects and other types; otherwise the errors of `decoded`. Numbers are never hashed: a program
+    could return a million numbers with the same hash, which would take hours.
     """
     if isinstance(data, list):
         return [plain_data(item) for item in data]
@@ -83,7 +83,7 @@ def plain_data(data: Any) -> Any:
         return data
     (kind, content), *more = data.items()
     if more or kind not in ("tuple", "int", "dict"):
-        raise ValueError("no plain data")
+        raise ValueError("not plain data")
     if kind == "int":
         return int(content, 16)
     if kind == "tuple":
@@ -92,6 +92,6 @@ def plain_data(data: Any) -> Any:
 
 
 def _key(data: Any) -> str:
-    """How a key of a dict reads as text."""
+    """A dict's key as text."""
     is_tuple = isinstance(data, dict) and list(data) == ["tuple"]
     return str(tuple(map(plain_data, data["tuple"])) if is_tuple else plain_data(data))

@@ -1,4 +1,4 @@
-"""Owns which reward functions score a row, with which weights and under which names in the metrics."""
+"""The registered reward functions, and which of them score a row, with which weights and metric names."""
 
 from __future__ import annotations
 
@@ -10,21 +10,40 @@ from areal.api.config import RewardConfig
 from areal.api.config.fields import below
 from areal.api.config.reward import selection_problems, short_names
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import FunctionRef
+from areal.api.functions import FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn
-from areal.reward.registry import resolve_reward_fn
+
+REWARD_FUNCTIONS: dict[str, FunctionRef] = {
+    "none": FunctionRef(name="no_reward", module="areal.reward.text"),
+    "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
+    "format": FunctionRef(name="format_reward", module="areal.reward.text"),
+    "choice": FunctionRef(name="choice_reward", module="areal.reward.choice"),
+    "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
+    "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
+    "code": FunctionRef(name="code_reward", module="areal.reward.code"),
+}
+
+
+def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> FunctionRef:
+    """The reference of a reward given as a function, a registered name, module:function or file.py:function.
+
+    `key` is the option to name in errors.
+    """
+    if isinstance(reward_fn, str):
+        return resolve_function(reward_fn, REWARD_FUNCTIONS, key=key)
+    return function_ref(reward_fn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """One term of the reward of an answer."""
+    """One term of an answer's reward."""
 
     function: FunctionRef
     weight: float
     metric: str
     """Its name in the metrics."""
     counts_for_filter: bool
-    """Whether it is part of what rollout.should_accept_fn looks at."""
+    """Whether it is part of the reward that rollout.should_accept_fn gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,47 +51,52 @@ class RewardTable:
     """The reward functions of a run."""
 
     default: tuple[WeightedReward, ...]
-    """For rows of a source that `by_source` does not name; empty = such a row is an error."""
+    """For rows whose source `by_source` does not name; empty = such a row is an error."""
     by_source: Mapping[str, tuple[WeightedReward, ...]]
     source_key: str
     is_weighted: bool
-    """False in the short form, one function of weight 1, whose score is the reward itself."""
+    """False in the short form: one function of weight 1, whose score is the reward."""
 
     def source(self, row: Mapping[str, Any]) -> str:
-        """The source of a row; empty when sources do not matter. InputError when it names none."""
+        """The source of a row; empty when there is no `by_source`. InputError when the row names none."""
         if not self.by_source:
             return ""
         if self.source_key not in row:
             raise InputError(
-                f"a row has no column {self.source_key!r} to choose its reward functions by, only {sorted(row)}: add "
-                "it in the dataset's map_fn, or name the right column in reward.source_key"
+                f"a row has no column {self.source_key!r}, which chooses its reward functions, only {sorted(row)}: add "
+                "it in the dataset's map_fn, or name the right column in reward.source_key",
+                code="reward.unknown_source",
             )
         if row[self.source_key] is None:
             raise InputError(
-                f"a row's {self.source_key} is null, so that its source is unknown: name one in the dataset's map_fn, "
-                "also for rows that shall take reward.fns"
+                f"a row's {self.source_key} is null: name a source in the dataset's map_fn, also for rows that "
+                "reward.fns scores",
+                code="reward.unknown_source",
             )
         return str(row[self.source_key])
 
     def of(self, row: Mapping[str, Any]) -> tuple[WeightedReward, ...]:
-        """The functions that score answers to `row`. InputError when there are none for its source."""
+        """The functions that score answers to `row`. InputError when its source has none."""
         found = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
         if not found:
             raise InputError(
                 f"a row's {self.source_key} is {row[self.source_key]!r}, and reward.by_source knows only "
-                f"{', '.join(self.by_source)}: add it there, or give reward.fns for all other sources"
+                f"{', '.join(self.by_source)}: add it there, or set reward.fns for all other sources",
+                code="reward.unknown_source",
             )
         return found
 
 
 def reward_table(reward_fn: RewardFn | str, config: RewardConfig) -> RewardTable:
-    """The table that `reward_fn` (empty = not given) and the reward section describe. ConfigError when they do not."""
+    """The table of `reward_fn` (empty = not given) and the reward section. ConfigError when they are inconsistent."""
     given = resolve_reward_fn(reward_fn) if reward_fn else None
     short_form = "" if given is None else reward_fn if isinstance(reward_fn, str) else str(given)
     for path, text, *_ in [*below("reward", config.problems()), *selection_problems(config, short_form=short_form)]:
-        raise ConfigError(f"{path}: {text}")
+        raise ConfigError(f"{path}: {text}", code="reward.bad_section")
     if given is None and not config.names_functions:
-        raise ConfigError("reward_fn is empty, and so is reward.fns: name what scores an answer, e.g. gsm8k")
+        raise ConfigError(
+            "reward_fn and reward.fns are empty: name a reward function, e.g. gsm8k", code="reward.none_given"
+        )
     names = short_names({short_form, *config.fns, *(name for fns in config.by_source.values() for name in fns)} - {""})
 
     def terms(fns: Mapping[str, float], key: str) -> tuple[WeightedReward, ...]:

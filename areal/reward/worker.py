@@ -1,8 +1,8 @@
-"""Owns a reward worker: a process that reads calls from the pool, runs the user's function, and answers each.
+"""A reward worker: a process that reads calls from the pool, runs the user's function, and answers each call.
 
-Waits for: the next message of its pool, whose closed socket ends it. Started as
-`python -m areal.reward.worker PARENT_PID` with one end of a socket pair as standard input. That socket is moved
-away from descriptor 0 and standard output is sent to standard error, so nothing a user prints can reach the channel.
+Waits for the next message of its pool; the closed socket ends it. Started as `python -m areal.reward.worker PARENT_PID
+SYS_PATH` with one end of a socket pair as standard input. The socket is moved from descriptor 0 to another one, and
+standard output is redirected to standard error, so text that a user's function prints cannot reach the channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import orjson
 
 from areal.api.errors import ArealError, ConfigError, InputError
 from areal.api.functions import FunctionRef, load_function
-from areal.reward.worker_messages import HEADER_BYTES, body_length, frame
 from areal.system.process import watch_parent
 
 _TRACEBACKS_SHOWN = 3
@@ -32,13 +31,13 @@ _POSITIONAL = 4
 
 
 class LoadedReward:
-    """A reward function and which columns of a row it takes."""
+    """A reward function and the columns of a row that it takes."""
 
     def __init__(self, ref: FunctionRef) -> None:
         self._name = str(ref)
         self._function = load_function(ref)
         if inspect.iscoroutinefunction(self._function):
-            raise ConfigError(f"{ref} is an async function: a reward is a plain function (def)")
+            raise ConfigError(f"{ref} is an async function: use a plain function (def)", code="reward.async_function")
         parameters = list(inspect.signature(self._function).parameters.values())
         kinds = inspect.Parameter
         self._taken = {p.name for p in parameters[:_POSITIONAL] if p.kind is not kinds.VAR_KEYWORD}
@@ -48,10 +47,11 @@ class LoadedReward:
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
 
     def keywords(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns passed by name: all but those that share a name with the first four parameters."""
+        """The columns to pass by name: all except those named like one of the first four parameters."""
         missing = [name for name in self._required if name not in row]
         if missing:
-            raise InputError(f"{self._name} needs the column {missing[0]!r}, a row has only {sorted(row)}")
+            message = f"{self._name} needs the column {missing[0]!r}, a row has only {sorted(row)}"
+            raise InputError(message, code="reward.missing_column")
         if self._takes_all:
             return {name: value for name, value in row.items() if name not in self._taken}
         return {name: value for name, value in row.items() if name in self._accepted}
@@ -60,11 +60,11 @@ class LoadedReward:
         return self._function(prompt, completion, prompt_ids, ids, **row)
 
 
-def judged(value: Any) -> dict[str, Any]:
-    """The status, value, message and further numbers of what a reward function returned.
+def parsed_result(value: Any) -> dict[str, Any]:
+    """The status, value, message and metrics of a reward function's return value.
 
-    A mapping holds the value as `score`; its other entries are metrics as far as they are numbers. The rest (verl's
-    functions return the extracted answer as text, for example) is left out.
+    A mapping contains the value as `score`; its other numbers become metrics, and other entries are ignored (verl's
+    functions return the extracted answer as text, for example).
     """
     if not isinstance(value, Mapping):
         status, number, text = _number(value)
@@ -94,7 +94,7 @@ def _number(value: Any, name: str = "") -> tuple[str, float, str]:
 
 
 def described(error: BaseException) -> str:
-    """One line for an exception: its kind, its text and the line of code it came from."""
+    """One line for an exception: its type, its text and the line of code that raised it."""
     if isinstance(error, ArealError):
         return str(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -104,7 +104,7 @@ def described(error: BaseException) -> str:
 
 
 class Worker:
-    """Reads messages and answers them, one result a call, in order."""
+    """Reads messages and sends one result for each call, in order."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -114,20 +114,13 @@ class Worker:
 
     def run(self) -> None:
         """Serve until the pool closes the channel."""
-        with contextlib.suppress(ConnectionError):  # its pool was killed: nobody is left to answer
+        with contextlib.suppress(ConnectionError):  # its pool was killed
             self._send({"ready": os.getpid()})
-            while (message := self._receive()) is not None:
-                self._serve(message)
-
-    def _receive(self) -> Any | None:
-        header = self._input.read(HEADER_BYTES)
-        if len(header) < HEADER_BYTES:
-            return None
-        body = self._input.read(body_length(header))
-        return orjson.loads(body)
+            while (line := self._input.readline()).endswith(b"\n"):
+                self._serve(orjson.loads(line))
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._channel.sendall(frame(message))
+        self._channel.sendall(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
     def _serve(self, message: dict[str, Any]) -> None:
         shared, calls = message["shared"], message["calls"]
@@ -136,7 +129,7 @@ class Worker:
             reward = self._function(shared["function"])
             status = "error"  # of this row
             row = reward.keywords(shared["row"])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's module does at import
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
             problem = f"cannot be called: {self._explained(error)}"
         for completion, completion_ids in calls:
             if reward is None or problem:
@@ -148,7 +141,7 @@ class Worker:
     def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
         try:
-            result = judged(call())
+            result = parsed_result(call())
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
             result = {"status": "error", "value": 0.0, "message": f"raised {self._explained(error)}"}
         result["seconds"] = time.perf_counter() - began_s
@@ -170,7 +163,7 @@ class Worker:
 
 
 def take_channel() -> socket.socket:
-    """Move the channel off descriptor 0; then standard input is empty and standard output is standard error."""
+    """Move the channel to another descriptor; then standard input is empty and standard output is standard error."""
     channel = socket.socket(fileno=os.dup(0))
     channel.setblocking(True)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,6 +1,7 @@
-"""Owns one worker process as the pool sees it: its start, its channel, its time limit and its end.
+"""One worker process of the reward pool: its start, its channel, its time limit and its end.
 
-Waits for nothing: the event loop calls back when the channel can be read or written and when a time limit is over.
+Messages are lines of JSON on a socket. The event loop calls back when the socket can be read or written, and at the
+time limit.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from typing import Any
 import orjson
 
 from areal.api.functions import FunctionRef
-from areal.reward.worker_messages import FrameReader
 from areal.system.process import AREAL_PROCESS
 
 _READ_BYTES = 1 << 18
 
 
 class WorkerProcess:
-    """A child process that exchanges frames (`worker_messages`); its owner gets messages, its end and overdue work."""
+    """A child process. The pool's callbacks get its messages, its end, and the expiry of its time limit."""
 
     def __init__(
         self,
@@ -36,9 +36,10 @@ class WorkerProcess:
     ) -> None:
         self._on_message, self._on_end, self._on_overdue = on_message, on_end, on_overdue
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader()
+        self._incomplete = b""
+        """A received line without its end."""
         self.loaded: set[FunctionRef] = set()
-        """Functions it has imported."""
+        """Functions that it has imported."""
         self._unsent = b""
         self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -50,7 +51,7 @@ class WorkerProcess:
                 [sys.executable, "-m", "areal.reward.worker", str(os.getpid()), orjson.dumps(sys.path).decode()],
                 stdin=theirs.fileno(),
                 env=_environment(),
-                process_group=0,  # killed together with whatever the user's function starts
+                process_group=0,  # killed together with the processes that the user's function starts
             )
         self._loop.add_reader(ours.fileno(), self._readable)
 
@@ -58,25 +59,26 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, data: bytes) -> None:
-        """Write a frame; what the channel does not take at once follows when it can."""
+    def send(self, message: Any) -> None:
+        """Send a message; data that does not fit into the socket is sent when there is room."""
         if self._socket is None:
             return
+        data = orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
         if not self._unsent:
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
                 pass
             except OSError:
-                return  # its end is on the way through the reader
+                return  # `_readable` reports its end
             if not data:
                 return
             self._loop.add_writer(self._socket.fileno(), self._writable)
         self._unsent += data
 
     def limit(self, seconds: float | None) -> None:
-        """Report overdue work in `seconds` from now; None = no limit. The newest limit counts."""
-        # The timer is moved only when it fires: a limit is set for every call, but hardly one in a million is reached.
+        """Call `on_overdue` in `seconds`; None = never. Replaces the previous limit."""
+        # The timer is moved only when it fires: every call sets a limit, and almost none is reached.
         self._deadline_s = None if seconds is None else time.monotonic() + seconds
         if seconds is not None:
             if self._timer is not None and self._timer.when() > self._loop.time() + seconds:
@@ -86,7 +88,7 @@ class WorkerProcess:
                 self._timer = self._loop.call_later(seconds, self._look_at_limit)
 
     def detach(self) -> None:
-        """Hear nothing more from it."""
+        """Stop all callbacks."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -97,9 +99,9 @@ class WorkerProcess:
             self._socket = None
 
     def end(self, *, wait_s: float = 0.0) -> int:
-        """Kill it and its children, after waiting `wait_s` for its own end. Its exit code. Blocks: call in a thread."""
+        """Wait `wait_s` for its end, then kill it and its children. Returns its exit code. Blocks: call in a thread."""
         until = time.monotonic() + wait_s
-        # Not reaped before the group is killed: until then its number cannot belong to anybody else.
+        # It is reaped after its group is killed: until then no other process can get its id.
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while time.monotonic() < until and os.waitid(os.P_PID, self.pid, options) is None:
             time.sleep(0.002)
@@ -107,7 +109,7 @@ class WorkerProcess:
         return self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to its process group; harmless when it has ended."""
+        """Send SIGKILL to its process group; does nothing when it has ended."""
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -126,8 +128,9 @@ class WorkerProcess:
             self.detach()
             self._on_end(self)
             return
-        for message in self._reader.feed(data):
-            self._on_message(self, message)
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        for line in lines:
+            self._on_message(self, orjson.loads(line))
 
     def _writable(self) -> None:
         assert self._socket is not None
@@ -153,7 +156,7 @@ class WorkerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """A worker is no process of the run, finds areal where its parent did, and computes with one thread."""
+    """A worker is not a process of the run, imports areal from the same place as its parent, and uses one thread."""
     env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env["PYTHONPATH"] = os.pathsep.join(part for part in (root, env.get("PYTHONPATH", "")) if part)

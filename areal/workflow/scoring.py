@@ -16,10 +16,8 @@ from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.api.workflow import RewardFn
 from areal.observe.log import get_logger
-from areal.reward.pool import RewardPool
-from areal.reward.registry import REWARD_FUNCTIONS
-from areal.reward.result import RewardResult
-from areal.reward.table import RewardTable, WeightedReward, reward_table
+from areal.reward.pool import RewardPool, RewardResult
+from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
 from areal.workflow.generate import gather_or_cancel
 
 

@@ -105,7 +105,7 @@ def test_the_rows_answer(answer, letter):
 
 @pytest.mark.parametrize("answer", ["Paris", "", "7", "A or B"])
 def test_a_rows_answer_without_a_letter_is_named(answer):
-    with pytest.raises(InputError, match="names no choice"):
+    with pytest.raises(InputError, match="A to J"):
         choice_reward("", "B", [], [], answer=answer)
 
 

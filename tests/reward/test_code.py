@@ -8,8 +8,8 @@ from areal.reward import sandbox
 from areal.reward.code import CodeLimits, Trial, code_reward, last_code_block
 from areal.reward.code_tests import AssertTest
 from areal.reward.pool import RewardPool
-from areal.reward.registry import REWARD_FUNCTIONS
 from areal.reward.sandbox import Isolation
+from areal.reward.table import REWARD_FUNCTIONS
 
 ADD = "def add(a, b):\n    return a + b"
 ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
@@ -108,7 +108,7 @@ def test_part_of_the_tests_counts_only_when_asked():
         "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0\ndef add(a, b): return 9",
         "def abs(x): return 0\ndef add(a, b): return 9",
         "candidate = lambda a, b: a + b\ndef add(a, b): return 9",
-        "import areal.reward.sandbox_roles as r\nr.Judge = r.Functions = None\ndef add(a, b): return 9",
+        "import areal.reward.sandbox_roles as r\nr.AssertionChecker = r.Functions = None\ndef add(a, b): return 9",
         "def add(a, b):\n    import inspect\n    for frame in inspect.stack():\n"
         "        frame.frame.f_globals['encoded'] = lambda *a: {'passed': True}\n    return 9",
         "import os\nfor fd in range(3, 60):\n"
@@ -258,27 +258,29 @@ def test_an_endless_program_fails_and_the_next_test_gets_its_turn():
 
 
 @pytest.mark.parametrize(
-    ("tests", "message"),
+    ("tests", "value"),
     [
-        ([], "no form that is known"),
-        (None, "no form that is known"),
-        ({"inputs": ["1"], "outputs": []}, "of one length"),
-        ([{"input": "1"}], "lacks `input` or `output`"),
-        (["assert ("], "no Python"),
-        (["import math"], "are empty"),
-        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "no list of arguments"),
-        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, "no JSON"),
+        ([], r"\[\]"),
+        (None, "NoneType"),
+        ({"inputs": ["1"], "outputs": []}, "`inputs` and `outputs`"),
+        ([{"input": "1"}], "`input` or `output`"),
+        (["assert ("], r"assert \("),
+        (["import math"], "import math"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "f are a int"),
+        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, "f is a text"),
     ],
 )
-def test_tests_that_make_no_sense_are_an_error_whatever_the_completion(tests, message):
+def test_invalid_tests_are_an_error_for_every_completion(tests, value):
     for completion in ("", "```python\nx = 1\n```"):
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=value) as error:
             code_reward("", completion, [], [], tests=tests)
+        assert error.value.code == "reward.bad_row"
 
 
-def test_limits_that_make_no_sense_are_an_error():
-    with pytest.raises(InputError, match="above 0"):
+def test_invalid_limits_are_an_error():
+    with pytest.raises(InputError, match="time_limit_s=0") as error:
         score(ADD, ASSERTS, time_limit_s=0)
+    assert error.value.code == "reward.bad_row"
 
 
 def test_null_in_a_column_is_its_default():

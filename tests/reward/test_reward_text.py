@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import load_function
-from areal.reward.registry import REWARD_FUNCTIONS, resolve_reward_fn
+from areal.reward.table import REWARD_FUNCTIONS, resolve_reward_fn
 from areal.reward.text import exact_reward, format_reward
 
 
@@ -47,7 +47,7 @@ def test_a_row_may_bring_its_own_format():
     assert format_reward("", "a\nb", [], [], format_pattern="a.b") == 1.0
     assert format_reward("", "a\nbc", [], [], format_pattern="a.b") == 0.0
     assert format_reward("", "<think>a</think><answer>4</answer>", [], [], format_pattern=None) == 1.0
-    with pytest.raises(InputError, match="no regular expression"):
+    with pytest.raises(InputError, match="format_pattern"):
         format_reward("", "", [], [], format_pattern="(")
 
 

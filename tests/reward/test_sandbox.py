@@ -232,7 +232,7 @@ for descriptor in range(3, 64):
         Sandbox(
             "functions", source, limits=SandboxLimits(), isolation=module.available_isolation(), keep_s=200
         ) as sandbox,
-        pytest.raises(SandboxEnded, match="said too much"),
+        pytest.raises(SandboxEnded, match="too large"),
     ):
         sandbox.wait_started().receive(until_s=time.monotonic() + 100)
 
@@ -334,8 +334,8 @@ def test_a_sandbox_that_nobody_ends_ends_itself():
             sandbox.receive(until_s=time.monotonic() + 100)
 
 
-def test_a_wall_that_is_missing_is_told_once_and_the_others_stand(namespaces, call_filter, monkeypatch, caplog):
-    """As where the machine gives namespaces of users but forbids mounts in them."""
+def test_a_missing_protection_is_logged_once_and_the_others_remain(namespaces, call_filter, monkeypatch, caplog):
+    """As on a machine that allows user namespaces but forbids mounts in them."""
     real = module.Sandbox.receive
 
     def without(self, *, until_s):
@@ -346,14 +346,12 @@ def test_a_wall_that_is_missing_is_told_once_and_the_others_stand(namespaces, ca
     module.available_isolation.cache_clear()
     assert module.available_isolation() == NO_NAMESPACES
     assert module.available_isolation() == NO_NAMESPACES
-    assert [r.getMessage() for r in caplog.records] == [
-        "programs of completions run under limits, but not isolated from this machine, which lacks namespaces: "
-        "forbidden (docs/rewards.md)"
-    ]
+    assert len(caplog.records) == 1
+    assert "namespaces: forbidden" in caplog.text
     monkeypatch.undo()
     module.available_isolation.cache_clear()
 
 
-def test_no_program_runs_without_the_walls_that_were_asked_for(namespaces):
+def test_no_program_runs_without_the_requested_protections(namespaces):
     with pytest.raises(module.IsolationMissing, match="namespaces: Invalid argument"):
         run("print(1)", isolation=Isolation(), limits=SandboxLimits(folder_bytes=-1))

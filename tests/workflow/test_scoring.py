@@ -76,9 +76,10 @@ async def test_the_source_of_a_row_chooses_its_functions(scorer_of):
 
 async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
     scorer = scorer_of(by_source={"a": {LENGTH: 1.0}, "b": {BANGS: 1.0}})
-    with pytest.raises(InputError, match=r"a row's data_source is 'c', and reward.by_source knows only a, b: add it"):
+    with pytest.raises(InputError, match=r"'c', .* a, b:") as error:
         await score(scorer, "x", data_source="c")
-    with pytest.raises(InputError, match=r"a row has no column 'data_source' .* only \['answer', 'prompt'\]"):
+    assert error.value.code == "reward.unknown_source"
+    with pytest.raises(InputError, match=r"'data_source'.* \['answer', 'prompt'\]"):
         scorer.check_row({"prompt": "?", "answer": "!"})
     rows = [{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}]
     scorer.check_rows(rows[:2])
@@ -133,7 +134,7 @@ async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(
     assert scores[1].metrics == {"length": 3.0, "fails_on_bad": 0.0, "hangs_on_bad": 0.0}
     told = [text for text in caplog.messages if "counted 0" in text]
     assert sum("fails_on_bad raised" in text for text in told) == 1
-    assert sum("hangs_on_bad ran past its limit of 3 s" in text for text in told) == 1
+    assert sum("hangs_on_bad" in text and "3 s" in text for text in told) == 1
 
 
 async def test_a_failure_is_told_once_for_each_function_and_way_to_fail(scorer_of, caplog):
@@ -158,7 +159,7 @@ async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_pa
 
 def test_what_does_not_say_what_scores_an_answer_is_refused():
     for reward_fn, config, message in [
-        ("", RewardConfig(), "reward_fn is empty, and so is reward.fns"),
+        ("", RewardConfig(), "reward_fn and reward.fns"),
         ("exact", RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
         (math.log, RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
         ("", RewardConfig(fns={"exactt": 1.0}), r"reward.fns='exactt' .*did you mean 'exact'"),
