@@ -42,7 +42,7 @@ from areal.api.config.inference import GenerationHyperparameters  # noqa: E402
 from areal.api.config.rollout import InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
-from areal.fleet.native import make_native_replica  # noqa: E402
+from areal.fleet.native import NativeReplica  # noqa: E402
 from areal.system.discovery import FileNameRegistry  # noqa: E402
 from tests.faults.driver import Run, RunBroken  # noqa: E402 - the soak's driver of real runs lies beside the soak
 from tests.faults.ledger_proof import raw_events, seconds_to_training  # noqa: E402
@@ -119,7 +119,7 @@ async def kill_one_server(folder: Path, model: Path, interval: int, share: float
         for index, address in enumerate(addresses):
             registry.add(f"servers/{index}", json.dumps({"address": address, "pid": servers[index].pid}))
         config = InferenceEngineConfig(stream_interval=interval, health_check_interval_s=0.5)
-        fleet = Fleet(registry, 2, config, make_native_replica)
+        fleet = Fleet(registry, 2, config, NativeReplica)
         await fleet.start()
         gconfig = GenerationHyperparameters(max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
         requests = [

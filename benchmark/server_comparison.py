@@ -34,11 +34,13 @@ from transformers.utils import logging as transformers_logging
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.api.config.load import load_config
-from areal.fleet.backends import replica_factory
+from areal.fleet.backends import backend_named, replica_factory
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
-from areal.launcher.foreign_server import prepended, server_command
+from areal.fleet.server_command import prepended
+from areal.system.network import Host
 
 ROOT = Path(__file__).resolve().parent.parent
+SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"
 STREAM_INTERVAL = 32
 READY_LIMIT_S = 300.0
 
@@ -122,8 +124,9 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
     file = args.logs / f"{backend}.yaml"
     file.write_text(json.dumps(written))  # which is YAML too
     config = load_config(["--config", str(file)], PPOConfig)
-    command = server_command(config, on_gpu=False)
-    env |= command.env | {"PYTHONPATH": prepended(os.environ, "PYTHONPATH", command.env["PYTHONPATH"])}
+    command = backend_named(backend).command(config, False, Host())
+    first = command.env.get("PYTHONPATH", str(SGLANG_STUBS))
+    env |= command.env | {"PYTHONPATH": prepended(os.environ, "PYTHONPATH", first)}
     return [sys.executable, "-m", "areal.fleet.server_host", "--backend", backend, "--", *command.argv], env
 
 

@@ -43,6 +43,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Choose a granularity that divides the number of sequences of every rank.",
     ),
     # fleet
+    "fleet.unknown_backend": ErrorCode(
+        "allocation_mode or a command line names an inference backend that areal does not have.",
+        "Use a backend listed in docs/servers.md.",
+    ),
     # launch
     "launch.server_unprotected": ErrorCode(
         "An SGLang or vLLM server would listen beyond loopback, where the run's token does not protect all its routes.",

@@ -1,22 +1,34 @@
-"""Owns the choice of an adapter: which client speaks to the servers of a backend."""
+"""The table of inference backends. `docs/servers.md` describes how to add one."""
 
 from __future__ import annotations
 
+import functools
+
 from areal.api.errors import ConfigError
-from areal.fleet.native import make_native_replica
-from areal.fleet.replica import ReplicaFactory
-from areal.fleet.sglang import make_sglang_replica
-from areal.fleet.vllm import make_vllm_replica
+from areal.fleet.native_server import NATIVE
+from areal.fleet.replica import Replica, ReplicaFactory
+from areal.fleet.server_backend import ServerBackend
+from areal.fleet.sglang_server import SGLANG
+from areal.fleet.vllm_server import VLLM
+from areal.system.network import run_token
 
-_FACTORIES: dict[str, ReplicaFactory] = {
-    "native": make_native_replica,
-    "sglang": make_sglang_replica,
-    "vllm": make_vllm_replica,
-}
+BACKENDS: dict[str, ServerBackend] = {backend.name: backend for backend in (NATIVE, SGLANG, VLLM)}
 
 
-def replica_factory(backend: str) -> ReplicaFactory:
-    """What makes the clients of a fleet whose servers are of this backend, as `allocation_mode` names it."""
-    if backend not in _FACTORIES:
-        raise ConfigError(f"there is no adapter for {backend} servers: use {', '.join(_FACTORIES)}")
-    return _FACTORIES[backend]
+def backend_named(name: str) -> ServerBackend:
+    """The backend that `allocation_mode` calls `name`. ConfigError when the table has none."""
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"allocation_mode: there is no inference backend {name!r}: use one of {', '.join(BACKENDS)}",
+            code="fleet.unknown_backend",
+        )
+    return BACKENDS[name]
+
+
+def replica_factory(name: str) -> ReplicaFactory:
+    """Makes clients of the servers of a backend, with the token that the launcher gives to every process of a run."""
+    return functools.partial(_make_replica, backend_named(name), run_token())
+
+
+def _make_replica(backend: ServerBackend, token: str, name: str, address: str) -> Replica:
+    return backend.client(name, address, token)

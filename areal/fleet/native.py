@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.continuation import versions_of
 from areal.fleet.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
-from areal.system.network import TOKEN_VARIABLE
 
 _NO_ADAPTERS = "native servers have no LoRA adapters: use sglang or vllm"
 _NO_RELEASE = "native servers cannot give up their memory: use sglang or vllm"
@@ -208,8 +206,3 @@ def parse_chunk(answer: dict[str, Any]) -> PartChunk:
         versions_of(spans, len(token_ids)) if token_ids else [],
         reason,
     )
-
-
-def make_native_replica(name: str, address: str) -> NativeReplica:
-    """The factory the fleet uses for native servers; the launcher gives every process of a run the same token."""
-    return NativeReplica(name, address, token=os.environ.get(TOKEN_VARIABLE, ""))

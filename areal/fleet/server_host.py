@@ -30,7 +30,7 @@ from typing import Literal
 from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigError, LaunchError
-from areal.fleet.backends import replica_factory
+from areal.fleet.backends import BACKENDS, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_log import last_error, last_words, met_taken_port
 from areal.observe.log import configure_logging, get_logger
@@ -89,9 +89,14 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         description="Hosts one foreign inference server: starts COMMAND on free ports, announces it when it is ready, "
         "and ends with it. In COMMAND, {port} becomes the port it must serve HTTP on, {port_NAME} a further one, "
         "{index} and {index+N} the index of this server in the run, and N more.",
-        usage="%(prog)s --backend {sglang,vllm} [--config RUN/config.yaml] -- COMMAND ... {port} ...",
+        usage="%(prog)s --backend NAME [--config RUN/config.yaml] -- COMMAND ... {port} ...",
     )
-    parser.add_argument("--backend", choices=("sglang", "vllm"), required=True, help="which server COMMAND starts")
+    parser.add_argument(
+        "--backend",
+        choices=sorted(name for name, one in BACKENDS.items() if one.flags),
+        required=True,
+        help="which server COMMAND starts",
+    )
     parser.add_argument("--config", help="the run's config.yaml; without it the server belongs to no run")
     at = argv.index("--") if "--" in argv else len(argv)
     args, command = parser.parse_args(argv[:at]), argv[at + 1 :]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.native import TOKEN_VARIABLE
 from areal.fleet.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
 from areal.fleet.sglang_wire import (
@@ -289,8 +287,3 @@ class SGLangReplica:
     async def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()
-
-
-def make_sglang_replica(name: str, address: str) -> SGLangReplica:
-    """The factory the fleet uses for SGLang servers; the launcher gives every process of a run the same token."""
-    return SGLangReplica(name, address, token=os.environ.get(TOKEN_VARIABLE, ""))

@@ -7,11 +7,11 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from areal.api.config.sglang_limits import sampling_problems
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
 from areal.fleet.continuation import versions_of
 from areal.fleet.replica import FinishReason, GenerationPart, PartChunk
+from areal.fleet.sglang_server import sampling_problems
 from areal.fleet.slot import ANY_VERSION
 
 _ALL_TOKENS = 100_000_000

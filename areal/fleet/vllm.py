@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.native import TOKEN_VARIABLE
 from areal.fleet.replica import (
     FinishReason,
     GenerationPart,
@@ -310,8 +308,3 @@ class _PartCollector:
             return part_versions(last.spans, self.num_passed_on + len(self.token_ids))
         except ValueError as error:
             raise ServerUnavailable(f"{self.replica_name} did not tell the versions of an answer: {error}") from error
-
-
-def make_vllm_replica(name: str, address: str) -> VLLMReplica:
-    """The factory the fleet uses for vLLM servers; the launcher gives every process of a run the same token."""
-    return VLLMReplica(name, address, token=os.environ.get(TOKEN_VARIABLE, ""))

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from areal.api.config.vllm_limits import MAX_BIASED_TOKENS
 from areal.api.errors import RequestError
 from areal.fleet.continuation import prior_output_bias, versions_of
 from areal.fleet.replica import FinishReason, GenerationPart, ReplicaLoad
+from areal.fleet.vllm_server import MAX_BIASED_TOKENS
 
 _ALL_TOKENS = 100_000_000
 """The default of gconfig.top_k, which means no limit; vLLM says 0."""

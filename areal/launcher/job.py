@@ -13,10 +13,11 @@ from typing import Any, Literal
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig
 from areal.api.config.rollout import server_url
-from areal.api.config.servers import FOREIGN_SERVERS
 from areal.api.errors import ConfigError, LaunchError
-from areal.launcher.foreign_server import ServerCommand, core_bindings, prepended, server_command, server_model
-from areal.launcher.memory import foreign_served_bytes, served_bytes, trained_bytes
+from areal.fleet.backends import backend_named
+from areal.fleet.server_backend import ServerBackend, ServerCommand
+from areal.fleet.server_command import prepended
+from areal.launcher.memory import trained_bytes
 from areal.system.device import core_ids
 from areal.system.network import Host
 from areal.system.process import ProcessContext
@@ -224,18 +225,18 @@ def _planned(
         "server": config.launcher.inference_server_env_vars,
         "trainer": config.launcher.trainer_env_vars,
     }[context.role]
-    backend = config.server_backend if isinstance(config, PPOConfig) else ""
-    foreign = None
-    if isinstance(config, PPOConfig) and context.role == "server" and backend in FOREIGN_SERVERS:
-        foreign = server_command(config, on_gpu=bool(gpus), host=context.host)
+    backend, command = None, None
+    if isinstance(config, PPOConfig):
+        backend = backend_named(config.server_backend)
+        command = backend.command(config, bool(gpus), context.host) if context.role == "server" else None
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
-        **(_nccl_as_sglang_has_it() if context.role == "trainer" and gpus and backend == "sglang" else {}),
-        **({} if foreign is None else _foreign_env(context, config, foreign, machine)),
+        **(_shared_nccl(backend) if context.role == "trainer" and gpus and backend is not None else {}),
+        **({} if command is None else _server_env(context, config, command, machine)),
     }
     own = parse_env_vars(more)
     return PlannedProcess(
@@ -243,63 +244,57 @@ def _planned(
         role=context.role,
         index=context.index,
         host=context.host,
-        argv=_command(context.role, paths, script) if foreign is None else _host_command(backend, paths, foreign),
-        env=env | own | ({} if foreign is None else _search_paths(foreign, os.environ | own)) | context.to_env(),
+        argv=_argv(paths, script, backend, command),
+        env=env | own | ({} if command is None else _search_paths(command, os.environ | own)) | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
         gpus=gpus,
         num_threads=context.num_threads,
-        memory_bytes=_memory(context, config, foreign),
+        memory_bytes=_memory(context, config) if command is None else command.memory_bytes,
     )
 
 
-def _foreign_env(
+def _server_env(
     context: ProcessContext, config: BaseExperimentConfig, command: ServerCommand, machine: Machine
 ) -> dict[str, str]:
-    """Variables of a foreign server, which the user's go before."""
+    """Variables of a server, which the user's override."""
     servers = config.allocation.inference
     assert servers is not None
-    if context.device != "cpu":
+    bindings = backend_named(servers.backend).core_bindings
+    if context.device != "cpu" or bindings is None:
         return command.env
     cores = core_ids()[: machine.cores]
-    return command.env | core_bindings(
-        servers.backend, context.index, servers.instance_size, context.num_threads, cores
-    )
+    return command.env | bindings(context.index, servers.instance_size, context.num_threads, cores)
 
 
 def _search_paths(command: ServerCommand, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where a foreign server finds the programs of its environment and what areal adds: first, whoever set the rest."""
+    """The programs of the server's environment and the code that areal adds come first on their search paths."""
     firsts = {"PATH": str(Path(command.argv[0]).parent), "PYTHONPATH": command.env.get("PYTHONPATH", "")}
     return {name: prepended(environ, name, first) for name, first in firsts.items() if first}
 
 
-def _nccl_as_sglang_has_it() -> dict[str, str]:
-    """All members of an NCCL group must agree on these, which SGLang switches off unless they are set."""
-    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-    return {name: os.environ.get(name, "0") for name in names}
+def _shared_nccl(backend: ServerBackend) -> dict[str, str]:
+    """All members of an NCCL group must have the same values, and the servers set these when they are unset."""
+    return {name: os.environ.get(name, default) for name, default in backend.nccl_defaults.items()}
 
 
-def _command(role: str, paths: RunPaths, script: str | None) -> tuple[str, ...]:
-    if role == "server":
-        return (sys.executable, "-m", "areal.inference.server", "--config", str(paths.config))
-    scripts = () if script is None else (str(Path(script).absolute()),)
-    return (sys.executable, "-m", "areal.trainer", *scripts, "--config", str(paths.config))
-
-
-def _host_command(backend: str, paths: RunPaths, command: ServerCommand) -> tuple[str, ...]:
-    host = (sys.executable, "-m", "areal.fleet.server_host", "--backend", backend, "--config", str(paths.config))
+def _argv(
+    paths: RunPaths, script: str | None, backend: ServerBackend | None, command: ServerCommand | None
+) -> tuple[str, ...]:
+    """`command` is that of a server; None for the controller and the trainers."""
+    if backend is None or command is None:
+        scripts = () if script is None else (str(Path(script).absolute()),)
+        return (sys.executable, "-m", "areal.trainer", *scripts, "--config", str(paths.config))
+    if backend.flags is None:
+        return command.argv
+    host = (sys.executable, "-m", "areal.fleet.server_host", "--backend", backend.name, "--config", str(paths.config))
     return (*host, "--", *command.argv)
 
 
-def _memory(context: ProcessContext, config: BaseExperimentConfig, foreign: ServerCommand | None) -> int | None:
-    """Bytes of the models a process holds; None when one of them is unknown."""
+def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
+    """Bytes of the models that a controller or trainer holds; None when one of them is not on this machine."""
     if context.role == "controller":
         return 0
-    if isinstance(config, PPOConfig):
-        if foreign is not None:
-            return foreign_served_bytes(server_model(config), foreign.flags)
-        if context.role == "server":
-            return served_bytes(config.native, server_model(config), on_gpu=context.device != "cpu")
     sizes = [trained_bytes(model, context.world_size) for model in config.models.values()]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 

@@ -37,7 +37,7 @@ from areal.launcher.preflight import (
     run_lock,
 )
 from areal.launcher.run_requests import RequestBox
-from areal.launcher.server_check import foreign_server_problems, notices
+from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
@@ -131,7 +131,7 @@ def launch(request: Launch, machine: Machine) -> int:
     if isinstance(config, PPOConfig):
         for notice in notices(config):
             line.say(notice)
-        problems += foreign_server_problems(config, plan, line.say)
+        problems += server_problems(config, plan, line.say)
     if request.dry_run:
         sys.stdout.write(plan_text(plan))
     if problems:

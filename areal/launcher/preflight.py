@@ -19,9 +19,9 @@ from typing import Any, TextIO
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.errors import ConfigError, LaunchError
 from areal.api.functions import parse_function_path, parse_python
-from areal.launcher.foreign_server import server_model
-from areal.launcher.memory import ModelShape
+from areal.fleet.backends import backend_named
 from areal.system.durable import is_complete
+from areal.system.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
 
 _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
@@ -43,10 +43,11 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _said(lambda: parse_python(Path(script), given="script"))
     for key, model in config.models.items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
-    if isinstance(config, PPOConfig) and not config.rollout.server_addrs and server_model(config) != config.actor.path:
-        key = "vllm.model" if config.server_backend == "vllm" else f"{config.server_backend}.model_path"
-        problems += _model_problems(key, server_model(config), needs_weights=True)
     if isinstance(config, PPOConfig):
+        backend = backend_named(config.server_backend)
+        model = backend.model(config)
+        if not config.rollout.server_addrs and model != config.actor.path:
+            problems += _model_problems(f"{backend.name}.{backend.model_key}", model, needs_weights=True)
         problems += _head_problems(config)
         problems += _workflow_problems(config) if script is None else []  # a script may bring its own workflow
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():

@@ -1,155 +1,179 @@
-"""Owns the check of a foreign server before anything starts: its environment, its version, what its own parser says.
+"""Checks before a start of what the servers of a run cannot do, and of the versions in their environment.
 
-Waits for the server's interpreter, which imports the server's package for some 10 to 30 seconds; gives up in time.
+Waits for one short subprocess of the servers' interpreter, at most `_LIMIT_S`; its answer is cached until the
+interpreter or its packages change.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal.api.config import NativeServerConfig, PPOConfig
-from areal.api.config.servers import FOREIGN_SERVERS, ForeignServer, given_flags, ignored_keys, plain_name
-from areal.launcher.foreign_server import SERVER_SIDE, flag_words, server_command, server_python
+from areal.api.config import PPOConfig
+from areal.fleet.backends import BACKENDS, backend_named
+from areal.fleet.server_backend import ServerBackend
+from areal.fleet.server_command import server_python
+from areal.fleet.server_flags import ignored_flags
 from areal.launcher.job import LaunchPlan
-from areal.system.process import AREAL_PROCESS, tied_to_this_process
+from areal.system.durable import write_atomic
+from areal.system.process import AREAL_PROCESS
 
-_LIMIT_S = 300.0
-_PLACEHOLDER = re.compile(r"\{(port|index)[^{}]*\}")
-"""What the host of a server puts numbers in place of."""
+_LIMIT_S = 30.0
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_PROBE = """
+import importlib.metadata, json, sys, sysconfig
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+found = {name: version(name) for name in sys.argv[1:]}
+print(json.dumps({"versions": found, "packages": sysconfig.get_path("purelib")}))
+"""
+Versions = dict[str, str]
+"""Package -> version, empty where it is not installed."""
 
 
-class _NoAnswer(Exception):
-    """Why the environment of the server could not be asked."""
+class _NoVersions(Exception):
+    """Why the versions of an environment are not known."""
 
 
-def foreign_server_problems(
-    config: PPOConfig, plan: LaunchPlan, tell: Callable[[str], None], *, limit_s: float = _LIMIT_S
+def server_problems(
+    config: PPOConfig, plan: LaunchPlan, say: Callable[[str], None], *, limit_s: float = _LIMIT_S
 ) -> list[str]:
-    """One sentence for everything that the installed server refuses; nothing for servers of other kinds."""
+    """One sentence for every option that the servers cannot honour and for an environment that cannot run them."""
+    backend = backend_named(config.server_backend)
+    problems = [f"{path}: {text}" for path, text in backend.problems(config)]
     planned = next((process for process in plan.processes if process.role == "server"), None)
-    if config.server_backend not in FOREIGN_SERVERS or planned is None:
-        return []
-    backend, server = config.server_backend, FOREIGN_SERVERS[config.server_backend]
+    if backend.flags is None or planned is None:
+        return problems
     python = server_python(config)
     if not os.access(python, os.X_OK) or Path(python).is_dir():
-        return [f"server_python: {python} is no program: give the Python interpreter of {server.name}'s environment"]
-    tell(f"areal: asks {server.name} in {python} about its flags, which takes a while")
-    question = json.dumps(_question(config, on_gpu=bool(planned.gpus)))
-    env = {name: value for name, value in {**os.environ, **planned.env}.items() if name != AREAL_PROCESS}
-    try:
-        answer = _ask(python, str(SERVER_SIDE / f"probe_{backend}.py"), question, tuple(sorted(env.items())), limit_s)
-    except _NoAnswer as error:
-        return [f"server_python: {python} cannot be asked about {server.name}: {error}"]
-    return _sentences(answer, backend, python, is_given=bool(config.server_python))
-
-
-def notices(config: PPOConfig) -> list[str]:
-    """What of the configuration has no effect with the servers that this run has, for people."""
-    sections = {"native": config.native != NativeServerConfig(), "sglang": config.sglang, "vllm": config.vllm}
-    unused = [name for name, is_given in sections.items() if is_given and name != config.server_backend]
-    if config.server_python and (config.server_backend == "native" or config.rollout.server_addrs):
-        unused.append("server_python")
-    said: list[str] = []
-    if unused:
-        said.append(f"not used with allocation_mode={config.allocation_mode}: {', '.join(unused)}")
-    if config.server_backend in FOREIGN_SERVERS:
-        if ignored := ignored_keys(config.server_backend, config.server_flags):
-            said.append(f"ignored, areal brings its own or the server has none of it: {', '.join(ignored)}")
-        if config.rollout.server_addrs and config.server_flags:
-            said.append(f"{config.server_backend}: starts nothing, the servers run already; it only describes them")
-    return [f"areal: {text}" for text in said]
-
-
-def _sentences(answer: dict[str, Any], backend: str, python: str, *, is_given: bool) -> list[str]:
-    """The answer for people, path of the key first."""
-    server = FOREIGN_SERVERS[backend]
-    if "missing" in answer:
-        what = "install it there, or give" if is_given else "that is the interpreter of areal itself; give"
-        return [
-            f"server_python: {server.name} is not installed for {python}: {what} the interpreter of {server.name}'s "
+        problems.append(
+            f"server_python: {python} is not a program: set it to the Python interpreter of {backend.title}'s "
             "environment"
-        ]
-    version = str(answer["version"])
-    problems = [f"server_python: {python}: {text}"] if (text := _too_old(server, version)) else []
-    for key, text in answer["problems"]:
-        of = f" ({server.name} {version})"
-        problems.append(f"{backend}.{key}: {text}{of}" if key else f"server_python: {python} {text}{of}")
+        )
+        return problems
+    try:
+        versions = environment_versions(python, (backend.package, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
+    except _NoVersions as error:
+        return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
+    if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
+        advice = "" if config.server_python else "; this is the interpreter of areal itself, set server_python"
+        problems.append(f"server_python: {python}: {problem}{advice}")
+    else:
+        nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
+        say(f"areal: {backend.title} {versions[backend.package]}, torch {versions['torch']}{nccl} in {python}")
     return problems
 
 
-def _too_old(server: ForeignServer, version: str) -> str:
-    """What to say of a version below the oldest supported one, or ''. One that cannot be read is taken for new."""
+def notices(config: PPOConfig) -> list[str]:
+    """The parts of the configuration that have no effect on the servers of this run, one line each."""
+    backend = backend_named(config.server_backend)
+    defaults = type(config)
+    unused = [name for name in BACKENDS if name != backend.name and getattr(config, name) != _default(defaults, name)]
+    if config.server_python and (backend.flags is None or config.rollout.server_addrs):
+        unused.append("server_python")
+    found: list[str] = []
+    if unused:
+        found.append(f"no effect with allocation_mode={config.allocation_mode}: {', '.join(unused)}")
+    if backend.flags is not None:
+        section = config.server_flags
+        if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, section)]:
+            found.append(f"ignored, areal sets its own value or {backend.title} has no such flag: {', '.join(ignored)}")
+        if config.rollout.server_addrs and section:
+            found.append(f"{backend.name}: describes servers that already run; areal does not start them")
+    return [f"areal: {text}" for text in found]
+
+
+def _default(kind: type[PPOConfig], name: str) -> Any:
+    return kind.__dataclass_fields__[name].default_factory()  # type: ignore[misc]
+
+
+def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
+    """Why the installed versions cannot run, or ''. A version that cannot be parsed is accepted as a new one."""
+    version, torch = versions[backend.package], versions["torch"]
+    if not version:
+        return f"{backend.title} is not installed there: install it, or set server_python to another interpreter"
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    oldest = tuple(map(int, server.minimum.split(".")))
-    if numbers is None or tuple(map(int, numbers.groups())) >= oldest:
-        return ""
-    return (
-        f"{server.name} {version} is too old, areal needs {server.minimum} or newer (tested with {server.tested}): "
-        "upgrade it"
-    )
+    oldest = tuple(map(int, backend.minimum_version.split(".")))
+    if numbers is not None and tuple(map(int, numbers.groups())) < oldest:
+        return (
+            f"{backend.title} {version} is too old, areal needs {backend.minimum_version} or newer (tested with "
+            f"{backend.tested_version}): upgrade it"
+        )
+    if on_gpu and (version.endswith("+cpu") or torch.endswith("+cpu")):
+        return (
+            f"{backend.title} {version} with torch {torch} is a CPU build, but the servers get GPUs: install a GPU "
+            "build, or set cluster.n_gpus_per_node=0"
+        )
+    return ""
 
 
-def _question(config: PPOConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """What flag_check wants to know."""
-    backend, server = config.server_backend, FOREIGN_SERVERS[config.server_backend]
-    command = server_command(config, on_gpu=on_gpu)
-    given = given_flags(backend, config.server_flags)
-    users = [
-        (key, value, flag_words(server, plain_name(key), value))
-        for key, value in config.server_flags.items()
-        if plain_name(key) in given and plain_name(key) != server.seed
-    ]
-    ours = [
-        word for name, value in command.flags.items() if name not in given for word in flag_words(server, name, value)
-    ]
-    ours = [_PLACEHOLDER.sub("1", word) for word in ours]
-    return {"on_gpu": on_gpu, "model": command.model_words, "ours": ours, "flags": users}
+def environment_versions(python: str, packages: tuple[str, ...], *, limit_s: float = _LIMIT_S) -> Versions:
+    """Versions of packages in the environment of an interpreter, from its metadata: nothing is imported.
 
-
-@functools.cache
-def _ask(python: str, probe: str, question: str, env: tuple[tuple[str, str], ...], limit_s: float) -> dict[str, Any]:
-    """The answer of a probe, asked once for the same interpreter, flags and environment. _NoAnswer without one."""
+    The answer is cached as JSON by the interpreter's path, and is used as long as the interpreter and the folder of its
+    packages keep their modification times.
+    """
+    cache = _cache_file()
+    known = _read_cache(cache)
+    entry = known.get(python)
+    if entry is not None and entry["times"] == _times(entry["times"]) and set(packages) <= set(entry["versions"]):
+        return {name: entry["versions"][name] for name in packages}
+    versions, folder = _ask(python, packages, limit_s)
+    entry = {"times": _times([python, folder]), "versions": versions}
     try:
-        code, said, errors = _output(python, probe, question, env, limit_s)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cache, json.dumps({**known, python: entry}).encode())
+    except OSError:
+        pass  # a read-only home folder costs a subprocess at each start
+    return versions
+
+
+def _cache_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(root) / "areal" / "server_environments.json"
+
+
+def _read_cache(path: Path) -> dict[str, Any]:
+    """Interpreter -> {"times": {path: nanoseconds}, "versions": {package: version}}."""
+    try:
+        found = json.loads(path.read_text())
+        return {python: entry for python, entry in found.items() if entry["times"] and entry["versions"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _times(paths: Any) -> dict[str, int]:
+    """Path -> modification time in nanoseconds; 0 for a path that does not exist."""
+    return {str(path): Path(path).stat().st_mtime_ns if Path(path).exists() else 0 for path in paths}
+
+
+def _ask(python: str, packages: tuple[str, ...], limit_s: float) -> tuple[Versions, str]:
+    """Versions, and the folder that holds the packages. _NoVersions when the interpreter gives no such answer."""
+    env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE, *packages],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=env,
+            timeout=limit_s,
+        )
     except subprocess.TimeoutExpired:
-        raise _NoAnswer(f"no answer in {limit_s:g} s; try its import by hand") from None
+        raise _NoVersions(f"no answer in {limit_s:g} s") from None
     except OSError as error:
-        raise _NoAnswer(str(error.strerror or error)) from None
+        raise _NoVersions(str(error.strerror or error)) from None
     try:
-        return dict(json.loads(said.splitlines()[-1]))  # a program around the interpreter may say more before
-    except (ValueError, TypeError, IndexError):
-        words = [line.strip() for line in errors.splitlines() if line.strip()]
-        raise _NoAnswer(words[-1] if words else f"it ended with {code}") from None
-
-
-def _output(
-    python: str, probe: str, question: str, env: tuple[tuple[str, str], ...], limit_s: float
-) -> tuple[int, str, str]:
-    """Return code, standard output and error of a probe. In a group of its own, of which nothing is left afterwards:
-    the interpreter may be a script that starts the real one."""
-    with subprocess.Popen(
-        [python, probe],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        env=dict(env),
-        process_group=0,
-        preexec_fn=tied_to_this_process(),
-    ) as process:
-        try:
-            said, errors = process.communicate(question, timeout=limit_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, said, errors
+        answer = json.loads(done.stdout.splitlines()[-1])  # a script around the interpreter may print more before
+        return {name: str(answer["versions"][name]) for name in packages}, str(answer["packages"])
+    except (ValueError, TypeError, KeyError, IndexError):
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise _NoVersions(lines[-1] if lines else f"it ended with exit code {done.returncode}") from None

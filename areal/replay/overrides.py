@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areal.api.allocation_grammar import INFERENCE_BACKENDS
 from areal.api.errors import ConfigError
 
 UPDATED = ("actor", "critic", "ref", "teacher", "reward_model", "ref_reset_steps", "ref_reset_optimizer")
@@ -18,9 +19,7 @@ _OTHERS = {
     "gconfig": "the answers are recorded: sampling cannot change any more",
     "eval_gconfig": "a replay evaluates nothing",
     "rollout": "the rollouts are recorded",
-    "native": "a replay has no servers",
-    "sglang": "a replay has no servers",
-    "vllm": "a replay has no servers",
+    **dict.fromkeys(INFERENCE_BACKENDS, "a replay has no servers"),
     "server_python": "a replay has no servers",
     "workflow": "the rollouts are recorded",
     "workflow_args": "the rollouts are recorded",

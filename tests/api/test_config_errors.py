@@ -95,7 +95,6 @@ def problem(tmp_path: Path):
         ("gconfig={min_new_tokens: 9, max_new_tokens: 8}", ["gconfig.min_new_tokens: 9 is above max_new_tokens=8"]),
         ("gconfig.stop=['']", ["gconfig.stop: holds an empty string"]),
         ("gconfig.stop_token_ids=[-1]", ["gconfig.stop_token_ids"]),
-        ("native.context_length=512", ["gconfig.max_new_tokens: 16384 leaves no room", "context_length=512"]),
         ("eval_gconfig.n_samples=4", ["eval_gconfig.n_samples: 4 is not 1"]),
         ("actor.reward_norm={mean_level: group}", ["actor.reward_norm: compares", "raise gconfig.n_samples"]),
         ("actor.adv_norm={mean_level: null, mean_leave1out: true}", ["actor.adv_norm.mean_leave1out"]),

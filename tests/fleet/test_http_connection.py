@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.http_connection import HttpClient, _Connection
-from areal.fleet.native import TOKEN_VARIABLE
-from areal.inference.server import TOKEN_VARIABLE as SERVERS_TOKEN_VARIABLE
 from tests.fleet.fake_server import until
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -176,7 +174,3 @@ async def test_a_server_that_is_not_there_and_a_bad_address() -> None:
     for address in ("https://host:1", "host:1", "http://"):
         with pytest.raises(RequestError, match="is not of the form"):
             HttpClient(address)
-
-
-def test_both_ends_read_the_token_from_the_same_variable() -> None:
-    assert TOKEN_VARIABLE == SERVERS_TOKEN_VARIABLE

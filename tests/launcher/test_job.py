@@ -22,7 +22,8 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError
 from areal.launcher.job import Machine, another_server, describe, make_plan, parse_env_vars, start_again
-from areal.launcher.memory import ModelShape, bytes_text, served_bytes, trained_bytes
+from areal.launcher.memory import bytes_text, trained_bytes
+from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
 
 
@@ -229,7 +230,5 @@ def test_memory_of_a_process(tmp_path):
     assert trained_bytes(trained, 1) == 16 * count
     assert trained_bytes(trained, 2) == 8 * count
     assert trained_bytes(TrainEngineConfig(path=path), 1) == 4 * count
-    native = NativeServerConfig(dtype="float32", max_total_tokens=1000)
-    assert served_bytes(native, path, on_gpu=False) == 4 * (count + 1000 * 2 * 2 * 2 * 16)
     assert trained_bytes(TrainEngineConfig(path="org/hub-name"), 1) is None
     assert [bytes_text(size) for size in (None, 3 * 2**20, 3 * 2**29)] == ["unknown", "3.0 MiB", "1.50 GiB"]

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
+from areal.fleet.backends import backend_named
 from areal.fleet.server_host import filled_in, port_names
-from areal.launcher.foreign_server import core_bindings, server_command
-from areal.system.network import bind_socket
+from areal.system.network import Host, bind_socket
 
 Backend = Literal["vllm", "sglang"]
 ROOT = Path(__file__).parents[2]
+SGLANG_STUBS = ROOT / "tests" / "servers" / "environments" / "sglang_cpu"
+"""Stubs of the packages that SGLang imports and a machine without a GPU cannot install; they go on PYTHONPATH."""
 READY_LIMIT_S = 300.0
 """A start takes 20 to 100 s on two busy cores."""
 _TELL_S = 15.0
@@ -64,9 +66,13 @@ def server_start(
         server_python=str(environment_python(backend)),
         **{backend: FLAGS[backend] | flags},
     )
-    command = server_command(config, on_gpu=False)
+    kind = backend_named(backend)
+    command = kind.command(config, False, Host())
     env = os.environ | {"OMP_NUM_THREADS": "1"} | command.env
-    env |= core_bindings(backend, 0, size, 1, range(os.cpu_count() or 1))
+    if kind.core_bindings is not None:
+        env |= kind.core_bindings(0, size, 1, range(os.cpu_count() or 1))
+    if backend == "sglang":
+        env["PYTHONPATH"] = str(SGLANG_STUBS)
     env["PATH"] = f"{Path(command.argv[0]).parent}{os.pathsep}{env['PATH']}"
     return command.argv, env
 

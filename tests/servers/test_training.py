@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from areal.ledger.audit import audit
-from tests.servers.real_server import ROOT, Backend, environment_python
+from tests.servers.real_server import ROOT, SGLANG_STUBS, Backend, environment_python
 
 STEPS = 20
 LIMIT_S = 420.0
@@ -107,6 +107,7 @@ def launch(backend: Backend, folder: Path, *overrides: str) -> Launched:
         f"allocation_mode={backend}:d1+fsdp:d1",
         f"server_python={environment_python(backend)}",
         f"trial_name={mark}",
+        *([f"launcher.inference_server_env_vars=PYTHONPATH={SGLANG_STUBS}"] if backend == "sglang" else []),
     )
     log = folder / f"{mark}.log"
     with log.open("wb") as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.advantages import baseline_problems
@@ -27,10 +27,7 @@ from areal.api.config.relevance import options_without_effect
 from areal.api.config.reward import RewardConfig, selection_problems
 from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems, teacher_problems
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.config.servers import FOREIGN_SERVERS, context_limit, flag_problems, given_flags
-from areal.api.config.sglang_limits import sampling_problems as sglang_sampling_problems
 from areal.api.config.train import TrainEngineConfig
-from areal.api.config.vllm_limits import sampling_problems as vllm_sampling_problems
 from areal.api.errors import ConfigError
 
 
@@ -201,8 +198,9 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def server_flags(self) -> dict[str, Any]:
-        """The mapping of the servers that allocation_mode starts; empty for native ones."""
-        return {"sglang": self.sglang, "vllm": self.vllm}.get(self.server_backend, {})
+        """The flags of the servers that allocation_mode starts; empty when their section is a dataclass."""
+        section: Any = getattr(self, self.server_backend, None)
+        return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
 
     def problems(self) -> Problems:
         yield from super().problems()
@@ -210,7 +208,7 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._must_be_equal()
         yield from self._sampling_problems()
         yield from self._role_problems()
-        yield from self._server_problems()
+        yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if self.reward.filter_on and not self.rollout.should_accept_fn:
             yield (
@@ -305,30 +303,6 @@ class PPOConfig(BaseExperimentConfig):
                 f"{self.eval_gconfig.n_samples} is not 1: evaluation draws one answer a prompt",
             )
 
-    def _server_problems(self) -> Problems:
-        """What the servers that allocation_mode names cannot do."""
-        backend, flags = self.server_backend, self.server_flags
-        limit = None if self.native.context_length is None else ("native.context_length", self.native.context_length)
-        if backend in FOREIGN_SERVERS:
-            yield from flag_problems(backend, flags)
-            limit = context_limit(backend, flags)
-            load_format = given_flags(backend, flags).get("load_format", "dummy")
-            if self.actor.init_from_scratch and load_format != "dummy":
-                yield (
-                    f"{backend}.load_format",
-                    f"{load_format!r} would let the servers begin with other weights than actor.init_from_scratch "
-                    "makes: remove it",
-                )
-        for path, gconfig in (("gconfig", self.gconfig), ("eval_gconfig", self.eval_gconfig)):
-            if gconfig is None:
-                continue
-            if limit is not None and min(gconfig.max_new_tokens, gconfig.max_tokens - 1) >= limit[1]:
-                yield f"{path}.max_new_tokens", _no_room(gconfig.max_new_tokens, *limit)
-            if backend in _SAMPLING_PROBLEMS:
-                found = _SAMPLING_PROBLEMS[backend](gconfig, flags, needs_logprobs=path == "gconfig")
-                yield from below(path, found)
-        yield from self._attach_problems()
-
     def _attach_problems(self) -> Problems:
         """Servers that already run must be as many as allocation_mode says."""
         addresses = self.rollout.server_addrs
@@ -342,9 +316,6 @@ class PPOConfig(BaseExperimentConfig):
             )
 
 
-_SAMPLING_PROBLEMS = {"sglang": sglang_sampling_problems, "vllm": vllm_sampling_problems}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(PPOConfig):
     """PPOConfig under the name users of GRPO look for."""
@@ -352,7 +323,3 @@ class GRPOConfig(PPOConfig):
 
 def _unequal(path: str, value: object, other: str, expected: object) -> tuple[str, str]:
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
-
-
-def _no_room(max_new_tokens: int, path: str, context_length: int) -> str:
-    return f"{max_new_tokens} leaves no room for a prompt in {path}={context_length}: lower it"

@@ -17,10 +17,14 @@ from areal.api.config import (
     PPOActorConfig,
     TrainDatasetConfig,
 )
-from areal.api.config.servers import SGLANG, VLLM
-from areal.launcher.foreign_server import SERVER_SIDE, core_bindings, flag_words, server_command, server_python
+from areal.fleet.backends import backend_named
+from areal.fleet.server_command import SERVER_SIDE, server_python
+from areal.fleet.server_flags import flag_words
+from areal.fleet.sglang_server import SGLANG, core_bindings
+from areal.fleet.vllm_server import VLLM
 from areal.launcher.job import Machine, another_server, make_plan
-from areal.launcher.memory import ModelShape
+from areal.system.model_shape import ModelShape
+from areal.system.network import Host
 from areal.system.process import ProcessContext
 
 MODEL = {
@@ -54,7 +58,7 @@ def config_of(backend, sizes="d2", *, actor=None, **changes):
 
 
 def command(config, *, on_gpu=True):
-    return server_command(config, on_gpu=on_gpu)
+    return backend_named(config.server_backend).command(config, on_gpu, Host())
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_flags_of_the_user_stand_above_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("server", "name", "value", "words"),
+    ("backend", "name", "value", "words"),
     [
         (SGLANG, "enable_lora", True, ["--enable-lora"]),
         (SGLANG, "enable_lora", False, []),
@@ -128,8 +132,8 @@ def test_flags_of_the_user_stand_above_the_defaults():
         (VLLM, "gpu_memory_utilization", 0.9, ["--gpu-memory-utilization=0.9"]),
     ],
 )
-def test_a_flag_as_words(server, name, value, words):
-    assert flag_words(server, name, value) == words
+def test_a_flag_as_words(backend, name, value, words):
+    assert flag_words(backend.flags, name, value) == words
 
 
 def test_without_a_gpu_servers_are_told_how_to_live(model):
@@ -137,7 +141,7 @@ def test_without_a_gpu_servers_are_told_how_to_live(model):
     sglang = command(config_of("sglang", actor=actor), on_gpu=False)
     assert {"--device=cpu", "--attention-backend=torch_native", "--max-total-tokens=40000"} < set(sglang.argv)
     assert sglang.env["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert sglang.env["PYTHONPATH"] == str(SERVER_SIDE / "sglang_cpu")
+    assert "PYTHONPATH" not in sglang.env
     vllm = command(config_of("vllm", actor=actor), on_gpu=False)
     assert {"--enforce-eager", f"--kv-cache-memory-bytes={40000 * KV_VALUES * 4}"} < set(vllm.argv)
     assert vllm.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -233,8 +237,9 @@ def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12, 20), 3, 5})  # in a container
     bound = make_plan(config_of("sglang", "d2t2"), Machine(cores=10)).processes
     assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["3,5|12,13", "14,15|16,17"]
-    assert core_bindings("sglang", 1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
-    assert core_bindings("vllm", 0, 2, 1, [0, 1]) == core_bindings("sglang", 0, 1, 1, [0]) == {}
+    assert core_bindings(1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
+    assert core_bindings(0, 1, 1, [0]) == {}
+    assert VLLM.core_bindings is None
 
 
 def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
@@ -260,6 +265,14 @@ def test_memory_of_a_foreign_server(model):
     assert memory(on_cpu, backend="sglang").memory_bytes == 4 * (parameters + 40000 * KV_VALUES)
     on_gpu = Machine(cores=4, gpus=("0", "1", "2"))
     assert memory(on_gpu, backend="vllm", vllm={"dtype": "bfloat16"}).memory_bytes == 2 * parameters
+
+
+def test_memory_of_a_native_server(model):
+    native = NativeServerConfig(dtype="float32", max_total_tokens=1000)
+    start = command(config_of("native", actor={"path": model}, native=native), on_gpu=False)
+    assert start.memory_bytes == 4 * (ModelShape.read(model).parameters + 1000 * KV_VALUES)
+    assert start.argv[1:] == ("-m", "areal.inference.server", "--config", "/runs/e/t/config.yaml")
+    assert command(config_of("native")).memory_bytes is None
 
 
 def test_servers_that_run_already_take_no_place(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.config.sglang_limits import sampling_problems
+from areal.fleet.sglang_server import sampling_problems
 
 
 def problems(
@@ -33,25 +33,25 @@ def test_what_sglang_does_exactly_is_taken(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "words"),
+    ("changes", "field", "value"),
     [
-        ({"temperature": 1e-7}, "temperature", "greedy: true"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "set it to 0"),
-        ({"repetition_penalty": 1.1, "greedy": True}, "repetition_penalty", "set it to 1"),
-        ({"min_new_tokens": 3}, "min_new_tokens", "set it to 0"),
-        ({"min_new_tokens": 3, "ignore_eos": True, "stop": ["x"]}, "min_new_tokens", "set it to 0"),
-        ({"stop": [str(n) for n in range(33)]}, "stop", "name fewer"),
+        ({"temperature": 1e-7}, "temperature", "1e-06"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
+        ({"repetition_penalty": 1.1, "greedy": True}, "repetition_penalty", "1.1"),
+        ({"min_new_tokens": 3}, "min_new_tokens", "3"),
+        ({"min_new_tokens": 3, "ignore_eos": True, "stop": ["x"]}, "min_new_tokens", "3"),
+        ({"stop": [str(n) for n in range(33)]}, "stop", "32"),
     ],
     ids=str,
 )
-def test_what_sglang_cannot_honour_is_refused_by_name(changes: dict[str, Any], field: str, words: str) -> None:
+def test_what_sglang_cannot_honour_is_refused_by_name(changes: dict[str, Any], field: str, value: str) -> None:
     [(found, sentence)] = problems(**changes)
     assert found == field
-    assert words in sentence
+    assert value in sentence
     assert problems(needs_logprobs=False, **changes)  # the choice of the token is wrong, not only its number
 
 
 def test_a_flag_that_spoils_the_settings_is_refused() -> None:
-    assert [name for name, _ in problems({"skip-tokenizer-init": True}, stop=["x"])] == ["stop"]
+    assert [name for name, _ in problems({"skip_tokenizer_init": True}, stop=["x"])] == ["stop"]
     assert [name for name, _ in problems({"rl_on_policy_target": "fsdp"})] == ["temperature"]
     assert problems({"rl_on_policy_target": "fsdp"}, needs_logprobs=False) == []

@@ -1,0 +1,98 @@
+"""`ServerBackend`: everything that areal knows about one kind of inference server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal.api.config import GenerationHyperparameters, PPOConfig
+from areal.fleet.replica import Replica
+from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags
+from areal.system.network import Host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    """How each server of a run is started. The host of a foreign server replaces {port} and {index+N}."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    """Defaults that launcher.inference_server_env_vars overrides, except PYTHONPATH, which is put first."""
+    memory_bytes: int | None
+    """Weights and KV cache of one server, all its devices together; None when the model is not on this machine."""
+
+
+class SamplingLimits(Protocol):
+    """The sampling settings that a server with these flags does not apply exactly: (field of gconfig, sentence)."""
+
+    def __call__(self, gconfig: GenerationHyperparameters, flags: Flags, *, needs_logprobs: bool = True) -> Problems:
+        """`needs_logprobs`: the answers are trained on, unlike the answers of an evaluation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerBackend:
+    """One kind of inference server. `areal.fleet.backends` lists all of them."""
+
+    name: str
+    """In `allocation_mode`; also the name of its config section."""
+    title: str
+    client: Callable[[str, str, str], Replica]
+    """(name, address, token) -> the client that speaks the server's dialect."""
+    command: Callable[[PPOConfig, bool, Host], ServerCommand]
+    """(config, whether each server gets GPUs, where it listens) -> how the servers of a run are started."""
+    model_key: str
+    """The option that names the model to serve; empty = actor.path."""
+    context_key: str
+    """The option that limits prompt plus answer, in tokens."""
+    sampling_problems: SamplingLimits | None = None
+    flags: FlagRules | None = None
+    """Of a foreign server: its section holds flags, it has an environment of its own, and a host process runs it. None:
+    the section is a dataclass and the server is a process of areal."""
+    package: str = ""
+    """Distribution package of a foreign server."""
+    minimum_version: str = ""
+    """The oldest version that accepts the command."""
+    tested_version: str = ""
+    core_bindings: Callable[[int, int, int, Sequence[int]], dict[str, str]] | None = None
+    """(index of the server, its ranks, threads per rank, cores) -> variables that bind the ranks on a CPU machine."""
+    nccl_defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    """NCCL variables that the trainers must share with the servers."""
+
+    def given(self, config: PPOConfig) -> dict[str, Any]:
+        """The options of this backend's section that reach the server."""
+        section = getattr(config, self.name)
+        return dataclasses.asdict(section) if self.flags is None else given_flags(self.flags, section)
+
+    def model(self, config: PPOConfig) -> str:
+        """Folder or hub name of the model that the servers load when they start."""
+        given = self.given(config)
+        return str(given.get(self.model_key) or given.get("model") or config.actor.path)
+
+    def problems(self, config: PPOConfig) -> Problems:
+        """Everything in a configuration that these servers cannot do: (path of the key, what to change)."""
+        given = self.given(config)
+        if self.flags is not None:
+            yield from flag_problems(self.name, self.flags, getattr(config, self.name))
+            load_format = given.get("load_format", "dummy")
+            if config.actor.init_from_scratch and load_format != "dummy":
+                yield (
+                    f"{self.name}.load_format",
+                    f"{load_format!r} makes the servers load other weights than actor.init_from_scratch draws: remove "
+                    "it",
+                )
+        limit = given.get(self.context_key)
+        for path, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
+            if gconfig is None:
+                continue
+            if isinstance(limit, int) and 0 < limit <= min(gconfig.max_new_tokens, gconfig.max_tokens - 1):
+                yield (
+                    f"{path}.max_new_tokens",
+                    f"{gconfig.max_new_tokens} leaves no room for a prompt in {self.name}.{self.context_key}={limit}: "
+                    "lower it",
+                )
+            if self.sampling_problems is not None:
+                found = self.sampling_problems(gconfig, given, needs_logprobs=path == "gconfig")
+                yield from ((f"{path}.{name}", text) for name, text in found)

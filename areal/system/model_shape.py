@@ -1,0 +1,78 @@
+"""The sizes of a model, read from the config.json of its checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder-only model that decide how much memory it takes."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    experts: int
+    attention_bias: bool
+    query_key_norm: bool
+
+    @classmethod
+    def read(cls, folder: str) -> Self | None:
+        """Read a local checkpoint folder. None when it has no config.json, or one of another kind of model."""
+        try:
+            found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+            kind = str(found.get("model_type", ""))
+            heads = int(found["num_attention_heads"])
+            experts = int(found.get("num_experts") or found.get("num_local_experts") or 0)
+            width = found.get("moe_intermediate_size") if experts else None
+            return cls(
+                hidden=int(found["hidden_size"]),
+                layers=int(found["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(found.get("num_key_value_heads") or heads),
+                head_dim=int(found.get("head_dim") or int(found["hidden_size"]) // heads),
+                intermediate=int(width or found["intermediate_size"]),
+                vocabulary=int(found["vocab_size"]),
+                tied=bool(found.get("tie_word_embeddings", False)),
+                experts=experts,
+                attention_bias=bool(found.get("attention_bias", False)) or kind.startswith("qwen2"),
+                query_key_norm=kind.startswith("qwen3"),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights: exact for Llama, Mistral, Qwen2 and Qwen3, approximate for similar architectures."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
+        if self.attention_bias:
+            attention += queries + 2 * keys
+        if self.query_key_norm:
+            attention += 2 * self.head_dim
+        mlp = 3 * self.hidden * self.intermediate
+        if self.experts:
+            mlp = self.experts * mlp + self.hidden * self.experts
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * (attention + mlp + 2 * self.hidden) + self.hidden
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def context_length(folder: str) -> int | None:
+    """Maximum sequence length of a local checkpoint in tokens; None when its config.json does not state it."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) else None
