@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import require_same_shape
-from areal.algorithm.importance import LOG_RATIO_LIMIT
+from areal.algorithm.importance import LOG_RATIO_LIMIT, kl_of_samples
 from areal.api.config import CorrectionRule
 
 
@@ -60,21 +60,6 @@ def ratio_at_level(log_ratio: Tensor, level: str, mask: Tensor, sequence_index: 
     """exp of the log-ratios taken together over `level`, the logarithm cut to +-20 again; 1 outside the mask."""
     together = at_level(log_ratio, level, mask, sequence_index, num_sequences)
     return together.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def kl_of_samples(log_ratio: Tensor, metric: str) -> Tensor:
-    """Estimates of KL(rollout || old) at tokens that the rollout policy sampled, from d = log old - log rollout.
-
-    k1 = -d (either sign);  k2 = d^2 / 2;  k3 = exp(d) - 1 - d (never negative). Schulman 2020, "Approximating KL
-    divergence". ValueError for any other name.
-    """
-    if metric == "k1":
-        return -log_ratio
-    if metric == "k2":
-        return 0.5 * log_ratio.square()
-    if metric == "k3":
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"unknown KL estimate {metric!r}: choose k1, k2 or k3")
 
 
 def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:

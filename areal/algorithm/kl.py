@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from areal.algorithm.aggregate import require_same_shape
-from areal.algorithm.importance import LOG_RATIO_LIMIT, log_ratio
+from areal.algorithm.importance import LOG_RATIO_LIMIT, kl_of_samples, log_ratio
 
 KL_LIMIT = 10.0
 """Estimates are cut to +-this, so that one token far from the reference cannot outweigh a batch."""
@@ -40,7 +40,7 @@ def kl_estimate(
     Errors: ValueError for an unknown estimator or unequal shapes.
     """
     x = log_ratio(logprobs, ref_logprobs, mask)
-    estimate = _plain_estimate(x, estimator.removesuffix("+"))
+    estimate = kl_of_samples(-x, estimator.removesuffix("+"))
     if base_logprobs is not None:
         estimate = estimate * log_ratio(logprobs, base_logprobs.detach(), mask).exp()
     if limit is not None:
@@ -49,20 +49,6 @@ def kl_estimate(
         return estimate
     carrier = 0.5 * x.square()
     return estimate.detach() + (carrier - carrier.detach())
-
-
-def _plain_estimate(x: Tensor, estimator: str) -> Tensor:
-    match estimator:
-        case "k1":
-            return x
-        case "k2":
-            return 0.5 * x.square()
-        case "k3":
-            return torch.expm1(-x) + x
-        case "abs":
-            return x.abs()
-        case _:
-            raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2, k3 or abs")
 
 
 def distribution_kl(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics
-from areal.algorithm.correction_rules import at_level, first_trained, kl_of_samples, ratio_at_level
-from areal.algorithm.importance import log_ratio
+from areal.algorithm.correction_rules import at_level, first_trained, ratio_at_level
+from areal.algorithm.importance import kl_of_samples, log_ratio
 from areal.api.metrics import Metric, Metrics
 
 

@@ -17,8 +17,9 @@ from areal.algorithm.aggregate import (
     to_metrics,
 )
 from areal.algorithm.correction import weighted
-from areal.algorithm.importance import log_ratio
-from areal.algorithm.policy_loss import PolicyTokens, k3_from_samples, policy_loss
+from areal.algorithm.importance import kl_of_samples, log_ratio
+from areal.algorithm.losses import policy_loss
+from areal.algorithm.policy_loss import PolicyTokens
 from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_nll
 from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import PPOActorConfig, TeacherConfig
@@ -114,7 +115,7 @@ class PolicyUpdate:
         moved = log_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask).detach()
         stats = {
             "loss": TokenStat(result.losses, tokens.mask),
-            "approx_kl": TokenStat(k3_from_samples(moved), tokens.mask),  # target_kl needs it of every loss
+            "approx_kl": TokenStat(kl_of_samples(moved, "k3"), tokens.mask),  # target_kl needs it of every loss
             **result.stats,
             "logprobs": TokenStat(tokens.logprobs, tokens.mask),
             **({} if late is None else late.stats),

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from areal.algorithm.policy_loss import PolicyTokens, policy_loss
+from areal.algorithm.losses import policy_loss
+from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.config import PPOActorConfig
 
 STEP = 1e-6

@@ -1,4 +1,4 @@
-"""Owns AIPO's loss: importance weights truncated on one side."""
+"""AIPO: a policy gradient whose importance weights are truncated on one side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """AIPO (LlamaRL, arXiv 2505.24034): the policy gradient weighted by min(rho, aipo.rho).
+    """AIPO (LlamaRL, arXiv 2505.24034): policy gradient with the weight min(rho, c), c = aipo.rho.
 
-    truncation=weight, the paper: l = -sg(min(rho, c)) A log pi; a token above the cut keeps a gradient of weight c.
-    truncation=objective, cosmos-rl: l = -A min(rho, c); a token above the cut has none.
-    Below the cut both have the gradient -A rho grad log pi.
+    truncation=weight (paper): l = -sg(min(rho, c)) A log pi; a token with rho > c keeps a gradient, with weight c.
+    truncation=objective (cosmos-rl): l = -A min(rho, c); a token with rho > c has no gradient.
+    For rho <= c both have the gradient -A rho grad log pi.
     """
     ratio = policy_ratio(tokens, options)
     cut = ratio.value.clamp(max=options.aipo.rho)

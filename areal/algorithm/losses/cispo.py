@@ -1,4 +1,4 @@
-"""Owns CISPO's loss: the log-likelihood under a clipped importance weight."""
+"""CISPO: the log-likelihood, weighted by a clipped ratio."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): l = -sg(clip(rho)) A log pi; no token loses its gradient.
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): l = -sg(clip(rho)) A log pi; every token keeps its gradient.
 
-    MiniMax clips only above (a negative eps_clip). With eps_clip negative and eps_clip_higher 0 it is the truncated
-    importance sampling of ROLL, min(rho, 1) A log pi. cispo.unified_mask (eq. 6 and 7) takes out the tokens
-    with A > 0 above the clip and those with A < 0 below it, as PPO does. `clip_ratio` counts clipped weights.
+    MiniMax clips only above (eps_clip < 0). eps_clip < 0 with eps_clip_higher = 0 is the truncated importance
+    sampling of ROLL, -sg(min(rho, 1)) A log pi. cispo.unified_mask (eq. 6 and 7) sets the loss to 0 where A > 0 and
+    rho is above the clip, and where A < 0 and rho is below it, as PPO does. `clip_ratio` counts clipped weights.
     """
     ratio = policy_ratio(tokens, options)
     value = ratio.value.detach()

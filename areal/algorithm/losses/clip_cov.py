@@ -1,4 +1,4 @@
-"""Owns Clip-Cov's loss: PPO without the gradient of some tokens that would cost the most entropy."""
+"""Clip-Cov: PPO without the gradient of some tokens whose update reduces the entropy most."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, and 0 at the chosen tokens.
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, 0 at the chosen tokens.
 
-    Which are chosen is decided before the update, see `areal.algorithm.covariance`; they stay in the denominator.
+    `areal.algorithm.covariance` chooses them before the update; they stay in the denominator.
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)

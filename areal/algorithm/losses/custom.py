@@ -1,4 +1,4 @@
-"""Owns the way to a user's own policy loss."""
+"""A policy loss that the user names by path."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from areal.api.functions import load_function, parse_function_path
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """`custom.path` called as loss(tokens, options); its arguments are in options.custom.args.
+    """Call the function at `custom.path` as loss(tokens, options); options.custom.args holds its arguments.
 
-    It is also called with no tokens at all, once in an update, to learn the names of its statistics. What every loss
-    logs about its ratio is added to them, at the level of importance_sampling_level.
-    Errors: ConfigError when it cannot be found, returns no PolicyLoss or not one loss a token.
+    Each update also calls it once with T = 0, to learn the names of its statistics. The statistics of the ratio, at
+    the level of importance_sampling_level, are added to them.
+    Raises ConfigError when the function cannot be loaded, or does not return a PolicyLoss with one loss per token.
     """
     path = options.custom.path
     result = _function(path)(tokens, options)
     if not isinstance(result, PolicyLoss):
-        raise ConfigError(f"custom.path={path!r} returned {type(result).__name__}, a PolicyLoss is expected")
+        found = type(result).__name__
+        raise ConfigError(f"custom.path={path!r} returned {found}, not a PolicyLoss", code="loss.custom_result")
     if result.losses.shape != tokens.mask.shape:
         raise ConfigError(
             f"custom.path={path!r} returned losses of shape {tuple(result.losses.shape)}: "
-            f"one a token is expected, {tuple(tokens.mask.shape)}"
+            f"one per token is expected, {tuple(tokens.mask.shape)}",
+            code="loss.custom_result",
         )
     stats = ratio_stats(tokens, policy_ratio(tokens, options)) | result.stats
     return PolicyLoss(losses=result.losses, stats=stats)

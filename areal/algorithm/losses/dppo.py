@@ -1,4 +1,4 @@
-"""Owns DPPO's loss: tokens leave when the probability itself has moved too far, not its ratio."""
+"""DPPO: a trust region on the probability of a token instead of on its ratio."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """DPPO, binary form (arXiv 2602.04879): l = -sg(min(rho, dppo.max_ratio)) A log pi, 0 for tokens gone too far.
+    """DPPO, binary form (arXiv 2602.04879): l = -sg(min(rho, dppo.max_ratio)) A log pi, 0 outside the trust region.
 
-    A token has gone too far when its divergence D is above eps_clip_higher while A > 0 and pi > pi_old, or above
-    eps_clip while A <= 0 and pi < pi_old. With p, q the new and old probability of the token:
+    A token is outside when its divergence D is above eps_clip_higher while A > 0 and pi > pi_old, or above eps_clip
+    while A <= 0 and pi < pi_old. With p and q the new and the old probability of the token:
     tv: D = |p - q|. kl: D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
-    `clip_ratio` counts the tokens gone too far.
+    `clip_ratio` counts the tokens outside.
     """
     ratio = policy_ratio(tokens, options)
     new = torch.where(tokens.mask, tokens.logprobs.detach(), 0.0)
@@ -26,13 +26,13 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     nowhere = torch.zeros_like(tokens.mask)
     above = nowhere if high is None else (new > old) & (divergence > high)
     below = nowhere if low is None else (new < old) & (divergence > low)
-    gone = torch.where(ratio.advantages > 0, above, below)
+    is_outside = torch.where(ratio.advantages > 0, above, below)
     losses = weighted_log_likelihood(tokens, ratio.value.clamp(max=options.dppo.max_ratio), ratio.advantages)
-    return PolicyLoss(losses=torch.where(gone, 0.0, losses), stats=ratio_stats(tokens, ratio, gone))
+    return PolicyLoss(losses=torch.where(is_outside, 0.0, losses), stats=ratio_stats(tokens, ratio, is_outside))
 
 
 def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """KL of two distributions over {this token, another} from log-probabilities of this one, [T] in nats."""
+    """KL(old || new) of the distributions over {this token, any other}, from log-probabilities [T]; in nats."""
     tiny = torch.finfo(old.dtype).tiny
     rest_old, rest_new = -torch.expm1(old), -torch.expm1(new)
     other = rest_old * (rest_old.clamp(min=tiny).log() - rest_new.clamp(min=tiny).log())

@@ -1,4 +1,4 @@
-"""Owns GMPO's loss: the geometric mean of a sequence's ratios, each clipped in log space."""
+"""GMPO: the geometric mean of the ratios of a sequence, each clipped in log space."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """GMPO (arXiv 2507.20673; geo_mean in verl): l_t = -A exp(mean over the sequence of b_t).
 
     b_t = min(log rho_t, eps_clip_higher) where A > 0 and max(log rho_t, -eps_clip) where A < 0: the clip is
-    [exp(-eps_clip), exp(eps_clip_higher)] in terms of ratios (the paper takes 0.4) and only on the side that the
-    advantage pushes to. A is the mean over the sequence, as the paper has one for each. Every token of a sequence
-    holds the same loss, so that seq-mean-token-mean gives the paper's average over sequences.
+    [exp(-eps_clip), exp(eps_clip_higher)] in terms of ratios (the paper uses 0.4), and only on the side to which the
+    advantage pushes. The paper has one advantage per sequence: A is the mean over the sequence and decides the sign
+    for all its tokens (verl takes the sign of each token's advantage). Every token of a sequence has the same loss,
+    so seq-mean-token-mean is the paper's average over sequences.
     """
     ratio = policy_ratio(tokens, options)
     low, high = clip_bounds(options)

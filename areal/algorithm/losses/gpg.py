@@ -1,4 +1,4 @@
-"""Owns GPG's loss: the plain policy gradient."""
+"""GPG: the plain policy gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal.api.config import PolicyLossOptions
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
-    """GPG (arXiv 2504.02546; REINFORCE): l = -A log pi, whatever the old policy was. Its ratio is only logged."""
+    """GPG (arXiv 2504.02546; REINFORCE): l = -A log pi. The ratio is only logged."""
     ratio = policy_ratio(tokens, options)
     losses = weighted_log_likelihood(tokens, torch.ones_like(ratio.log), ratio.advantages)
     return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio))

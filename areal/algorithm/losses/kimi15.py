@@ -1,4 +1,4 @@
-"""Owns the loss of Kimi k1.5: the policy gradient with a squared log-ratio as penalty."""
+"""Kimi k1.5: the policy gradient with a squared log-ratio as penalty."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from areal.api.config import PolicyLossOptions
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """Kimi k1.5 (arXiv 2501.12599, eq. 3): l = -A log pi + tau / 2 (log pi / pi_old)^2.
 
-    kimi15.ratio=trajectory, the paper: the log-ratio is the sum over the answer, and its square is spread evenly over
-    the answer's tokens, so that their sum holds it once. token, ROLL: of each token.
+    kimi15.ratio=trajectory (paper): the log-ratio is the sum over the answer, and its square is divided by the number
+    of its trained tokens, so that the sum over tokens counts it once. token (ROLL): the log-ratio of each token.
     """
     ratio = policy_ratio(tokens, options)
     plain = weighted_log_likelihood(tokens, torch.ones_like(ratio.log), ratio.advantages)

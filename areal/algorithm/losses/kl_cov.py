@@ -1,4 +1,4 @@
-"""Owns KL-Cov's loss: a penalty at the tokens that would cost the most entropy."""
+"""KL-Cov: a penalty on the tokens whose update reduces the entropy most."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from areal.api.config import PolicyLossOptions
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """KL-Cov (arXiv 2505.22617): l = -A rho, and -A rho + coef |log rho| at the chosen tokens.
 
-    The penalty is the paper's code's (verl too): the absolute log-ratio to the old policy. No clip.
-    Which tokens are chosen is decided before the update, see `areal.algorithm.covariance`.
+    The penalty is the absolute log-ratio to the old policy, as in the paper's code and verl. There is no clip.
+    `areal.algorithm.covariance` chooses the tokens before the update.
     """
     chosen = chosen_tokens(tokens)
     ratio = policy_ratio(tokens, options)

@@ -1,6 +1,8 @@
-"""Owns PPO's loss: the clipped surrogate around the old policy, at the level of the token or of the sequence."""
+"""PPO and GSPO: the clipped surrogate around the old policy, at the level of the token or of the sequence."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
 
     l = max(-A rho, -A clip(rho, 1 - eps_clip, 1 + eps_clip_higher)); rho as in `policy_ratio`.
     eps_clip_higher None = eps_clip (DAPO raises it, arXiv 2503.14476); a negative epsilon removes that side.
-    c_clip > 1 adds the dual clip (Ye et al. 2020, arXiv 1912.09729): l = min(l, c |A|), which only bites where A < 0.
-    A NaN in a trained token makes its loss NaN. Errors: ValueError when c_clip <= 1.
+    c_clip > 1 adds the dual clip (Ye et al. 2020, arXiv 1912.09729): l = min(l, c |A|), effective only where A < 0.
+    A NaN in a trained token makes its loss NaN. Raises ValueError when c_clip <= 1.
     """
     if options.c_clip is not None and options.c_clip <= 1:
         raise ValueError(f"c_clip must be above 1, got {options.c_clip}")
@@ -33,8 +35,13 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     return PolicyLoss(losses=torch.where(tokens.mask, losses, 0.0), stats=stats)
 
 
+def gspo_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5): `loss` with importance_sampling_level=sequence."""
+    return loss(tokens, replace(options, importance_sampling_level="sequence"))
+
+
 def clipped_surrogate(ratio: PolicyRatio, options: PolicyLossOptions) -> tuple[Tensor, Tensor]:
-    """max(-A rho, -A clip(rho)) and where the clip decides (gradient 0), both [T]."""
+    """max(-A rho, -A clip(rho)), and where the clip decides (gradient 0); both [T]."""
     plain = -ratio.advantages * ratio.value
     bounded = -ratio.advantages * clipped_ratio(ratio.value, options)
     return torch.maximum(plain, bounded), bounded > plain

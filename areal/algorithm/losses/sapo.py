@@ -1,4 +1,4 @@
-"""Owns SAPO's loss: a smooth gate in the place of the clip."""
+"""SAPO: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal.api.config import PolicyLossOptions
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """SAPO (arXiv 2511.20347, eq. 5 and 6): l = -A (4 / tau) sigmoid(tau (rho - 1)).
 
-    tau = tau_pos where A > 0, else tau_neg. At rho = 1 the gradient is that of -A rho, and it fades on both sides.
+    tau = tau_pos where A > 0, else tau_neg. At rho = 1 the gradient is that of -A rho; it decreases on both sides.
     """
     ratio = policy_ratio(tokens, options)
     advantages = ratio.advantages

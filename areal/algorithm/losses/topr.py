@@ -1,4 +1,4 @@
-"""Owns TOPR's loss: REINFORCE whose negative answers taper off as the policy leaves them."""
+"""TOPR: REINFORCE with a truncated weight on answers of negative advantage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
     """TOPR (arXiv 2503.14286, eq. 8): l = -w A log pi with w = 1 where A >= 0, and sg(min(rho, 1)) where A < 0.
 
     rho = pi(y) / pi_old(y) of the whole answer, the product over its trained tokens (topr.ratio=trajectory), or of
-    the token alone (ROLL). The sign is the advantage's, that is of the reward less its baseline; ROLL goes by the
-    reward. w is multiplied by positive_weight or negative_weight. `clip_ratio` counts negative tokens cut to 1.
+    the token (ROLL). The sign is that of the advantage; ROLL uses the sign of the reward. w is multiplied by
+    positive_weight or negative_weight. `clip_ratio` counts negative tokens whose rho is truncated.
     """
     ratio = policy_ratio(tokens, options)
     if options.topr.ratio == "trajectory":
@@ -23,7 +23,7 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
         log = torch.where(tokens.mask, sums.to(ratio.log.dtype)[tokens.sequence_index], 0.0)
         ratio = PolicyRatio(log=log, advantages=ratio.advantages, token_log=ratio.token_log)
     negative = ratio.advantages < 0
-    tapered = options.topr.negative_weight * ratio.log.detach().clamp(max=0.0).exp()
-    weight = torch.where(negative, tapered, options.topr.positive_weight)
+    truncated = options.topr.negative_weight * ratio.log.detach().clamp(max=0.0).exp()
+    weight = torch.where(negative, truncated, options.topr.positive_weight)
     losses = weighted_log_likelihood(tokens, weight, ratio.advantages)
     return PolicyLoss(losses=losses, stats=ratio_stats(tokens, ratio, negative & (ratio.log.detach() > 0)))
