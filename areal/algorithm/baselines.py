@@ -1,70 +1,90 @@
-"""Owns what is subtracted from a sequence's reward beyond plain means: per group, by id, groups of any size."""
+"""Baselines of sequence rewards beyond plain means; per group, by id, groups of any size."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, identity_reduce, require_same_shape
-from areal.algorithm.normalise import group_index
+from areal.algorithm.normalise import group_scope, normalise
+from areal.api.config import NormConfig
+
+_GRPO = NormConfig(mean_level="group", std_level="group")
 
 
 def length_weighted(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
     """r - sum_j n_j r_j / sum_j n_j over the group: the variance-optimal baseline of OPO (arXiv 2505.23585, eq. 8).
 
-    The paper's optimal baseline weighs each answer by its squared gradient norm, and takes the norm to grow with the
-    answer's length n. rewards [S] float, lengths [S] int (trained tokens), group_ids [S] int64 -> [S] of rewards'
-    dtype, sums in float64. An answer alone in its group has itself as baseline: 0. A group without any trained token
-    keeps its rewards. Errors: ValueError on unequal shapes.
+    The paper weights each answer by its squared gradient norm and assumes that the norm grows with its length n.
+    rewards [S] float, lengths [S] int (trained tokens), group_ids [S] int64 -> [S] of rewards' dtype, sums in float64.
+    A group of one answer gives 0; a group without a trained token keeps its rewards. Raises ValueError on unequal
+    shapes.
     """
     require_same_shape(rewards=rewards, lengths=lengths, group_ids=group_ids)
-    groups = group_index(group_ids)
-    weight, reward = lengths.double(), rewards.double()
-    zeros = torch.zeros(int(groups.max()) + 1 if groups.numel() else 0, dtype=torch.float64, device=rewards.device)
-    total = zeros.index_add(0, groups, weight)
-    baseline = zeros.index_add(0, groups, weight * reward) / torch.where(total > 0, total, 1.0)
-    return (reward - baseline[groups]).to(rewards.dtype)
+    scope, weight, reward = group_scope(group_ids), lengths.double(), rewards.double()
+    total = scope.sums(weight)[0]
+    baseline = scope.sums(weight * reward)[0] / torch.where(total > 0, total, 1.0)
+    return (reward - baseline[scope.index]).to(rewards.dtype)
 
 
-def best_of_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """The best answer gets its lead over the second best, the others 0: the gradient of max@k (arXiv 2503.19595).
+def best_of_group(rewards: Tensor, group_ids: Tensor, *, divide_by_std: bool = False) -> Tensor:
+    """The best answer of a group gets its lead over the second best, the others 0: the gradient of max@k.
 
-    rewards [S] float, group_ids [S] int64 -> [S] of rewards' dtype. A tie for the best has no lead: all 0. An answer
-    alone in its group has no rival: 0. NaN in a group makes its lead NaN. Errors: ValueError on unequal shapes.
+    Source: Tang, Zheng, Synnaeve and Munos 2025, arXiv 2503.19595. divide_by_std: the lead is divided by the unbiased
+    std of its group + 1e-6 (verl's default). rewards [S] float, group_ids [S] int64 -> [S] of rewards' dtype. Two
+    best answers have no lead: all 0; so has a group of one answer. NaN in a group makes its lead NaN. Raises
+    ValueError on unequal shapes.
     """
     require_same_shape(rewards=rewards, group_ids=group_ids)
-    groups = group_index(group_ids)
-    count = int(groups.max()) + 1 if groups.numel() else 0
-    lowest = torch.full((count,), float("-inf"), dtype=rewards.dtype, device=rewards.device)
+    scope = group_scope(group_ids)
+    groups = scope.index
+    lowest = torch.full((scope.size,), float("-inf"), dtype=rewards.dtype, device=rewards.device)
     best = lowest.scatter_reduce(0, groups, rewards, "amax")
     is_best = (rewards == best[groups]) | rewards.isnan()
-    rest = torch.where(is_best, float("-inf"), rewards)
-    second = lowest.scatter_reduce(0, groups, rest, "amax")
-    holders = torch.zeros_like(lowest).index_add(0, groups, is_best.to(rewards.dtype))
-    size = torch.zeros_like(lowest).index_add(0, groups, torch.ones_like(rewards))
+    second = lowest.scatter_reduce(0, groups, torch.where(is_best, float("-inf"), rewards), "amax")
+    holders, size = scope.sums(is_best.double())
     lead = torch.where((holders == 1) & (size > 1), best - second, 0.0)
-    lead = torch.where(best.isnan(), best, lead)
-    return torch.where(is_best, lead[groups], 0.0)
+    lead = torch.where(best.isnan(), best, lead)[groups]
+    if divide_by_std:
+        deviations = rewards.double() - scope.means(rewards.double())
+        lead = (lead / scope.divisors(deviations, unbiased=True, eps=1e-6)).to(rewards.dtype)
+    return torch.where(is_best, lead, 0.0)
+
+
+def decoupled_rewards(parts: Tensor, weights: Sequence[float], group_ids: Tensor) -> Tensor:
+    """sum_k w_k (r_k - mean_G r_k) / (std_G r_k + eps): GDPO (arXiv 2601.05242), before its norm over the batch.
+
+    Each reward function is normalised within the group first, so that a function of large scale does not hide the
+    others. parts [S, K] float, NaN where function k did not score the answer (which then counts 0), weights of length
+    K, group_ids [S] int64 -> [S] of parts' dtype. std with n - 1, eps 1e-5; a constant function of a group gives 0.
+    """
+    total = torch.zeros_like(parts[:, 0]) if parts.shape[1] else parts.new_zeros(parts.shape[0])
+    for part, weight in zip(parts.unbind(1), weights, strict=True):
+        total = total + weight * normalise(part, _GRPO, group_ids, mask=~part.isnan())
+    return total
 
 
 def valid_sample_scale(rewards: Tensor, group_ids: Tensor, *, reduce: Reduce = identity_reduce) -> float:
     """N / N_valid over all ranks, N_valid = answers of groups whose rewards differ (GPG, arXiv 2504.02546, eq. 7).
 
-    Groups whose answers all scored alike have no gradient; without the factor they would shrink the mean of the rest.
+    Groups of equal rewards have no gradient; without the factor they would shrink the mean of the others.
     rewards [S] float, group_ids [S] int64; a collective (`reduce` once). 1.0 when no group is valid.
     """
     require_same_shape(rewards=rewards, group_ids=group_ids)
-    valid = torch.zeros_like(rewards, dtype=torch.bool) if not rewards.numel() else mixed_group(rewards, group_ids)
+    valid = mixed_group(rewards, group_ids)
     counts = reduce(torch.tensor([float(rewards.numel()), float(valid.sum())], dtype=torch.float64))
     return float(counts[0] / counts[1]) if counts[1] else 1.0
 
 
 def mixed_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Answers whose group has at least two different rewards; the others teach nothing under a group baseline.
+    """Answers whose group has at least two different rewards; the others have no gradient under a group baseline.
 
     rewards [S] float, group_ids [S] int64 -> [S] bool.
     """
-    member = group_index(group_ids)
-    highest = torch.full_like(rewards, float("-inf")).scatter_reduce(0, member, rewards, "amax")
-    lowest = torch.full_like(rewards, float("inf")).scatter_reduce(0, member, rewards, "amin")
-    return (highest != lowest)[member]
+    scope = group_scope(group_ids)
+    extremes = rewards.new_empty(2, scope.size)
+    extremes[0].fill_(float("-inf")).scatter_reduce_(0, scope.index, rewards, "amax")
+    extremes[1].fill_(float("inf")).scatter_reduce_(0, scope.index, rewards, "amin")
+    return (extremes[0] != extremes[1])[scope.index]

@@ -1,6 +1,8 @@
-"""Owns what the bounds of an off-policy correction look at: log-ratios and KL estimates of tokens, turns, sequences."""
+"""The quantities that the bounds of an off-policy correction read: log-ratios and KL estimates of tokens or units."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,60 +12,74 @@ from areal.algorithm.importance import LOG_RATIO_LIMIT, kl_of_samples
 from areal.api.config import CorrectionRule
 
 
-def segment_index(mask: Tensor, sequence_index: Tensor) -> Tensor:
-    """Number of the segment that each position lies in or follows, from 0; a segment is one run of trained tokens.
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The trained tokens of packed sequences."""
 
-    mask [T] bool, sequence_index [T] int64 -> [T] int64. Runs end at untrained tokens (a prompt, a tool's answer) and
-    at the end of a sequence. Positions before the first segment get 0.
+    mask: Tensor  # [T] bool
+    sequence_index: Tensor  # [T] int64 ascending
+    num_sequences: int
+
+    def __post_init__(self) -> None:
+        require_same_shape(mask=self.mask, sequence_index=self.sequence_index)
+
+
+def segment_index(spans: Spans) -> Tensor:
+    """Number of the segment that each position is in or follows, from 0; a segment is one run of trained tokens.
+
+    -> [T] int64. Runs end at untrained tokens (a prompt, a tool's answer) and at the end of a sequence. Positions
+    before the first segment get 0.
     """
-    require_same_shape(mask=mask, sequence_index=sequence_index)
-    goes_on = torch.zeros_like(mask)
-    goes_on[1:] = mask[:-1] & (sequence_index[1:] == sequence_index[:-1])
-    return ((mask & ~goes_on).cumsum(0) - 1).clamp(min=0)
+    return (first_of_units("segment_sum", spans).cumsum(0) - 1).clamp(min=0)
 
 
-def first_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """The first trained token of each sequence that has one, to count sequences by. mask [T] bool -> [T] bool."""
+def first_of_units(level: str, spans: Spans) -> Tensor:
+    """The first trained token of each unit (token, segment or sequence) of `level`, to count units. -> [T] bool"""
+    mask, index = spans.mask, spans.sequence_index
+    if level == "token":
+        return mask
+    if level.startswith("segment"):
+        continues = torch.zeros_like(mask)
+        continues[1:] = mask[:-1] & (index[1:] == index[:-1])
+        return mask & ~continues
     places = torch.arange(mask.numel(), device=mask.device)
-    none = places.new_full((num_sequences,), mask.numel())
-    first = none.scatter_reduce(0, sequence_index[mask], places[mask], "amin")
-    return places == first[sequence_index]
+    none = places.new_full((spans.num_sequences,), mask.numel())
+    return places == none.scatter_reduce(0, index[mask], places[mask], "amin")[index]
 
 
-def at_level(values: Tensor, level: str, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """`values` of trained tokens taken together over `level`, given back to every token of it; 0 outside the mask.
+def at_level(values: Tensor, level: str, spans: Spans) -> Tensor:
+    """`values` of trained tokens reduced over each unit of `level`, at every token of the unit; 0 outside the mask.
 
-    values [T] float64; mask [T] bool; level: token, or segment or sequence with _sum, _mean or _max -> [T] float64.
-    What stands outside the mask reaches nothing. Errors: ValueError for an unknown level or unequal shapes.
+    values [T] float64; level: token, or segment or sequence with _sum, _mean or _max -> [T] float64. Values outside
+    the mask are not read. Raises ValueError for an unknown level or unequal shapes.
     """
-    require_same_shape(values=values, mask=mask, sequence_index=sequence_index)
+    mask = spans.mask
+    require_same_shape(values=values, mask=mask)
     if level == "token":
         return torch.where(mask, values, 0.0)
     unit, _, how = level.partition("_")
     if unit not in ("segment", "sequence") or how not in ("sum", "mean", "max"):
         raise ValueError(f"unknown level {level!r}: token, or segment or sequence with _sum, _mean or _max")
-    index, size = sequence_index, num_sequences
+    index, size = spans.sequence_index, spans.num_sequences
     if unit == "segment":
-        index, size = segment_index(mask, sequence_index), int(mask.numel())
+        index, size = segment_index(spans), int(mask.numel())
     chosen, places = values[mask], index[mask]
     if how == "max":
-        lowest = values.new_full((size,), float("-inf"))
-        together = lowest.scatter_reduce(0, places, chosen, "amax")
+        reduced = values.new_full((size,), float("-inf")).scatter_reduce(0, places, chosen, "amax")
     else:
-        together = values.new_zeros(size).index_add(0, places, chosen)
+        reduced = values.new_zeros(size).index_add(0, places, chosen)
     if how == "mean":
-        together = together / torch.bincount(places, minlength=size).clamp(min=1)
-    return torch.where(mask, together[index], 0.0)
+        reduced = reduced / torch.bincount(places, minlength=size).clamp(min=1)
+    return torch.where(mask, reduced[index], 0.0)
 
 
-def ratio_at_level(log_ratio: Tensor, level: str, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """exp of the log-ratios taken together over `level`, the logarithm cut to +-20 again; 1 outside the mask."""
-    together = at_level(log_ratio, level, mask, sequence_index, num_sequences)
-    return together.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def ratio_at_level(log_ratio: Tensor, level: str, spans: Spans) -> Tensor:
+    """exp of the log-ratios reduced over `level`, the logarithm clamped to +-20 again; 1 outside the mask."""
+    return at_level(log_ratio, level, spans).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """Where `values` are below `lower` or above `upper`; NaN is not, so that it stays in the loss and shows itself."""
+    """Where `values` are below `lower` or above `upper`; NaN is not, so that it stays visible in the loss."""
     found = torch.zeros_like(values, dtype=torch.bool)
     if lower is not None:
         found |= values < lower
@@ -72,13 +88,10 @@ def outside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
     return found
 
 
-def broken_by(
-    rule: CorrectionRule, log_ratio: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int
-) -> Tensor:
-    """The trained tokens whose metric lies outside the bounds of `rule`. log_ratio [T] float64 -> [T] bool."""
+def broken_by(rule: CorrectionRule, log_ratio: Tensor, spans: Spans) -> Tensor:
+    """The trained tokens whose metric is outside the bounds of `rule`. log_ratio [T] float64 -> [T] bool."""
     if rule.metric == "ratio":
-        values = ratio_at_level(log_ratio, rule.level, mask, sequence_index, num_sequences)
+        values = ratio_at_level(log_ratio, rule.level, spans)
     else:
-        estimates = kl_of_samples(log_ratio, rule.metric)
-        values = at_level(estimates, rule.level, mask, sequence_index, num_sequences)
-    return mask & outside(values, rule.lower, rule.upper)
+        values = at_level(kl_of_samples(log_ratio, rule.metric), rule.level, spans)
+    return spans.mask & outside(values, rule.lower, rule.upper)

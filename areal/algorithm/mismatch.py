@@ -1,4 +1,4 @@
-"""Owns the measures of how far the policy that sampled a batch is from the old policy of the loss, over all ranks."""
+"""Distances between the policy that sampled a batch and the old policy of the loss, over all ranks."""
 
 from __future__ import annotations
 
@@ -6,41 +6,32 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics
-from areal.algorithm.correction_rules import at_level, first_trained, ratio_at_level
+from areal.algorithm.correction_rules import Spans, at_level, first_of_units, ratio_at_level
 from areal.algorithm.importance import kl_of_samples, log_ratio
 from areal.api.metrics import Metric, Metrics
 
 
-def mismatch_metrics(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int,
-    *,
-    reduce: Reduce,
-) -> Metrics:
-    """Distances between pi_rollout, which sampled, and pi_old; every rank gets those of the trained tokens of all.
+def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, spans: Spans, *, reduce: Reduce) -> Metrics:
+    """Distances between pi_rollout, which sampled, and pi_old, over the trained tokens of all ranks; on every rank.
 
-    All [T]: log-probabilities float32 or float64, mask bool. With d_t = log old - log rollout, cut to +-20, of N
-    trained tokens; r_t = exp(d_t); r_s = exp(sum of d_t of a sequence), its logarithm cut to +-20; S sequences with
-    a trained token:
+    Log-probabilities [T] float32 or float64. With d_t = log old - log rollout, clamped to +-20, of N trained tokens;
+    r_t = exp(d_t); r_s = exp(sum of d_t of a sequence), its logarithm clamped to +-20; S sequences with a trained
+    token:
 
     k1, k2, k3           estimates of KL(rollout || old): means of -d, d^2 / 2, r - 1 - d
     ppl_rollout, ppl_old exp of the mean of -log pi;  ppl_gap = ppl_old - ppl_rollout, ppl_ratio = ppl_old / ppl_rollout
     ppl_ratio_max        the largest of exp(mean of -d) of one sequence
     ratio, _max, _min    mean, largest and smallest r_t
     chi2_token, _sequence    estimates of the chi-square divergence of old from rollout: mean of r^2, minus 1
-    ess_token, _sequence     effective sample size (Kish): (sum r)^2 / sum r^2, as a part of N or S
+    ess_token, _sequence     effective sample size (Kish): (sum r)^2 / sum r^2, as a fraction of N or S
 
-    Calls `reduce` once, with sums; a quotient of sums is no mean of quotients, so they are formed after it. Without any
-    trained token on any rank the metrics have count 0. NaN in a trained token gives NaN.
+    Calls `reduce` once. Without a trained token on any rank the metrics have count 0. NaN in a trained token gives NaN.
     """
-    spans = (mask, sequence_index, num_sequences)
+    mask = spans.mask
     gap = log_ratio(old_logprobs, rollout_logprobs, mask).double()
-    each = first_trained(*spans)
+    each = first_of_units("sequence_sum", spans)
     token = gap.exp()
-    sequence = ratio_at_level(gap, "sequence_sum", *spans)
+    sequence = ratio_at_level(gap, "sequence_sum", spans)
     means = {
         **{name: (kl_of_samples(gap, name), mask) for name in ("k1", "k2", "k3")},
         "nll_rollout": (-rollout_logprobs.double(), mask),
@@ -60,9 +51,9 @@ def mismatch_metrics(
     extremes = {
         "ratio_max": TokenStat(token, mask, "max"),
         "ratio_min": TokenStat(token, mask, "min"),
-        "ppl_ratio_max": TokenStat((-at_level(gap, "sequence_mean", *spans)).exp(), mask, "max"),
+        "ppl_ratio_max": TokenStat((-at_level(gap, "sequence_mean", spans)).exp(), mask, "max"),
     }
-    # the same value on every rank: their mean, taken with the metrics of the step, is that value
+    # every rank has the same value, so the mean over ranks that the step takes is that value
     shared = {name: Metric(float(value) if count else 0.0, float(count > 0)) for name, value in values.items()}
     return {f"mismatch/{name}": metric for name, metric in (shared | to_metrics(extremes)).items()}
 
@@ -70,7 +61,7 @@ def mismatch_metrics(
 def _global_means(
     values: dict[str, tuple[Tensor, Tensor]], mask: Tensor, each: Tensor, reduce: Reduce
 ) -> tuple[dict[str, Tensor], float]:
-    """The mean of each of `values` where its mask is on, over all ranks, and how many tokens there are. float64."""
+    """The mean of each of `values` where its mask is on, over all ranks, in float64; and the number of tokens."""
     sums = [torch.where(where, each_value, 0.0).sum() for each_value, where in values.values()]
     total = reduce(torch.stack([*sums, mask.sum().double(), each.sum().double()]).cpu())
     num_tokens, num_sequences = total[-2], total[-1]

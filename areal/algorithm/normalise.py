@@ -1,7 +1,8 @@
-"""Owns centring and scaling: by batch or by group, for rewards (one a sequence) and advantages (one a token) alike."""
+"""Centring and scaling by batch or by group, of rewards (one per sequence) and of advantages (one per token)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,67 +20,73 @@ def normalise(
     mask: Tensor | None = None,
     reduce: Reduce = identity_reduce,
 ) -> Tensor:
-    """(x - mean) / (std + eps), with the scope of mean and std chosen separately: batch, group or none.
+    """(x - mean) / (std + eps); mean and std each have their own scope: batch, group or none.
 
     values [N] float, group_ids [N] int64 (compared by value: groups may be unequal and interleaved), mask [N] bool
     (None = all) -> [N] of values' dtype, 0 where the mask is off; sums in float64. Over the n elements of a scope:
 
     mean                 sum / n;  with mean_leave1out (RLOO, arXiv 2402.14740)  (sum - x_i) / (n - 1)
-    std                  sqrt(sum (x - own scope's mean)^2 / (n - 1)), or / n unless std_unbiased
-    n = 1                mean = x, so the result is 0;  left out of its own mean nothing is left: mean = 0, result x
-    n = 1 or std = 0     no scale can be told: the divisor is 1 (never eps, which would blow up uncentred values)
+    std                  sqrt(sum (x - m)^2 / (n - 1)), or / n unless std_unbiased; m is the mean of the scope of the
+                         std (std_about=own) or the mean that was subtracted from x, 0 if none (std_about=subtracted)
+    n = 1                mean = x, so the result is 0;  with leave-one-out no element is left: mean = 0, result x
+    n = 1 or std = 0     the scale is unknown: the divisor is 1 (not eps, which would inflate uncentred values)
 
-    Batch scope is over all ranks: `reduce` sums a float64 tensor over them, once for the mean and twice for the std;
-    every rank must call with the same config, an empty rank too. Group scope is local: a group is never split
-    over ranks. NaN or infinity inside the mask spreads over its scope. Errors: ValueError on unequal shapes.
+    Batch scope is over all ranks: `reduce` sums a float64 tensor over them, once for a mean and once for a variance;
+    every rank must call with the same config, also a rank without elements. Group scope is local: a group is never
+    split over ranks. NaN or infinity inside the mask spreads over its scope. Raises ValueError on unequal shapes.
     """
     keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     require_same_shape(values=values, group_ids=group_ids, mask=keep)
     x = values[keep].double()
-    groups = group_index(group_ids[keep])
     scopes = {
-        "batch": (torch.zeros_like(groups), 1, reduce),
-        "group": (groups, int(groups.max()) + 1 if groups.numel() else 0, identity_reduce),
+        "batch": Scope(torch.zeros_like(group_ids[keep]), 1, reduce),
+        "group": group_scope(group_ids[keep]),
     }
     result = x
     if config.mean_level is not None:
-        result = x - _means(x, *scopes[config.mean_level], leave_one_out=config.mean_leave1out)
+        result = x - scopes[config.mean_level].means(x, leave_one_out=config.mean_leave1out)
     if config.std_level is not None:
-        result = result / _divisors(x, *scopes[config.std_level], unbiased=config.std_unbiased, eps=config.eps)
+        scope = scopes[config.std_level]
+        deviations = result if config.divides_by_subtracted else x - scope.means(x)
+        result = result / scope.divisors(deviations, unbiased=config.std_unbiased, eps=config.eps)
     return torch.zeros_like(values).masked_scatter(keep, result.to(values.dtype))
 
 
-def group_index(group_ids: Tensor) -> Tensor:
-    """Number the groups 0, 1, ... in the order of their ids. group_ids [N] int64 -> [N] int64."""
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A partition of N elements, whose parts may extend over ranks."""
+
+    index: Tensor  # [N] int64: the part of each element
+    size: int
+    """Number of parts."""
+    reduce: Reduce
+
+    def sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum and count of each part over all ranks, from x [N] -> two [size] float64."""
+        both = torch.zeros(2, self.size, dtype=torch.float64, device=x.device)
+        both[0].index_add_(0, self.index, x)
+        both[1].index_add_(0, self.index, torch.ones_like(x))
+        sums, counts = self.reduce(both.reshape(-1).cpu()).to(x.device).reshape(2, -1).unbind()
+        return sums, counts
+
+    def means(self, x: Tensor, *, leave_one_out: bool = False) -> Tensor:
+        """The mean of the part of each element. -> [N]"""
+        sums, counts = self.sums(x)
+        if not leave_one_out:
+            return (sums / counts.clamp(min=1))[self.index]
+        others = (counts - 1)[self.index]
+        return torch.where(others > 0, (sums[self.index] - x) / others.clamp(min=1), 0.0)
+
+    def divisors(self, deviations: Tensor, *, unbiased: bool, eps: float) -> Tensor:
+        """std + eps of the part of each element. deviations [N] -> [N]"""
+        squares, counts = self.sums(deviations.square())
+        std = (squares / (counts - 1 if unbiased else counts).clamp(min=1)).sqrt()
+        # a NaN std is not equal to 0 and stays visible
+        return torch.where((std == 0) | (counts == 1), 1.0, std + eps)[self.index]
+
+
+def group_scope(group_ids: Tensor) -> Scope:
+    """The groups of this rank, numbered 0, 1, ... in the order of their ids. group_ids [N] int64."""
     # torch leaves the result type of unique open
-    return cast(Tensor, torch.unique(group_ids, return_inverse=True)[1])  # pyright: ignore[reportUnknownMemberType]
-
-
-def _sums(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce) -> Tensor:
-    """Sum of x over each scope and all ranks. x [N], scope [N] -> [num_scopes] float64."""
-    local = torch.zeros(num_scopes, dtype=torch.float64, device=x.device).index_add(0, scope, x)
-    return reduce(local.cpu()).to(x.device)
-
-
-def _means(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce, *, leave_one_out: bool) -> Tensor:
-    """The mean that is subtracted from each element. -> [N]"""
-    sums, counts = _sums_and_counts(x, scope, num_scopes, reduce)
-    if not leave_one_out:
-        return (sums / counts.clamp(min=1))[scope]
-    others = (counts - 1)[scope]
-    return torch.where(others > 0, (sums[scope] - x) / others.clamp(min=1), 0.0)
-
-
-def _divisors(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce, *, unbiased: bool, eps: float) -> Tensor:
-    """What each element is divided by. -> [N]"""
-    sums, counts = _sums_and_counts(x, scope, num_scopes, reduce)
-    deviation = x - (sums / counts.clamp(min=1))[scope]
-    squares = _sums(deviation.square(), scope, num_scopes, reduce)
-    std = (squares / (counts - 1 if unbiased else counts).clamp(min=1)).sqrt()
-    # one element has std 0 too; a NaN std is not equal to 0 and shows itself
-    return torch.where(std == 0, 1.0, std + eps)[scope]
-
-
-def _sums_and_counts(x: Tensor, scope: Tensor, num_scopes: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    both = _sums(torch.cat([x, torch.ones_like(x)]), torch.cat([scope, scope + num_scopes]), 2 * num_scopes, reduce)
-    return both[:num_scopes], both[num_scopes:]
+    index = cast(Tensor, torch.unique(group_ids, return_inverse=True)[1])  # pyright: ignore[reportUnknownMemberType]
+    return Scope(index, int(index.max()) + 1 if index.numel() else 0, identity_reduce)

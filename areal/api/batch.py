@@ -49,6 +49,7 @@ class TrainBatch:
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
+    ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
     chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, a policy loss treats them apart
     version: int = 0
     """Policy version at the start of the update that this batch is for."""
@@ -84,6 +85,11 @@ class TrainBatch:
         Rewards, advantages and the critic go by loss_mask: a token that the policy does not learn from still happened.
         """
         return self.loss_mask if self.policy_mask is None else self.policy_mask
+
+    @property
+    def in_ratio(self) -> Tensor:
+        """[T] bool: the tokens over which the policy loss takes the ratio of a sequence; a correction may change it."""
+        return self.trained if self.ratio_mask is None else self.ratio_mask
 
     @property
     def num_sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""Owns the stage against stale rollouts: which policy the loss is around, and what a batch must hold for it."""
+"""The stage against stale rollouts: the old policy of the loss, and the weights and rejections of a batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics
 from areal.algorithm.correction import Correction, correct
+from areal.algorithm.correction_rules import Spans
 from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.algorithm.proximal import approximation_errors, loglinear_logprobs, prox_position
@@ -18,21 +19,21 @@ from areal.trainer.minibatch import prefixed
 
 
 def is_around_prox(config: PPOActorConfig) -> bool:
-    """Whether the loss is around the trainer's policy at the start of the update, not the servers'."""
+    """Whether the old policy of the loss is the trainer's at the start of the update; otherwise the servers'."""
     return config.use_decoupled_loss or config.recompute_logprob
 
 
 def needs_prox_logprobs(config: PPOActorConfig) -> bool:
-    """Whether that policy's log-probabilities come from a forward pass before the update, be it only to measure."""
+    """Whether a forward pass before the update gives that policy's log-probabilities, for the loss or for metrics."""
     if is_around_prox(config):
         return config.prox_logp_method != "loglinear"
-    return config.rollout_correction is not None  # one that only logs, or the configuration is refused
+    return config.rollout_correction is not None and config.rollout_correction.numerator == "old"
 
 
 def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor:
-    """The policy that the ratio of the loss is taken against, [T]. ValueError when it was not computed yet.
+    """Log-probabilities of the old policy of the loss, [T]. Raises ValueError when they are missing.
 
-    `logprobs` [T] are those of the policy in training, which a guess of the proximal policy goes by.
+    `logprobs` [T] of the policy in training, from which loglinear interpolates the proximal policy.
     """
     if not is_around_prox(config):
         return batch.rollout_logprobs
@@ -42,9 +43,9 @@ def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) ->
 
 
 def prox_errors(logprobs: Tensor, batch: TrainBatch | None, config: PPOActorConfig) -> dict[str, TokenStat]:
-    """How far the guesses of the proximal policy are off, for prox_logp_method=metrics; nothing otherwise.
+    """Errors of the approximations of the proximal policy, for prox_logp_method=metrics; empty otherwise.
 
-    `logprobs` [T] of the policy in training. `batch` None: of no tokens, for the names.
+    `logprobs` [T] of the policy in training. `batch` None: T = 0, for the names.
     """
     if config.prox_logp_method != "metrics":
         return {}
@@ -65,7 +66,7 @@ def _recomputed(batch: TrainBatch) -> Tensor:
 
 
 def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
-    """What is corrected, the short forms written out: use_decoupled_loss, behav_imp_weight_cap. None = nothing."""
+    """The correction section, also for use_decoupled_loss and behav_imp_weight_cap alone. None = no correction."""
     if config.rollout_correction is not None:
         return config.rollout_correction
     if not config.use_decoupled_loss:
@@ -76,34 +77,36 @@ def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
 
 
 def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
-    """Decide once for the whole batch which tokens the policy loss leaves out, and what weighs the others.
+    """Add the weights and rejections of the whole batch, and report the distance of the policies; a collective.
 
-    Also how far apart the policies are, of all ranks' tokens. A collective. Where the loss is around the rollout policy
-    every ratio is 1: nothing is done, at most measured. Where the old policy is guessed, see `late_correction`.
+    Without a forward pass before the update (ratio to the rollout policy, loglinear, bypass mode) nothing happens
+    here: see `late_correction`. With apply_weights=false and no bound the batch is only measured.
     """
     if not needs_prox_logprobs(config):
         return batch, {}
-    old, rollout, mask = _recomputed(batch), batch.rollout_logprobs, batch.trained
-    spans = (mask, batch.sequence_index, batch.num_sequences)
-    metrics = mismatch_metrics(old, rollout, *spans, reduce=reduce)
+    old, rollout = _recomputed(batch), batch.rollout_logprobs
+    spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
+    metrics = mismatch_metrics(old, rollout, spans, reduce=reduce)
     options = correction_of(config)
     if options is None:
         return batch, prefixed("batch", metrics)
-    found = correct(old, rollout, *spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
+    found = correct(old, rollout, spans, options, m2_threshold=config.m2_threshold, reduce=reduce)
     metrics |= to_metrics(found.stats)
     if options.mode != "off":
         weight = found.stats["correction/weight"]
         metrics["correction/ess"] = effective_sample_size(weight.values, weight.mask, reduce=reduce)
-    if not is_around_prox(config):  # only measured: the KL in the reward goes on with the servers' log-probabilities
-        return replace(batch, prox_logprobs=None), prefixed("batch", metrics)
-    corrected = replace(batch, behaviour_weights=found.weights)
+    metrics = prefixed("batch", metrics)
+    if not is_around_prox(config):  # only measured: the KL in the reward keeps the servers' log-probabilities
+        return replace(batch, prox_logprobs=None), metrics
     if options.renormalize:
-        corrected = replace(corrected, policy_mask=found.kept)
-    return corrected, prefixed("batch", metrics)
+        ratio_mask = None if options.drops_from_ratio else spans.mask
+        return replace(batch, behaviour_weights=found.weights, policy_mask=found.kept, ratio_mask=ratio_mask), metrics
+    ratio_mask = found.kept if options.drops_from_ratio else None
+    return replace(batch, behaviour_weights=found.weights, ratio_mask=ratio_mask), metrics
 
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
-    """The factor of each token's loss, [T], or None when there is none. ValueError when it was not computed yet."""
+    """The factor of each token's loss, [T], or None. Raises ValueError when it is needed and missing."""
     early = is_around_prox(config) and needs_prox_logprobs(config)
     needed = early and correction_of(config) is not None
     if needed and batch.behaviour_weights is None:
@@ -112,12 +115,22 @@ def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | Non
 
 
 def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction | None:
-    """The correction of a micro-batch where the old policy is known in training only (loglinear); None otherwise.
+    """The correction of a micro-batch whose weights depend on the policy in training; None for every other setting.
 
-    It is a function of each sequence alone: what would need the whole batch is refused by the configuration.
+    prox_logp_method=loglinear: the old policy is known in training only. rollout_correction.numerator=training
+    (verl's bypass mode): the policy in training is the numerator, and no gradient flows through the weights.
+    Both read each sequence alone: the configuration refuses options that read the whole batch.
     """
     options = correction_of(config)
-    if options is None or config.prox_logp_method != "loglinear":
+    in_training = options is not None and options.numerator == "training"
+    if options is None or not (in_training or config.prox_logp_method == "loglinear"):
         return None
-    spans = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
-    return correct(tokens.old_logprobs, tokens.rollout_logprobs, *spans, options)
+    spans = Spans(tokens.mask, tokens.sequence_index, tokens.num_sequences)
+    numerator = tokens.logprobs if in_training else tokens.old_logprobs
+    return correct(numerator, tokens.rollout_logprobs, spans, options)
+
+
+def drops_late(config: PPOActorConfig) -> bool:
+    """Whether the tokens that `late_correction` rejects leave the ratio of their sequence."""
+    options = correction_of(config)
+    return options is not None and options.drops_from_ratio

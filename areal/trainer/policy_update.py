@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -25,7 +26,7 @@ from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOut
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_loss, num_candidates
-from areal.trainer.off_policy import behaviour_weights, late_correction, old_logprobs, prox_errors
+from areal.trainer.off_policy import behaviour_weights, drops_late, late_correction, old_logprobs, prox_errors
 from areal.trainer.teacher import distillation_loss
 
 
@@ -72,7 +73,7 @@ class PolicyUpdate:
         """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
         nothing, tokens = torch.zeros(0), _empty_tokens()
         outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
-        stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens)[1]
+        stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens.mask)[1]
         stats |= prox_errors(nothing, None, self._config)
         stats |= kl_loss(outputs, None, self._config)[1] | distillation_loss(outputs, None, self._teacher)[1]
         return to_metrics(stats | self._likelihood_loss(tokens, nothing)[1])
@@ -84,26 +85,27 @@ class PolicyUpdate:
         batch = micro.batch
         if batch.advantages is None:
             raise ValueError("the batch has no advantages: call with_advantages before update")
+        trained = batch.trained
         tokens = PolicyTokens(
             logprobs=outputs.logprobs,
             old_logprobs=old_logprobs(batch, self._config, outputs.logprobs),
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
-            mask=batch.trained,
+            mask=batch.in_ratio,
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
             chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
         stats |= prox_errors(outputs.logprobs, batch, self._config)
-        bonus, entropy_stats = self._entropy_loss(outputs, tokens)
+        bonus, entropy_stats = self._entropy_loss(outputs, trained)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
-        weights = scale * loss_weights(tokens.mask, tokens.sequence_index, tokens.num_sequences, self._aggregation)
+        weights = scale * loss_weights(trained, tokens.sequence_index, tokens.num_sequences, self._aggregation)
         divergence, kl_stats = kl_loss(outputs, batch, self._config)
         taught, teacher_stats = distillation_loss(outputs, batch, self._teacher)
         total = (weights * (losses + bonus + divergence + taught)).sum()
         stats |= entropy_stats | teacher_stats
-        likelihood, likelihood_stats = self._likelihood_loss(tokens, batch.rewards)
+        likelihood, likelihood_stats = self._likelihood_loss(replace(tokens, mask=trained), batch.rewards)
         if denominators[1] > 0:  # the engine divides everything by the first denominator, this term has its own
             total = total + likelihood.sum() * (denominators[0] / denominators[1])
         return LossOutput(loss=total, metrics=to_metrics(stats | kl_stats | likelihood_stats))
@@ -111,6 +113,8 @@ class PolicyUpdate:
     def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
         """The policy-gradient loss of each token, [T], and what to log."""
         late = late_correction(tokens, self._config)
+        if late is not None and drops_late(self._config):
+            tokens = replace(tokens, mask=late.kept)
         result = weighted(policy_loss(tokens, self._config), factors if late is None else late.weights)
         moved = log_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask).detach()
         stats = {
@@ -122,18 +126,18 @@ class PolicyUpdate:
         }
         return result.losses, stats
 
-    def _entropy_loss(self, outputs: TokenOutputs, tokens: PolicyTokens) -> tuple[Tensor | float, dict[str, TokenStat]]:
+    def _entropy_loss(self, outputs: TokenOutputs, mask: Tensor) -> tuple[Tensor | float, dict[str, TokenStat]]:
         """-entropy_coef H of each token, [T], or 0 without a bonus, and what to log."""
         stats: dict[str, TokenStat] = {}
         if outputs.entropy is not None:
-            stats["entropy"] = TokenStat(outputs.entropy, tokens.mask)
+            stats["entropy"] = TokenStat(outputs.entropy, mask)
         if not self._config.has_entropy_bonus:
             return 0.0, stats
         entropy = outputs.clamped_entropy if self._config.entropy_clamp else outputs.entropy
         if entropy is None:
             raise ValueError("the actor's engine gave no entropy for the bonus: build it with output_spec(config)")
-        stats["bonus_entropy"] = TokenStat(entropy, tokens.mask)
-        return self._entropy_coef * entropy_loss(entropy, tokens.mask), stats
+        stats["bonus_entropy"] = TokenStat(entropy, mask)
+        return self._entropy_coef * entropy_loss(entropy, mask), stats
 
     def _likelihood_loss(self, tokens: PolicyTokens, rewards: Tensor) -> tuple[Tensor, dict[str, TokenStat]]:
         """positive_nll_coef x -log pi of the tokens of good answers, [T], and what to log."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from areal.algorithm.correction import correct, weighted
-from areal.algorithm.correction_rules import at_level, broken_by, segment_index
+from areal.algorithm.correction_rules import Spans, at_level, broken_by, segment_index
 from areal.algorithm.policy_loss import PolicyLoss
 from areal.api.config import CorrectionRule, RolloutCorrectionConfig
 from areal.api.config.off_policy import RULE_LEVELS
@@ -49,7 +49,7 @@ class Rows:
         rollout = torch.full_like(gaps, -1.5)
         mask = torch.tensor([on for s in chosen for on in self.masks[s]], dtype=torch.bool)
         index = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return correct(rollout + gaps, rollout, mask, index, len(lengths), options, **further)
+        return correct(rollout + gaps, rollout, Spans(mask, index, len(lengths)), options, **further)
 
 
 def slow_places(mask, unit):
@@ -92,7 +92,13 @@ def slow_level(level):
     return unit, how or "sum"
 
 
-WEIGHTS = {"token": "token", "segment": "segment_sum", "sequence": "sequence_sum", "geometric": "sequence_mean"}
+WEIGHTS = {
+    "token": "token",
+    "segment": "segment_sum",
+    "segment_mean": "segment_mean",
+    "sequence": "sequence_sum",
+    "geometric": "sequence_mean",
+}
 
 
 def slow_correct(rows, options):
@@ -132,7 +138,7 @@ def slow_correct(rows, options):
 CASES = [
     section(),
     section(upper=1.3),
-    *(section(level=level, upper=1.5) for level in ("segment", "sequence", "geometric")),
+    *(section(level=level, upper=1.5) for level in WEIGHTS if level != "token"),
     *(section(level=level, mode="clamp", upper=1.5) for level in WEIGHTS),
     *(section(level=level, mode="mask", upper=2.0) for level in WEIGHTS),
     section(mode="mask", lower=0.0, upper=1.4),
@@ -186,6 +192,7 @@ def two_turns():
     [
         ("token", [0, 2, 3, 0, 0.5, 0]),
         ("segment", [0, 6, 6, 0, 0.5, 0]),  # 2 * 3 | 1/2
+        ("segment_mean", [0, 6**0.5, 6**0.5, 0, 0.5, 0]),
         ("sequence", [0, 3, 3, 0, 3, 0]),  # 2 * 3 / 2
         ("geometric", [0, 3 ** (1 / 3), 3 ** (1 / 3), 0, 3 ** (1 / 3), 0]),
     ],
@@ -198,16 +205,16 @@ def test_segments_by_hand():
     # two sequences; the first begins and ends with trained tokens, and still no segment crosses into the second
     mask = torch.tensor([True, True, False, True, True, False, True])
     index = torch.tensor([0, 0, 0, 0, 1, 1, 1])
-    assert segment_index(mask, index)[mask].tolist() == [0, 0, 1, 2, 3]
-    assert segment_index(torch.tensor([False, False, True]), torch.zeros(3).long()).tolist() == [0, 0, 0]
+    assert segment_index(Spans(mask, index, 2))[mask].tolist() == [0, 0, 1, 2, 3]
+    assert segment_index(Spans(torch.tensor([False, False, True]), torch.zeros(3).long(), 1)).tolist() == [0, 0, 0]
     values = torch.tensor([1.0, 2.0, NAN, 4.0, 8.0, INF, 16.0], dtype=torch.float64)
-    assert at_level(values, "segment_sum", mask, index, 2).tolist() == [3, 3, 0, 4, 8, 0, 16]
-    assert at_level(values, "segment_mean", mask, index, 2).tolist() == [1.5, 1.5, 0, 4, 8, 0, 16]
-    assert at_level(values, "sequence_max", mask, index, 2).tolist() == [4, 4, 0, 4, 16, 0, 16]
-    assert at_level(-values, "sequence_max", mask, index, 2).tolist() == [-1, -1, 0, -1, -8, 0, -8]
+    assert at_level(values, "segment_sum", Spans(mask, index, 2)).tolist() == [3, 3, 0, 4, 8, 0, 16]
+    assert at_level(values, "segment_mean", Spans(mask, index, 2)).tolist() == [1.5, 1.5, 0, 4, 8, 0, 16]
+    assert at_level(values, "sequence_max", Spans(mask, index, 2)).tolist() == [4, 4, 0, 4, 16, 0, 16]
+    assert at_level(-values, "sequence_max", Spans(mask, index, 2)).tolist() == [-1, -1, 0, -1, -8, 0, -8]
     for level in ("segment", "segment_min", "turn_sum"):
         with pytest.raises(ValueError, match="unknown level"):
-            at_level(values, level, mask, index, 2)
+            at_level(values, level, Spans(mask, index, 2))
 
 
 def test_veto_by_hand():
@@ -260,7 +267,7 @@ def test_rules_look_at_the_ratios_as_measured_and_their_masks_meet():
 def test_only_trained_tokens_break_a_rule():
     mask, index = torch.tensor([True, False, True]), torch.zeros(3).long()
     gaps = torch.tensor([0.0, 0.0, -1.0], dtype=torch.float64)
-    found = broken_by(rule(metric="k1", lower=0.5), gaps, mask, index, 1)
+    found = broken_by(rule(metric="k1", lower=0.5), gaps, Spans(mask, index, 1))
     assert found.tolist() == [True, False, False]
 
 
@@ -272,6 +279,26 @@ def test_batch_normalisation_by_hand():
     # another rank adds a sum of 4 over 2 tokens: mean 9 / 4
     summed = rows.apply(options, reduce=lambda values: values + torch.tensor([4.0, 2.0], dtype=torch.float64))
     assert summed.weights.tolist() == pytest.approx([8 / 9, 12 / 9, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [
+        # one weight for each sequence, 2 * 3 = 6 cut to 4, and 1/2: 4.5 / 2; by kept tokens 8.5 / 3
+        ({"level": "sequence", "upper": 4.0}, 2.25),
+        # of tokens, before the rule rejects 1/2: (2 + 3 + 1/2) / 3
+        ({"level": "token", "rules": [rule(lower=0.6)]}, 5.5 / 3),
+        # outside the bounds of mode=mask a weight counts 0: (2 + 0 + 1/2) / 3
+        ({"level": "token", "mode": "mask", "lower": 0.1, "upper": 2.5}, 2.5 / 3),
+    ],
+)
+def test_weights_normalised_by_units_equal_verl(options, mean):
+    """verl's compute_rollout_correction_weights: mean over tokens or sequences, zeros of IcePop in, rejection after."""
+    rows = Rows([[math.log(2), math.log(3)], [math.log(0.5)]], [[True, True], [True]])
+    plain = rows.apply(section(**options))
+    by_units = rows.apply(section(**options, batch_normalize=True, normalize_by="units"))
+    assert by_units.weights.tolist() == pytest.approx([weight / mean for weight in plain.weights.tolist()])
+    assert torch.equal(by_units.kept, plain.kept)
 
 
 def test_what_is_logged_by_hand():
@@ -352,8 +379,8 @@ def test_nothing_to_train_on(options):
 
 def test_weights_carry_no_gradient():
     old, rollout = torch.zeros(3, requires_grad=True), torch.full((3,), 0.1, requires_grad=True)
-    spans = (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
-    found = correct(old, rollout, *spans, section(level="sequence", batch_normalize=True))
+    spans = Spans(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
+    found = correct(old, rollout, spans, section(level="sequence", batch_normalize=True))
     assert not found.weights.requires_grad
     assert found.weights.dtype == torch.float32
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from areal.algorithm.aggregate import identity_reduce
+from areal.algorithm.correction_rules import Spans
 from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
 from areal.api.metrics import merge_metrics, metric_values
 
@@ -23,7 +24,7 @@ def measure(sequences, reduce=identity_reduce):
     mask = torch.tensor([token[2] for token in flat], dtype=torch.bool)
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
     index = torch.arange(len(sequences)).repeat_interleave(lengths)
-    return mismatch_metrics(old, rollout, mask, index, len(sequences), reduce=reduce)
+    return mismatch_metrics(old, rollout, Spans(mask, index, len(sequences)), reduce=reduce)
 
 
 def values_of(sequences):

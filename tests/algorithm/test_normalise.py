@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,24 +17,38 @@ def slow_normalise(values, groups, config):
     """(x_i - mean of its scope) / (std of its scope + eps), one element at a time."""
     out = []
     for i, x in enumerate(values):
-        same = [j for j in range(len(values)) if groups[j] == groups[i]]
-        scopes = {"batch": list(range(len(values))), "group": same}
-        mean = 0.0
-        if config.mean_level:
-            members = scopes[config.mean_level]
-            if config.mean_leave1out:
-                members = [j for j in members if j != i]
-            mean = statistics.fmean(values[j] for j in members) if members else 0.0
+        scopes = _scopes(groups, i)
+        mean = subtracted(values, scopes, config, i)
         divisor = 1.0
         if config.std_level:
-            scope = [values[j] for j in scopes[config.std_level]]
+            scope = scopes[config.std_level]
             if len(scope) > 1:
-                centre = statistics.fmean(scope)
-                squares = math.fsum((v - centre) ** 2 for v in scope)
+                centre = statistics.fmean(values[j] for j in scope)
+                about = [centre] * len(scope)
+                if config.std_about == "subtracted":
+                    about = [subtracted(values, _scopes(groups, j), config, j) for j in scope]
+                squares = math.fsum((values[j] - m) ** 2 for j, m in zip(scope, about, strict=True))
                 std = math.sqrt(squares / (len(scope) - (1 if config.std_unbiased else 0)))
                 divisor = std + config.eps if std > 0 else 1.0
         out.append((x - mean) / divisor)
     return out
+
+
+def _scopes(groups, i):
+    return {
+        "batch": list(range(len(groups))),
+        "group": [j for j in range(len(groups)) if groups[j] == groups[i]],
+    }
+
+
+def subtracted(values, scopes, config, i):
+    """The mean that is subtracted from element i."""
+    if not config.mean_level:
+        return 0.0
+    members = scopes[config.mean_level]
+    if config.mean_leave1out:
+        members = [j for j in members if j != i]
+    return statistics.fmean(values[j] for j in members) if members else 0.0
 
 
 levels = st.sampled_from(["batch", "group", None])
@@ -46,12 +61,38 @@ levels = st.sampled_from(["batch", "group", None])
     std_level=levels,
     leave_one_out=st.booleans(),
     unbiased=st.booleans(),
+    about=st.sampled_from([None, "own", "subtracted"]),
 )
-def test_equals_the_formula_for_every_option_and_group_layout(rows, mean_level, std_level, leave_one_out, unbiased):
-    config = NormConfig(mean_level=mean_level, std_level=std_level, mean_leave1out=leave_one_out, std_unbiased=unbiased)
+def test_equals_the_formula_for_every_option_and_group_layout(
+    rows, mean_level, std_level, leave_one_out, unbiased, about
+):
+    config = NormConfig(
+        mean_level=mean_level,
+        std_level=std_level,
+        mean_leave1out=leave_one_out,
+        std_unbiased=unbiased,
+        std_about=about,
+    )
     values, groups = [v for v, _ in rows], [g for _, g in rows]
     result = normalise(torch.tensor(values, dtype=torch.float64), config, torch.tensor(groups, dtype=torch.int64))
     assert result.tolist() == pytest.approx(slow_normalise(values, groups, config), abs=1e-9)
+
+
+def test_std_about_the_subtracted_mean_equals_areal():
+    """AReaL takes squares of x less the subtracted mean: 4 x 0.25 / 3 = 1/3, so 0.5 / sqrt(1/3) = sqrt(3)/2.
+
+    About the mean of the batch the squares are 30.25 + 20.25 + 20.25 + 30.25 = 101, and 0.5 / sqrt(101/3) = 0.0862.
+    """
+    rewards, groups = torch.tensor([0.0, 1.0, 10.0, 11.0]), torch.tensor([0, 0, 1, 1])
+    areal = NormConfig(mean_level="group", std_level="batch", eps=0.0, group_size=2)  # a section written for AReaL
+    expected = [-math.sqrt(3) / 2, math.sqrt(3) / 2] * 2
+    assert normalise(rewards, areal, groups).tolist() == pytest.approx(expected)
+    assert normalise(rewards, replace(areal, group_size=1, std_about="subtracted"), groups).tolist() == pytest.approx(
+        expected
+    )
+    half = 0.5 / math.sqrt(101 / 3)
+    own = replace(areal, std_about="own")
+    assert normalise(rewards, own, groups).tolist() == pytest.approx([-half, half] * 2)
 
 
 def test_grpo_by_hand():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from areal.api.config import CorrectionRule, PPOActorConfig, RolloutCorrectionConfig
+from areal.api.config.validate import problems_of
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.off_policy import correction_of
@@ -96,6 +97,109 @@ def test_the_denominators_by_hand(toolbox, renormalize):
     assert values["batch/correction/ess"] == pytest.approx(1.0)
     assert values["batch/mismatch/ratio"] == pytest.approx(1.25)
     assert values["batch/mismatch/ratio_max"] == pytest.approx(2.0)
+
+
+RATIO_CASES = [(renormalize, drop) for renormalize in (False, True) for drop in (None, False, True)]
+
+
+@pytest.mark.parametrize(("renormalize", "drop"), RATIO_CASES)
+def test_rejected_tokens_leave_denominator_and_ratio_apart(toolbox, renormalize, drop):
+    """GSPO on one answer of two tokens, the first rejected. AReaL 1.0: out of the ratio, kept in the denominator.
+
+    The gradient of s A over the denominator: s = 1, so each token in the ratio's mean of n gets w A d log p / n, where
+    w = 1/2 of the kept token is the factor of the only term that is left in the loss.
+    """
+    engine = toolbox.TableEngine()
+    logprobs = engine.table.detach().log_softmax(-1).float()
+    rollout = [float(logprobs[1, 2]) - math.log(2), float(logprobs[2, 3]) + math.log(2), 0.0]
+    batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0], rollout=rollout)
+    bound = section(mode="mask", lower=0.0, upper=1.5, renormalize=renormalize, drop_from_ratio=drop)
+    options = config(rollout_correction=bound, policy_loss="gspo", eps_clip=-1.0)
+    step(engine, options, batch)
+    drops = renormalize if drop is None else drop
+    gradient = torch.zeros_like(engine.gradients[0])
+    for token, following in ((2, 3),) if drops else ((1, 2), (2, 3)):
+        unit = torch.nn.functional.one_hot(torch.tensor(following), toolbox.VOCABULARY).double()
+        share = 0.5 / (1 if drops else 2) / (1 if renormalize else 2)
+        gradient[token] = -share * (unit - logprobs[token].double().exp())
+    assert torch.allclose(engine.gradients[0], gradient, atol=1e-6)
+    assert engine.denominators == [1.0 if renormalize else 2.0]
+
+
+BYPASS = [
+    {"policy_loss": "gpg", "rollout_correction": section(numerator="training", upper=1.2)},
+    {"policy_loss": "gpg", "rollout_correction": section(numerator="training", level="sequence", upper=1.5)},
+    {"rollout_correction": section(numerator="training", mode="mask", upper=1.4, apply_weights=False)},
+    {
+        "policy_loss": "gspo",
+        "rollout_correction": section(
+            numerator="training",
+            mode="off",
+            rules=[CorrectionRule(metric="k3", upper=0.05)],
+            drop_from_ratio=True,
+        ),
+    },
+]
+
+
+@pytest.mark.parametrize("options", BYPASS, ids=range(len(BYPASS)))
+def test_bypass_mode_needs_no_forward_pass_and_no_cut(toolbox, options):
+    """verl's bypass_mode: the weights and rejections are of the policy in training against the rollout policy."""
+    options = config(**options | {"recompute_logprob": False, "ppo_epochs": 2})
+    assert not dict(problems_of(options))
+    batch = toolbox.random_batch(3, 12)
+    alone = toolbox.TableEngine()
+    _, metrics = step(alone, options, batch)
+    assert alone.num_forwards == 0
+    assert "actor/correction/left_out" in metrics
+    shares = [list(range(6)), [], list(range(6, 12))]
+    group = toolbox.RankGroup(3)
+
+    def rank_main(rank):
+        engine = toolbox.TableEngine(rank=rank, group=group, num_micro_batches=3)
+        step(engine, options, toolbox.select(batch, shares[rank]))
+        return engine
+
+    for engine in group.run(rank_main):
+        for found, expected in zip(engine.gradients, alone.gradients, strict=True):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-9)
+
+
+def test_bypass_mode_equals_verl(toolbox):
+    """compute_policy_loss_bypass_mode, one token, A = 1, log-ratio to the rollout policy log 2, threshold 1.5.
+
+    reinforce: gradient -sg(min(2, 1.5)) d log p. ppo_clip: -min(2, 1.2), no gradient above the clip; with a clip of 2
+    it is -2 d log p; and a token that token_k1 rejects (ratio above 1.5) has none, in the denominator of 1.
+    """
+
+    def factor(**options):
+        engine = toolbox.TableEngine()
+        logprobs = engine.table.detach().log_softmax(-1)[1].float()
+        batch = toolbox.make_batch([[1, 2]], rewards=[1.0], rollout=[float(logprobs[2]) - math.log(2), 0.0])
+        step(engine, config(**{"recompute_logprob": False} | options), batch)
+        unit = torch.nn.functional.one_hot(torch.tensor(2), toolbox.VOCABULARY).double()
+        return float(engine.gradients[0][1, 2] / (unit - logprobs.double().exp())[2])
+
+    weights = section(numerator="training", upper=1.5)
+    assert factor(policy_loss="gpg", rollout_correction=weights) == pytest.approx(-1.5, abs=1e-5)
+    logged = section(numerator="training", upper=1.5, apply_weights=False)
+    assert factor(rollout_correction=logged) == pytest.approx(0.0, abs=1e-5)
+    assert factor(rollout_correction=logged, eps_clip=2.0) == pytest.approx(-2.0, abs=1e-5)
+    rejecting = replace(logged, rules=[CorrectionRule(upper=1.5)])
+    assert factor(rollout_correction=rejecting, eps_clip=2.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"policy_loss": "ppo"}, "rollout_correction.apply_weights"),
+        ({"policy_loss": "gpg", "use_decoupled_loss": True}, "rollout_correction.numerator"),
+        ({"policy_loss": "gpg", "m2_threshold": 0.1}, "m2_threshold"),
+    ],
+)
+def test_bypass_mode_refuses_what_it_cannot_do(options, path):
+    options = config(**{"recompute_logprob": False, "rollout_correction": section(numerator="training")} | options)
+    assert path in dict(problems_of(options))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,18 @@ class NormConfig:
     """Scope of the standard deviation that divides; null = no scaling."""
     std_unbiased: bool = True
     """Divide squared deviations by n-1 instead of n."""
+    std_about: str | None = choice(None, "own", "subtracted")
+    """Mean of the squared deviations: own = of the std's scope; subtracted = the one that was subtracted (AReaL);
+    null = subtracted if this section has a group_size above 1, which only AReaL files have, else own."""
     eps: float = number(1e-5, low=0)
     """Added to the standard deviation."""
     group_size: int = number(1, low=1)
     """Kept for files written for AReaL; groups are told apart by id, and this must be 1 or gconfig.n_samples."""
+
+    @property
+    def divides_by_subtracted(self) -> bool:
+        """Whether the std is about the mean that was subtracted."""
+        return self.std_about == "subtracted" or (self.std_about is None and self.group_size > 1)
 
     def problems(self) -> Problems:
         if self.mean_leave1out and self.mean_level is None:

@@ -31,6 +31,7 @@ class PPOActorConfig(
         yield from self.advantage_problems()
         yield from self.policy_loss_problems()
         yield from self.off_policy_problems()
+        yield from self.bypass_problems(self.policy_loss)
         yield from self.kl_problems()
         yield from self.assembly_problems()
         if self.logprob_kernel == "liger" and (self.has_entropy_bonus or self.wants_distributions):

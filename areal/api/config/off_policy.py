@@ -9,6 +9,7 @@ from areal.api.config.fields import Problems, choice, number
 WEIGHT_LEVELS = {
     "token": "token",
     "segment": "segment_sum",
+    "segment_mean": "segment_mean",
     "sequence": "sequence_sum",
     "geometric": "sequence_mean",
 }
@@ -60,7 +61,11 @@ class RolloutCorrectionConfig:
     apply_weights: bool = True
     """Multiply the loss by the weights; false = only log them (the bounds of mode=mask, veto and rules still mask)."""
     level: str = choice("token", *WEIGHT_LEVELS)
-    """Ratio of a token, a segment (run of trained tokens, a turn) or sequence; geometric = mean token of a sequence."""
+    """Ratio of a token; product over a segment (run of trained tokens, a turn) or sequence; segment_mean (ROLL's
+    segment) and geometric = geometric mean over a segment or sequence."""
+    numerator: str = choice("old", "old", "training")
+    """Policy of the numerator: old = the loss's old policy; training = the policy in training, in each micro-batch,
+    without a forward pass before the update (verl's bypass mode)."""
     mode: str = choice("truncate", "truncate", "mask", "clamp", "off")
     """truncate = at most upper; clamp = into [lower, upper]; mask = outside of it left out; off = no weights."""
     upper: float | None = number(None, above=0)
@@ -70,9 +75,14 @@ class RolloutCorrectionConfig:
     veto_threshold: float | None = number(None, low=1e-8, below=1)
     """One trained token with a ratio below this leaves out its whole sequence; null = no veto."""
     renormalize: bool = False
-    """Tokens left out leave the denominator of the loss too; false = they stay in it, so the rest counts no more."""
+    """Rejected tokens leave the denominator of the loss; false = they stay in it and count as loss 0."""
+    drop_from_ratio: bool | None = None
+    """Rejected tokens leave the ratio of their sequence; null = as renormalize. AReaL 1.0: true, renormalize false."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the tokens that are left, of all ranks."""
+    """Divide the weights by their mean over all ranks."""
+    normalize_by: str = choice("kept_tokens", "kept_tokens", "units")
+    """batch_normalize: kept_tokens = mean over the tokens that are not rejected; units = over tokens, segments or
+    sequences of `level`, one weight each, rejected ones included (verl)."""
     rules: list[CorrectionRule] = field(default_factory=list[CorrectionRule])
     """Further bounds; what any of them leaves out is left out."""
 
@@ -88,6 +98,11 @@ class RolloutCorrectionConfig:
         """Whether tokens can be left out."""
         has_mask_rule = any(rule.action == "mask" for rule in self.rules)
         return self.mode == "mask" or self.veto_threshold is not None or has_mask_rule
+
+    @property
+    def drops_from_ratio(self) -> bool:
+        """Whether rejected tokens leave the ratio of their sequence."""
+        return self.renormalize if self.drop_from_ratio is None else self.drop_from_ratio
 
     @property
     def only_logs(self) -> bool:
@@ -107,7 +122,9 @@ class RolloutCorrectionConfig:
             for name, is_set in dead.items():
                 if is_set:
                     yield name, "has no effect with mode=off, which has no weights: remove it or choose another mode"
-        elif self.batch_normalize and not self.apply_weights:
+        if self.normalize_by != "kept_tokens" and not self.batch_normalize:
+            yield "normalize_by", "has no effect with batch_normalize=false: set that or remove it"
+        if self.mode != "off" and self.batch_normalize and not self.apply_weights:
             yield "batch_normalize", "has no effect with apply_weights=false: remove one of them"
         for i, rule in enumerate(self.rules):
             if rule.action != "clamp":
@@ -159,7 +176,7 @@ class OffPolicyOptions:
         around_rollout = not (self.use_decoupled_loss or self.recompute_logprob)
         given = self.rollout_correction
         for name, acts in (
-            ("rollout_correction", given is not None and not given.only_logs),
+            ("rollout_correction", given is not None and not given.only_logs and given.numerator == "old"),
             ("m2_threshold", self.m2_threshold is not None),
         ):
             if acts and around_rollout:
@@ -177,11 +194,29 @@ class OffPolicyOptions:
             )
         if given is not None:
             yield from self._correction_problems(given)
-        if self.prox_logp_method == "loglinear":
+        if self.prox_logp_method == "loglinear" or (given is not None and given.numerator == "training"):
             yield from self._guess_problems(given or RolloutCorrectionConfig())
 
+    def bypass_problems(self, policy_loss: str) -> Problems:
+        """What rollout_correction.numerator=training cannot be combined with."""
+        given = self.rollout_correction
+        if given is None or given.numerator == "old":
+            return
+        if self.use_decoupled_loss or self.recompute_logprob:
+            yield (
+                "rollout_correction.numerator",
+                "training needs the rollout policy as the old policy of the loss: set use_decoupled_loss and "
+                "recompute_logprob to false, or use old",
+            )
+        if given.apply_weights and given.mode != "off" and policy_loss not in ("gpg", "custom"):
+            yield (
+                "rollout_correction.apply_weights",
+                f"true with numerator=training weights the loss by a ratio that policy_loss={policy_loss} already "
+                "holds: set it to false, or use policy_loss: gpg",
+            )
+
     def _guess_problems(self, given: RolloutCorrectionConfig) -> Problems:
-        """What looks at the whole batch before the update, when the old policy is not known yet."""
+        """Options that read the whole batch before the update, where the weights are known in training only."""
         for name, is_set in (
             ("m2_threshold", self.m2_threshold is not None),
             ("rollout_correction.renormalize", given.renormalize),
@@ -190,8 +225,9 @@ class OffPolicyOptions:
             if is_set:
                 yield (
                     name,
-                    "is decided over the whole batch before the update, and prox_logp_method=loglinear knows the old "
-                    "policy in training only: use prox_logp_method=recompute or remove it",
+                    "is computed over the whole batch before the update, and prox_logp_method=loglinear and "
+                    "rollout_correction.numerator=training know the weights in training only: use "
+                    "prox_logp_method=recompute and numerator=old, or remove it",
                 )
 
     def _correction_problems(self, given: RolloutCorrectionConfig) -> Problems:
@@ -208,7 +244,8 @@ class OffPolicyOptions:
                 "recompute_logprob to true in its place",
             )
         masks = given.masks or self.m2_threshold is not None
-        if given.renormalize and not masks:
-            yield "rollout_correction.renormalize", "has no effect, since nothing is left out: remove it"
+        for name, is_set in (("renormalize", given.renormalize), ("drop_from_ratio", given.drop_from_ratio)):
+            if is_set and not masks:
+                yield f"rollout_correction.{name}", "has no effect, since nothing rejects tokens: remove it"
         if given.mode == "off" and not masks:
             yield "rollout_correction", "does nothing: choose another mode, or give veto_threshold or rules"
