@@ -47,7 +47,8 @@ def normalise(
         result = x - scopes[config.mean_level].means(x, leave_one_out=config.mean_leave1out)
     if config.std_level is not None:
         scope = scopes[config.std_level]
-        deviations = result if config.divides_by_subtracted else x - scope.means(x)
+        about = config.std_about or ("subtracted" if config.is_of_areal else "own")
+        deviations = result if about == "subtracted" else x - scope.means(x)
         result = result / scope.divisors(deviations, unbiased=config.std_unbiased, eps=config.eps)
     return torch.zeros_like(values).masked_scatter(keep, result.to(values.dtype))
 

@@ -17,6 +17,11 @@ class ErrorCode:
 
 ERROR_CODES: dict[str, ErrorCode] = {
     "areal.error": ErrorCode("An error without a more specific code.", "Read the message."),
+    # algorithm
+    "algorithm.not_finite": ErrorCode(
+        "A train batch holds NaN or infinity in a reward or at a trained token.",
+        "Check the reward function and the model; for remax, check that the workflow generates greedy answers.",
+    ),
     # allocation
     # checkpoint
     # config
@@ -60,6 +65,11 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Set the environment variable AREAL_SERVER_TOKEN to a secret.",
     ),
     # ledger
+    # loss
+    "loss.custom_result": ErrorCode(
+        "The function at actor.custom.path did not return a PolicyLoss with one loss per token.",
+        "Return PolicyLoss(losses=..., stats=...) with losses of the shape of tokens.mask.",
+    ),
     # model
     # process
     "process.cannot_listen": ErrorCode(

@@ -164,7 +164,8 @@ class PPOActor:
             listed = ", ".join(f"{int(count)} in {name}" for name, count in zip(names, counts, strict=True) if count)
             raise InputError(
                 f"the train batch holds numbers that are not finite: {listed}; check the reward function, the "
-                "log-probabilities of the model that made them and, for remax, that the workflow draws greedy answers"
+                "log-probabilities of the models and, for remax, that the workflow generates greedy answers",
+                code="algorithm.not_finite",
             )
 
 

@@ -88,7 +88,7 @@ def centred(
             lengths = trained_counts(batch.loss_mask, batch.sequence_index, batch.num_sequences)
             rewards = length_weighted(rewards, lengths, batch.group_ids)
         case "best_of_group":
-            rewards = best_of_group(rewards, batch.group_ids)
+            rewards = best_of_group(rewards, batch.group_ids, divide_by_std=config.passk_std)
         case "greedy":
             if batch.baselines is None:
                 raise ValueError("the batch has no baselines: the workflow draws no greedy answers")

@@ -99,9 +99,9 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     if not is_around_prox(config):  # only measured: the KL in the reward keeps the servers' log-probabilities
         return replace(batch, prox_logprobs=None), metrics
     if options.renormalize:
-        ratio_mask = None if options.drops_from_ratio else spans.mask
+        ratio_mask = None if _drops(options) else spans.mask
         return replace(batch, behaviour_weights=found.weights, policy_mask=found.kept, ratio_mask=ratio_mask), metrics
-    ratio_mask = found.kept if options.drops_from_ratio else None
+    ratio_mask = found.kept if _drops(options) else None
     return replace(batch, behaviour_weights=found.weights, ratio_mask=ratio_mask), metrics
 
 
@@ -133,4 +133,8 @@ def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction 
 def drops_late(config: PPOActorConfig) -> bool:
     """Whether the tokens that `late_correction` rejects leave the ratio of their sequence."""
     options = correction_of(config)
-    return options is not None and options.drops_from_ratio
+    return options is not None and _drops(options)
+
+
+def _drops(options: RolloutCorrectionConfig) -> bool:
+    return options.renormalize if options.drop_from_ratio is None else options.drop_from_ratio

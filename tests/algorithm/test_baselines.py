@@ -70,6 +70,12 @@ def test_best_of_group_by_hand():
     assert best_of_group(rewards, torch.tensor([0, 1, 0, 1, 2, 0])).tolist() == pytest.approx([0.4, 0, 0, 0, 0, 0])
 
 
+def test_best_of_group_over_the_std_equals_verl():
+    """verl's compute_grpo_passk_outcome_advantage: (0.9 - 0.5) / (std with n - 1 of {0.9, 0.5, 0.1} = 0.4, + 1e-6)."""
+    found = best_of_group(torch.tensor([0.9, 0.5, 0.1, 2.0, 2.0]), torch.tensor([0, 0, 0, 1, 1]), divide_by_std=True)
+    assert found.tolist() == pytest.approx([1.0, 0, 0, 0, 0], abs=1e-5)
+
+
 def test_the_scale_counts_all_ranks_by_hand():
     # here 2 of 4 answers are in a mixed group, elsewhere 1 of 8: 12 / 3
     scale = valid_sample_scale(

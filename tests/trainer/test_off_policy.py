@@ -146,7 +146,7 @@ BYPASS = [
 def test_bypass_mode_needs_no_forward_pass_and_no_cut(toolbox, options):
     """verl's bypass_mode: the weights and rejections are of the policy in training against the rollout policy."""
     options = config(**options | {"recompute_logprob": False, "ppo_epochs": 2})
-    assert not dict(problems_of(options))
+    assert not list(problems_of(options))
     batch = toolbox.random_batch(3, 12)
     alone = toolbox.TableEngine()
     _, metrics = step(alone, options, batch)
@@ -199,7 +199,7 @@ def test_bypass_mode_equals_verl(toolbox):
 )
 def test_bypass_mode_refuses_what_it_cannot_do(options, path):
     options = config(**{"recompute_logprob": False, "rollout_correction": section(numerator="training")} | options)
-    assert path in dict(problems_of(options))
+    assert path in [problem.path for problem in problems_of(options)]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problems, choice, number, option
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.relevance import when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +22,16 @@ class NormConfig:
     std_unbiased: bool = True
     """Divide squared deviations by n-1 instead of n."""
     std_about: str | None = choice(None, "own", "subtracted")
-    """Mean of the squared deviations: own = of the std's scope; subtracted = the one that was subtracted (AReaL);
-    null = subtracted if this section has a group_size above 1, which only AReaL files have, else own."""
+    """Squares are about: own = the mean of std_level, subtracted = that of mean_level; null = by group_size."""
     eps: float = number(1e-5, low=0)
     """Added to the standard deviation."""
     group_size: int = number(1, low=1)
-    """Kept for files written for AReaL; groups are told apart by id, and this must be 1 or gconfig.n_samples."""
+    """1 or gconfig.n_samples, for files of AReaL: above 1, std_about null = subtracted (AReaL), else own."""
 
     @property
-    def divides_by_subtracted(self) -> bool:
-        """Whether the std is about the mean that was subtracted."""
-        return self.std_about == "subtracted" or (self.std_about is None and self.group_size > 1)
+    def is_of_areal(self) -> bool:
+        """Whether the section was written for AReaL, the only system that needs a group_size here."""
+        return self.group_size > 1
 
     def problems(self) -> Problems:
         if self.mean_leave1out and self.mean_level is None:
@@ -69,6 +69,8 @@ class AdvantageOptions:
     """Trained tokens before gconfig.max_new_tokens over which the penalty grows from 0 to its full size."""
     overlong_penalty_factor: float | None = number(None, above=0)
     """The full penalty, as a reward before bias and scale."""
+    passk_std: bool = option(False, relevant=when("adv_estimator", "grpo_passk"), also="verl norm_adv_by_std_in_grpo")
+    """grpo_passk: divide the lead of the best answer by the std of its group (verl's default)."""
     reward_norm: NormConfig | None = None
     """Normalisation of sequence rewards, after bias, scale and clip; null = none."""
     reward_scaling: float = number(1.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problems, choice, number, option
+from areal.api.config.relevance import satisfies, when
 
 WEIGHT_LEVELS = {
     "token": "token",
@@ -61,11 +62,9 @@ class RolloutCorrectionConfig:
     apply_weights: bool = True
     """Multiply the loss by the weights; false = only log them (the bounds of mode=mask, veto and rules still mask)."""
     level: str = choice("token", *WEIGHT_LEVELS)
-    """Ratio of a token; product over a segment (run of trained tokens, a turn) or sequence; segment_mean (ROLL's
-    segment) and geometric = geometric mean over a segment or sequence."""
+    """Ratio of a token; product over a segment (a turn) or sequence; segment_mean, geometric = their geometric mean."""
     numerator: str = choice("old", "old", "training")
-    """Policy of the numerator: old = the loss's old policy; training = the policy in training, in each micro-batch,
-    without a forward pass before the update (verl's bypass mode)."""
+    """old = weights of the loss's old policy; training = of the policy in training, per micro-batch (verl's bypass)."""
     mode: str = choice("truncate", "truncate", "mask", "clamp", "off")
     """truncate = at most upper; clamp = into [lower, upper]; mask = outside of it left out; off = no weights."""
     upper: float | None = number(None, above=0)
@@ -76,13 +75,14 @@ class RolloutCorrectionConfig:
     """One trained token with a ratio below this leaves out its whole sequence; null = no veto."""
     renormalize: bool = False
     """Rejected tokens leave the denominator of the loss; false = they stay in it and count as loss 0."""
-    drop_from_ratio: bool | None = None
+    drop_from_ratio: bool | None = option(
+        None, relevant=satisfies(".", lambda section: section.masks, "something rejects tokens")
+    )
     """Rejected tokens leave the ratio of their sequence; null = as renormalize. AReaL 1.0: true, renormalize false."""
     batch_normalize: bool = False
     """Divide the weights by their mean over all ranks."""
-    normalize_by: str = choice("kept_tokens", "kept_tokens", "units")
-    """batch_normalize: kept_tokens = mean over the tokens that are not rejected; units = over tokens, segments or
-    sequences of `level`, one weight each, rejected ones included (verl)."""
+    normalize_by: str = choice("kept_tokens", "kept_tokens", "units", relevant=when("batch_normalize", True))
+    """kept_tokens = mean over tokens not rejected; units = of units of level, one weight each, also rejected (verl)."""
     rules: list[CorrectionRule] = field(default_factory=list[CorrectionRule])
     """Further bounds; what any of them leaves out is left out."""
 
@@ -98,11 +98,6 @@ class RolloutCorrectionConfig:
         """Whether tokens can be left out."""
         has_mask_rule = any(rule.action == "mask" for rule in self.rules)
         return self.mode == "mask" or self.veto_threshold is not None or has_mask_rule
-
-    @property
-    def drops_from_ratio(self) -> bool:
-        """Whether rejected tokens leave the ratio of their sequence."""
-        return self.renormalize if self.drop_from_ratio is None else self.drop_from_ratio
 
     @property
     def only_logs(self) -> bool:
@@ -122,9 +117,7 @@ class RolloutCorrectionConfig:
             for name, is_set in dead.items():
                 if is_set:
                     yield name, "has no effect with mode=off, which has no weights: remove it or choose another mode"
-        if self.normalize_by != "kept_tokens" and not self.batch_normalize:
-            yield "normalize_by", "has no effect with batch_normalize=false: set that or remove it"
-        if self.mode != "off" and self.batch_normalize and not self.apply_weights:
+        elif self.batch_normalize and not self.apply_weights:
             yield "batch_normalize", "has no effect with apply_weights=false: remove one of them"
         for i, rule in enumerate(self.rules):
             if rule.action != "clamp":
@@ -244,8 +237,7 @@ class OffPolicyOptions:
                 "recompute_logprob to true in its place",
             )
         masks = given.masks or self.m2_threshold is not None
-        for name, is_set in (("renormalize", given.renormalize), ("drop_from_ratio", given.drop_from_ratio)):
-            if is_set and not masks:
-                yield f"rollout_correction.{name}", "has no effect, since nothing rejects tokens: remove it"
+        if given.renormalize and not masks:
+            yield "rollout_correction.renormalize", "has no effect, since nothing rejects tokens: remove it"
         if given.mode == "off" and not masks:
             yield "rollout_correction", "does nothing: choose another mode, or give veto_threshold or rules"
