@@ -53,9 +53,35 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Use a backend listed in docs/servers.md.",
     ),
     # launch
+    "launch.cannot_write": ErrorCode(
+        "The launcher cannot write its own files in the run folder.", "Make room on the disk, or choose another folder."
+    ),
+    "launch.disk_full": ErrorCode("A disk is full.", "Make room on it, or set cluster.fileroot to another disk."),
+    "launch.missing_inputs": ErrorCode(
+        "A file, model or function that the configuration names is absent or unusable; the message lists all of them.",
+        "Correct the listed keys.",
+    ),
+    "launch.no_answer": ErrorCode(
+        "No launcher runs on the run folder, or it does not answer in time.",
+        "Look at the output of the run's launcher.",
+    ),
+    "launch.no_run_folder": ErrorCode(
+        "The folder given to a command is not a run folder.", "Give the folder that the launcher printed at its start."
+    ),
+    "launch.request_refused": ErrorCode(
+        "The running launcher refuses to add or remove a replica.",
+        "Read the message; it says which condition is missing.",
+    ),
+    "launch.run_in_use": ErrorCode(
+        "Another launcher, or processes that one left behind, work on the run folder.",
+        "Stop them (the message has the process ids), or change trial_name.",
+    ),
     "launch.server_unprotected": ErrorCode(
         "An SGLang or vLLM server would listen beyond loopback, where the run's token does not protect all its routes.",
         "Use native servers, or start the servers yourself and name them in rollout.server_addrs.",
+    ),
+    "launch.several_nodes": ErrorCode(
+        "The configuration needs several machines, and the local launcher runs on one.", "Set cluster.n_nodes=1."
     ),
     "launch.token_mismatch": ErrorCode(
         "Two processes of a run have different tokens.", "Give AREAL_SERVER_TOKEN the same value everywhere."
@@ -72,8 +98,14 @@ ERROR_CODES: dict[str, ErrorCode] = {
     ),
     # model
     # process
+    "process.bad_context": ErrorCode(
+        "The environment variable AREAL_PROCESS does not contain what a launcher writes there.", "Unset it."
+    ),
     "process.cannot_listen": ErrorCode(
         "A process cannot listen on the address or port that it needs.", "Choose a free port and a local address."
+    ),
+    "process.cannot_start": ErrorCode(
+        "The program of a process does not exist or cannot be executed.", "Correct the path in the message."
     ),
     # request
     "request.invalid_field": ErrorCode(

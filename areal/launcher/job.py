@@ -87,6 +87,8 @@ class LaunchPlan:
     attached: tuple[str, ...]
     """URLs of servers that already run, in place of planned ones."""
     identities: Identities
+    warning: str = ""
+    """What the user should know before the start; empty when there is nothing."""
 
     @property
     def num_servers(self) -> int:
@@ -114,7 +116,8 @@ def make_plan(
     }
     sizes = {"server": servers.instance_size if servers is not None else 1, "trainer": 1}
     gpus = _share_gpus(config, machine, counts, sizes)
-    threads = _share_cores(config, machine, counts, sizes)
+    num_computing = sum(counts[role] * sizes[role] for role in ("server", "trainer"))
+    threads = _share_cores(config, machine, num_computing)
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
     for role, count in counts.items():
@@ -143,6 +146,7 @@ def make_plan(
         spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in used),
         attached=attached,
         identities=_identities(config, num_rows),
+        warning=_shortage_of_cores(num_computing, machine.cores),
     )
 
 
@@ -199,16 +203,23 @@ def _share_gpus(
     return {(role, index): tuple(available.pop(0) for _ in range(sizes[role])) for role, index in users}
 
 
-def _share_cores(
-    config: BaseExperimentConfig, machine: Machine, counts: Mapping[str, int], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """CPU threads by role: the cores shared out between the processes that compute."""
-    share = machine.cores // sum(counts[role] * sizes[role] for role in ("server", "trainer"))
+def _share_cores(config: BaseExperimentConfig, machine: Machine, num_computing: int) -> dict[str, int]:
+    """CPU threads of one process by role: an equal share of the cores, within the configured limits."""
+    share = machine.cores // num_computing
     return {
         "controller": 1,
         "server": max(1, min(config.launcher.inference_server_cpus_per_gpu, share)),
         "trainer": max(1, min(config.launcher.trainer_cpus_per_gpu, share)),
     }
+
+
+def _shortage_of_cores(num_computing: int, cores: int) -> str:
+    if num_computing <= 2 * cores:
+        return ""
+    return (
+        f"warning: {num_computing} server and trainer processes share {cores} cores, and will be slow: use fewer "
+        "(allocation_mode)"
+    )
 
 
 def _planned(

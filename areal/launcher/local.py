@@ -1,4 +1,4 @@
-"""Owns the command `python -m areal.launcher.local`: runs a configuration on this machine and waits for its end."""
+"""The command `python -m areal.launcher.local`: runs a configuration on this machine and waits for its end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -21,11 +23,10 @@ from areal.api.config.relevance import notice_of
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
-from areal.launcher.interruptions import Interruptions, counted_interruptions
+from areal.launcher.backend import LocalBackend
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
-from areal.launcher.life import MemoryMeter
 from areal.launcher.memory import bytes_text
-from areal.launcher.orphans import wait_for_leftovers
+from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
@@ -39,10 +40,10 @@ from areal.launcher.preflight import (
 from areal.launcher.run_requests import RequestBox
 from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
-from areal.launcher.supervisor import Outcome, Supervisor
+from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
-from areal.system.durable import settle_leftovers, write_atomic
+from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import Host
 from areal.system.process import AREAL_PROCESS, run_main
 from areal.system.run_paths import RunPaths
@@ -53,17 +54,17 @@ USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml 
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
 configuration names all parts. --dry-run prints the plan and starts nothing. --attach changes a run that is running
-(--attach --help tells more). AREAL_LLM_SERVER_ADDRS=host:port,... lets the run use servers that run already instead of
-starting its own, as rollout.server_addrs does; servers on other machines need AREAL_SERVER_TOKEN, their secret, too.
+(see --attach --help). AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as
+rollout.server_addrs does; servers on other machines also need their secret in AREAL_SERVER_TOKEN.
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
-_LEFTOVER_LIMIT_S = 10.0
+_ORPHANS_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the command line asks for."""
+    """What the command line requests."""
 
     config: BaseExperimentConfig
     extras: dict[str, Any]
@@ -73,7 +74,7 @@ class Launch:
 
 
 def read_command_line(argv: Sequence[str]) -> Launch:
-    """Read and check the whole configuration. ConfigError tells every problem; --help prints and exits."""
+    """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
     words = [word for word in argv if word != "--dry-run"]
     if "--help" in words or "-h" in words:
         sys.stdout.write(USAGE)
@@ -82,7 +83,8 @@ def read_command_line(argv: Sequence[str]) -> Launch:
     config = load_experiment(words, allow_unknown_top_level=script is not None)
     if config.cluster.n_nodes > 1:
         raise ConfigError(
-            f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
+            f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1",
+            code="launch.several_nodes",
         )
     config = with_attached_servers(config, os.environ)
     extras = script_keys(words) if script is not None else {}
@@ -94,7 +96,7 @@ def this_machine() -> Machine:
 
 
 def plan_text(plan: LaunchPlan) -> str:
-    """The plan for people."""
+    """The plan as text."""
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: {plan.ports}", "processes:"]
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
@@ -103,15 +105,15 @@ def plan_text(plan: LaunchPlan) -> str:
         lines.append(f"    {shlex.join(process.argv)}")
         if process.role == "server":
             lines.append(f"    with {_variables(process.env)}")
-    lines += [f"  server-{index}: runs already at {url}" for index, url in enumerate(plan.attached)]
+    lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
     lines.append("identities:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
-    lines.append("Model state is weights, gradients, optimiser and KV cache; activations and libraries come on top.")
+    lines.append("Model state is weights, gradients, optimiser and KV cache, without activations and libraries.")
     return "\n".join(lines) + "\n"
 
 
 def _variables(env: Mapping[str, str]) -> str:
-    """As a shell takes them: what a person needs to start such a server by hand. Secrets are not shown."""
+    """In shell syntax, to start such a server by hand. Secrets are not shown."""
     shown = {name: value for name, value in env.items() if name != AREAL_PROCESS}
     hidden = [name for name in shown if name.upper().endswith(_SECRET)]
     return " ".join(
@@ -120,13 +122,14 @@ def _variables(env: Mapping[str, str]) -> str:
 
 
 def launch(request: Launch, machine: Machine) -> int:
-    """Run to the end; returns the exit status."""
+    """Run until the end of the run; returns the exit status."""
     config, paths = request.config, RunPaths.of(request.config)
     rows = count_rows(config)
     line = StatusLine()
     plan = make_plan(config, machine, script=request.script, num_rows=rows)
-    if notice := notice_of(config):
-        line.say(f"areal: {notice}")
+    for notice in (notice_of(config), plan.warning):
+        if notice:
+            line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script)
     if isinstance(config, PPOConfig):
         for notice in notices(config):
@@ -135,30 +138,32 @@ def launch(request: Launch, machine: Machine) -> int:
     if request.dry_run:
         sys.stdout.write(plan_text(plan))
     if problems:
-        raise ConfigError("\n  ".join(problems))
+        raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
     if request.dry_run:
         return 0
     make_run_folder(paths)
     with run_lock(paths):
-        wait_for_leftovers(paths, limit_s=_LEFTOVER_LIMIT_S, tell=line.say)
-        settle_leftovers(paths.recover)  # the dead may have been about to replace a checkpoint
+        wait_for_orphans(paths, limit_s=_ORPHANS_LIMIT_S, say=line.say)
+        finish_interrupted_writes(paths.recover)
         check_run_folder(config, paths)
         save_config(config, paths.config, extra=request.extras)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-        meter = MemoryMeter()
         with counted_interruptions() as interruptions:
             try:
-                outcome = _run(request, machine, paths, rows, line, meter, interruptions)
+                outcome = _run(request, machine, paths, rows, line, interruptions)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
-                raise LaunchError(f"the launcher cannot keep its books, all processes have ended: {cause}") from error
+                raise LaunchError(
+                    f"the launcher cannot write its records, all processes have ended: {cause}",
+                    code="launch.cannot_write",
+                ) from error
             line.end(None)
             summary = {
                 "status": outcome.status,
                 "cause": outcome.cause,
                 "started_at": started_at,
                 "seconds": round(time.monotonic() - began_s, 3),
-                "peak_rss_gib": round(meter.peak_bytes / 2**30, 4),
+                "peak_rss_gib": round(outcome.peak_rss_bytes / 2**30, 4),
                 "exit_codes": outcome.exit_codes,
                 "restarts": outcome.restarts,
             }
@@ -166,7 +171,7 @@ def launch(request: Launch, machine: Machine) -> int:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
             except OSError as error:
                 line.say(f"areal: {paths.summary} was not written: {error.strerror or error}")
-        return _tell(outcome, paths, line)
+        return _report(outcome, paths, line)
 
 
 def _run(
@@ -175,15 +180,14 @@ def _run(
     paths: RunPaths,
     rows: int | None,
     line: StatusLine,
-    meter: MemoryMeter,
     interruptions: Interruptions,
 ) -> Outcome:
-    """Start everything and stay until its end."""
+    """Start all processes and wait until all have ended."""
     config = request.config
-    goes_on = config.recover.mode in ("auto", "resume")
-    newest = newest_checkpoint(paths) if goes_on else None
+    recovers = config.recover.mode in ("auto", "resume")
+    newest = newest_checkpoint(paths) if recovers else None
     plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=newest is not None)
-    if goes_on and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
+    if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     registry = registry_of(config)
@@ -202,15 +206,15 @@ def _run(
         config.launcher,
         config.recover,
         paths,
+        LocalBackend(paths),
         registry=registry,
         source=source,
         line=line,
-        meter=meter,
         interruptions=interruptions,
     ).run()
 
 
-def _tell(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
+def _report(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
     if outcome.status == "completed":
         line.say(f"areal: run completed: {paths.root}")
         return 0
@@ -219,6 +223,21 @@ def _tell(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
         return 130
     line.say(f"areal: error: run failed: {outcome.cause}")
     return 1
+
+
+@contextmanager
+def counted_interruptions() -> Iterator[Interruptions]:
+    """Count Ctrl-C, SIGTERM and SIGHUP while the block runs, instead of ending the process."""
+    found = Interruptions()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, found.add) for number in numbers}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:

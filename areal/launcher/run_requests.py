@@ -1,56 +1,50 @@
-"""Owns the files through which other commands ask the running launcher of a run to change it."""
+"""The files through which other commands request changes from the running launcher of a run."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths
 
 _REQUEST, _ANSWER = ".request.json", ".answer.json"
 
-Action = Literal["add-replica", "remove-replica"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked."""
+    """A change that a command requests."""
 
-    id: str
-    action: Action
-    replica: str
-    """Process name of the server to remove; empty when one is to be added."""
-
-    @classmethod
-    def make(cls, action: Action, replica: str = "") -> Self:
-        return cls(id=uuid.uuid4().hex, action=action, replica=replica)
+    action: Literal["add-replica", "remove-replica"]
+    replica: str = ""
+    """Process name of the server to remove."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the launcher says to it."""
+    """The launcher's answer to a request."""
 
     state: Literal["working", "done", "refused"]
-    """working = a later answer follows."""
+    """working = another answer follows."""
     text: str
     limit_s: float = 0.0
-    """While it works: the launcher comes to an end within so many seconds."""
+    """While it works: seconds after which the launcher has finished or given up."""
 
 
 class RequestBox:
-    """RUN/requests. A request stays until whoever asked has read the answer."""
+    """RUN/requests. A request stays until the command that wrote it has read the answer."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._folder = paths.requests
         self._taken: set[str] = set()
 
     def clear(self) -> None:
-        """Forget what was asked of an earlier launcher."""
+        """Remove the requests to an earlier launcher."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ask(self, request: Request) -> None:
@@ -71,19 +65,18 @@ class RequestBox:
     def take(self) -> list[Request]:
         """The requests that were not taken before."""
         found: list[Request] = []
-        for path in sorted(self._folder.glob(f"*{_REQUEST}")):
-            name = path.name.removesuffix(_REQUEST)
-            if name in self._taken or name.startswith("."):
+        for path in sorted(self._folder.glob(f"[!.]*{_REQUEST}")):
+            if path.name in self._taken:
                 continue
-            self._taken.add(name)
+            self._taken.add(path.name)
             try:
                 found.append(Request(**json.loads(path.read_bytes())))
-            except (OSError, ValueError, TypeError):  # withdrawn meanwhile, or nothing of ours
+            except (OSError, ValueError, TypeError):  # withdrawn meanwhile, or not a request
                 continue
         return found
 
     def answer(self, request: Request, answer: Answer) -> None:
-        """Tell whoever asked. One who gave up has withdrawn the request: nobody is told then."""
+        """Answer a request, unless its command has given up and withdrawn it."""
         if self._path(request.id, _REQUEST).exists():
             write_atomic(self._path(request.id, _ANSWER), json.dumps(asdict(answer)).encode())
 

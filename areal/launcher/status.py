@@ -1,4 +1,4 @@
-"""Owns the live status line: what it says, from where, and how often it is shown."""
+"""The live status of a run: the status line, where its numbers come from, and the report of a stalled run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,74 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from areal.api.config import LauncherConfig
+from areal.launcher.backend import ProcessBackend
+from areal.launcher.liveness import LivenessWatch
+from areal.launcher.stall import StallWatch
+from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
 
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
 _TAIL_BYTES = 1 << 16
-_STILL_S = 5.0
-"""A run whose step does not move for this long also says what it waits for."""
+_WAITING_S = 5.0
+"""After this time within one step the line also says what the run waits for."""
+
+
+class RunStatus:
+    """Refreshes the status line at the configured interval, with one request to the controller each time."""
+
+    def __init__(
+        self,
+        config: LauncherConfig,
+        backend: ProcessBackend,
+        source: StatusSource,
+        line: StatusLine,
+        liveness: LivenessWatch,
+        stacks: Path,
+    ) -> None:
+        self._interval_s = config.status_interval_s
+        self._source = source
+        self._line = line
+        self._liveness = liveness
+        self._stall = StallWatch(config.stall_s, stacks, backend.request_stacks)
+        self._next_s = 0.0
+
+    def show(self, children: Sequence[Child], *, was_ready: bool) -> None:
+        """Refresh the line when it is due. `was_ready`: all processes were ready once."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._interval_s
+        status = self._source.status()
+        pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
+        if report := self._stall.look(status, self._liveness.beats, pids):
+            self._line.say(report)
+        parts = [self._source.text(status) if was_ready else None, waiting_text(children, now_s)]
+        if any(parts):
+            self._line.show(" | ".join(part for part in parts if part))
+
+    def end(self) -> None:
+        """Leave the result of the run as the last line."""
+        self._line.end(self._source.read_last())
+
+
+def waiting_text(children: Sequence[Child], now_s: float) -> str | None:
+    """Which processes are not ready yet, and the seconds since their start; None when all are ready."""
+    waiting = [child for child in children if not child.is_ready and child.exit_code != 0]
+    if not waiting:
+        return None
+    waited_s = now_s - min((child.started_s for child in waiting if child.is_running), default=now_s)
+    return f"waiting {waited_s:.0f} s for {', '.join(child.name for child in waiting)} to get ready"
 
 
 class StatusSource:
-    """Reads where a run stands: from the controller, or from metrics.jsonl when there is none."""
+    """Reads the state of a run from the controller, or from metrics.jsonl when there is none."""
 
     def __init__(self, registry: NameRegistry, metrics: Path, *, has_controller: bool, total_steps: int | None) -> None:
         self._registry = registry
@@ -33,19 +85,18 @@ class StatusSource:
         self._total_steps = total_steps
         self._step: int | None = None
         self._step_since_s = 0.0
-        # Without proxies: the controller is on this machine whatever http_proxy says.
+        # The controller is in the run's own network, whatever http_proxy says.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def status(self) -> dict[str, Any] | None:
-        """What the controller says now; None without one, or when it is too busy to answer. One call to it."""
+        """The controller's answer to one request; None without a controller, or when it is too busy to answer."""
         found = self._registry.get("controller") if self._has_controller else None
         if found is None:
             return None
         try:
-            address = json.loads(found)["address"]
             token = run_token()
             headers = {"Authorization": f"Bearer {token}"} if token else {}
-            request = urllib.request.Request(f"{address}/status", headers=headers)
+            request = urllib.request.Request(f"{json.loads(found)['address']}/status", headers=headers)
             with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
                 status = json.loads(answer.read())
             return status if isinstance(status, dict) else None
@@ -53,24 +104,22 @@ class StatusSource:
             return None
 
     def text(self, status: dict[str, Any] | None) -> str | None:
-        """The text of the line for what `status` found; None when nothing is known."""
+        """The status line for an answer of `status()`; None when nothing is known."""
         if not self._has_controller:
             return self._from_metrics()
-        return None if status is None else rollout_line(status, self._total_steps, is_still=self._is_still(status))
+        if status is None:
+            return None
+        now_s = time.monotonic()
+        if status.get("step") != self._step:
+            self._step, self._step_since_s = status.get("step"), now_s
+        return rollout_line(status, self._total_steps, is_waiting=now_s - self._step_since_s >= _WAITING_S)
 
     def read_last(self) -> str | None:
-        """The text once all processes have ended: from the metrics they left."""
+        """The last status line, from the metrics, once all processes have ended."""
         last = last_record(self._metrics)
         if last is None:
             return None
         return finished_line(last, self._total_steps) if self._has_controller else self._from_metrics()
-
-    def _is_still(self, status: dict[str, Any]) -> bool:
-        now_s = time.monotonic()
-        step = status.get("step")
-        if step != self._step:
-            self._step, self._step_since_s = step, now_s
-        return now_s - self._step_since_s >= _STILL_S
 
     def _from_metrics(self) -> str | None:
         last = last_record(self._metrics)
@@ -78,7 +127,7 @@ class StatusSource:
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a metrics file."""
+    """The last complete line of a metrics file."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -89,25 +138,27 @@ def last_record(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_still: bool) -> str:
-    """One line on an asynchronous run; one that stands still says what it waits for."""
-    total = status.get("total_steps") or total_steps
-    failed = f", {status['failed']} failed" if status.get("failed") else ""
-    rejected = f", {status['rejected']} rejected" if status.get("rejected") else ""
+def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting: bool) -> str:
+    """The line of an asynchronous run. `is_waiting`: also say what the run waits for, and how many servers serve."""
     parts = [
-        f"step {status.get('step', 0)}/{_or_unknown(total)}",
+        f"step {status.get('step', 0)}/{_or_unknown(status.get('total_steps') or total_steps)}",
         f"reward {_number(status.get('reward_mean'), '.3f')}",
-        f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running{rejected}{failed}",
+        f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running"
+        + "".join(f", {status[name]} {name}" for name in ("rejected", "failed") if status.get(name)),
         f"staleness {_number(status.get('staleness_mean'), '.2f')}",
         f"{_number(status.get('tokens_per_s'), ',.0f')} tokens/s",
     ]
-    if is_still:
-        parts.append(f"waits for {status.get('waiting_for') or '?'}")
+    if is_waiting:
+        replicas: list[dict[str, Any]] = (status.get("replicas") or {}).get("replicas") or []
+        num_serving = sum(replica["state"] == "serving" for replica in replicas)
+        if num_serving < len(replicas):
+            parts.append(f"{num_serving} of {len(replicas)} servers serve")
+        parts.append(f"waits for {status.get('asked_for') or '?'}")
     return " | ".join(parts)
 
 
 def finished_line(record: dict[str, Any], total_steps: int | None) -> str:
-    """One line on an asynchronous run that ended."""
+    """The line of an asynchronous run that has ended."""
     return " | ".join(
         [
             f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
@@ -118,7 +169,7 @@ def finished_line(record: dict[str, Any], total_steps: int | None) -> str:
 
 
 def training_line(record: dict[str, Any], total_steps: int | None) -> str:
-    """One line on a run without rollouts."""
+    """The line of a run without rollouts."""
     return " | ".join(
         [
             f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
@@ -137,7 +188,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 class StatusLine:
-    """Shows one line: refreshed in place on a terminal, else as a plain line now and then."""
+    """One line: refreshed in place on a terminal, else printed as a new line at most every 10 seconds."""
 
     def __init__(self, stream: TextIO | None = None, *, width: Callable[[], int] | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -147,7 +198,7 @@ class StatusLine:
         self._shown_s = float("-inf")
 
     def show(self, text: str) -> None:
-        """Show `text` as the line; on something else than a terminal at most every 10 seconds and only if new."""
+        """Show `text`; where standard error is no terminal, only if it is new and the interval is over."""
         if self._live:
             self._stream.write("\r" + text[: self._width() - 1] + "\x1b[K")
         elif text != self._shown and time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
@@ -159,7 +210,7 @@ class StatusLine:
         self._stream.flush()
 
     def say(self, text: str) -> None:
-        """Print a lasting line, above the live one."""
+        """Print a line that stays, above the live one."""
         self._stream.write(("\r\x1b[K" if self._live and self._shown else "") + text + "\n")
         self._stream.flush()
         self._shown = ""

@@ -1,11 +1,12 @@
-"""Owns a run's processes from start to end: starts all, restarts what died and only that, ends the run, stops all.
+"""The supervisor of a run: starts all processes, restarts those that die, ends the run, stops all processes.
 
-Waits for: ready signs, heartbeats and ends of its children and requests of other commands (looked at 20 times a
-second), or an interruption by the user. What starts again after which death is told in `restart_rules`.
+Its loop looks 20 times a second at the ready signs, heartbeats and exit codes of the processes, at the requests of
+other commands, and at interruptions by the user. `restart_rules` decides which death leads to which restart.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,30 +14,39 @@ from typing import Literal
 
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError
-from areal.launcher.children import Child
-from areal.launcher.interruptions import Interruptions
+from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan
-from areal.launcher.life import LifeWatch, MemoryMeter
+from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
-from areal.launcher.restart_rules import RestartCounts, backoff_s, judge
+from areal.launcher.restart_rules import RestartCounts, backoff_s, decide
 from areal.launcher.run_requests import RequestBox
-from areal.launcher.status import StatusLine, StatusSource
-from areal.launcher.units import Unit, death_of, units_of
-from areal.launcher.view import RunView
+from areal.launcher.status import RunStatus, StatusLine, StatusSource
+from areal.launcher.units import Child, Unit, death_of, units_of
 from areal.system.discovery import NameRegistry
-from areal.system.durable import settle_leftovers
-from areal.system.process import kill_trees
+from areal.system.durable import finish_interrupted_writes
 from areal.system.run_paths import RunPaths
 
 _POLL_S = 0.05
 _SETTLE_S = 0.5
-"""After a first death: how long others may take to die of the same cause before the cause is chosen."""
-_AFTERLIFE_S = 60.0
-"""A controller that ended before the trainers is told by them to do so; it is missed if they go on for so long."""
+"""After a first death: how long other processes may take to die of the same cause before the cause is determined."""
+_CONTROLLER_ALONE_S = 60.0
+"""The controller ends because the trainers end. When they still run after this time, its end was unexpected."""
 _STUCK_S = 10.0
+_RSS_INTERVAL_S = 1.0
 
 Status = Literal["completed", "failed", "interrupted"]
+
+
+class Interruptions:
+    """Number of the user's requests to stop: Ctrl-C, SIGTERM, a closed terminal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, number: int, _: object = None) -> None:
+        """Signal handler. A terminal that closes may send SIGHUP several times, which is one request."""
+        self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +59,15 @@ class Outcome:
     was_ready: bool
     """All processes were ready once."""
     exit_codes: dict[str, int | None]
-    """Of every process's last life, also of servers that left."""
+    """Of every process after its last start, also of removed servers."""
     restarts: dict[str, list[str]]
-    """Why each unit (a server, the controller, the trainers) was started again, each time."""
+    """By unit (a server, the controller, the trainers), the reason of each restart."""
+    peak_rss_bytes: int
+    """Highest resident memory of all processes together, seen once a second."""
 
 
 class Supervisor:
-    """Runs the processes of one plan to their common end."""
+    """Runs the processes of one plan until the run ends."""
 
     def __init__(
         self,
@@ -63,55 +75,59 @@ class Supervisor:
         config: LauncherConfig,
         recover: RecoverConfig,
         paths: RunPaths,
+        backend: ProcessBackend,
         *,
         registry: NameRegistry,
         source: StatusSource,
         line: StatusLine,
-        meter: MemoryMeter,
         interruptions: Interruptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._recover = recover
         self._paths = paths
+        self._backend = backend
         self._registry = registry
         self._line = line
-        self._meter = meter
         self._interruptions = interruptions
         self._clock = clock
         self._recovered = plan.recover
-        self._units = units_of(plan.processes)
+        self._units = units_of(plan.processes, backend, clock)
         self._counts = RestartCounts()
-        self._life = LifeWatch(paths, config.hang_s)
-        self._view = RunView(config, paths, source, line, self._life)
+        self._liveness = LivenessWatch(paths, backend, config.hang_s)
+        self._status = RunStatus(config, backend, source, line, self._liveness, paths.stacks)
         self._replicas = ReplicaChanges(
             RequestBox(paths),
             self._units,
+            backend,
             spare_gpus=plan.spare_gpus,
             num_attached=len(plan.attached),
             config=config,
             registry=registry,
             start=self._start,
-            forget=self._retire,
-            tell=line.say,
+            removed=self._removed,
+            say=line.say,
+            clock=clock,
         )
         self._was_ready = False
         self._disk_problem = ""
-        self._departed: dict[str, int | None] = {}
-        self._departed_restarts: dict[str, list[str]] = {}
-        self._ending_since_s: float | None = None
+        self._removed_codes: dict[str, int | None] = {}
+        self._removed_restarts: dict[str, list[str]] = {}
+        self._ranks_ending_since_s: float | None = None
         self._trainers_ended_s: float | None = None
-        self._told_stuck: set[int | None] = set()
+        self._reported_stuck: set[int | None] = set()
+        self._peak_rss_bytes = 0
+        self._rss_due_s = 0.0
 
     def run(self) -> Outcome:
-        """From start to end; returns when no process is left."""
+        """Start all processes and return when none is left."""
         cause: str | None = "the launcher failed"
         try:
             for unit in list(self._units):
                 self._start(unit)
             cause = self._watch()
         except LaunchError as error:  # a process could not be started
-            cause = str(error)
+            cause = f"{error} [{error.code}]"
         finally:
             self._stop()
         if self._interruptions.count:
@@ -125,8 +141,9 @@ class Supervisor:
             status=status,
             cause=(cause or "") if status == "failed" else "",
             was_ready=self._was_ready,
-            exit_codes=self._departed | {child.name: child.exit_code for child in self._children},
-            restarts=self._departed_restarts | {unit.name: unit.restarts for unit in self._units if unit.restarts},
+            exit_codes=self._removed_codes | {child.name: child.exit_code for child in self._children},
+            restarts=self._removed_restarts | {unit.name: unit.restarts for unit in self._units if unit.restarts},
+            peak_rss_bytes=self._peak_rss_bytes,
         )
 
     @property
@@ -135,7 +152,7 @@ class Supervisor:
 
     @property
     def _leaders(self) -> list[Unit]:
-        """The controller and the trainers; servers only serve."""
+        """The units that decide when the run ends: the controller and the trainers."""
         return [unit for unit in self._units if unit.role != "server"]
 
     @property
@@ -143,99 +160,99 @@ class Supervisor:
         return next(unit for unit in self._units if unit.role == "trainer")
 
     def _watch(self) -> str | None:
-        """Until the run ends well (None), fails (the cause) or is interrupted (None)."""
+        """Loop until the run succeeds (None), fails (the cause) or is interrupted (None)."""
         while not self._interruptions.count:
-            self._note_ready()
-            cause = self._idle_end()
-            if cause is None and self._trainers.has_ended_well:
+            self._read_ready_signs()
+            cause = self._ended_without_taking_part()
+            if cause is None and self._trainers.has_succeeded:
                 if self._is_over():
                     return None
             else:
-                cause = cause or self._look_after_life() or self._look_after_ends() or self._late()
+                cause = cause or self._kill_hung() or self._handle_deaths() or self._late()
                 self._replicas.step(self._clock(), run_was_ready=self._was_ready)
             if cause is not None:
                 return cause
-            self._meter.sample()
-            self._view.show(self._children, was_ready=self._was_ready)
+            self._measure_memory()
+            self._status.show(self._children, was_ready=self._was_ready)
             time.sleep(_POLL_S)
         return None
 
-    def _note_ready(self) -> None:
+    def _measure_memory(self) -> None:
+        if time.monotonic() >= self._rss_due_s:
+            self._rss_due_s = time.monotonic() + _RSS_INTERVAL_S
+            self._peak_rss_bytes = max(self._peak_rss_bytes, self._backend.resident_bytes())
+
+    def _read_ready_signs(self) -> None:
         for child in self._children:
             if not child.is_ready and self._registry.get(f"ready/{child.name}") is not None:
-                child.got_ready()
+                child.set_ready()
         self._was_ready = self._was_ready or all(unit.is_ready for unit in self._units)
 
     def _is_over(self) -> bool:
-        """All trainers have ended well: nothing starts again, and the controller gets a moment to end by itself."""
+        """After all trainers succeeded nothing is restarted, and the controller gets time to end by itself."""
         now = self._clock()
         self._trainers_ended_s = now if self._trainers_ended_s is None else self._trainers_ended_s
         waited_s = now - self._trainers_ended_s
         return waited_s >= self._config.stop_grace_s or not any(unit.is_running for unit in self._leaders)
 
-    def _look_after_life(self) -> str | None:
-        """Kill what hangs: it is then dead like any other, and told so. Returns why the run ends."""
-        for child, text in self._life.look(self._children, self._clock()):
+    def _kill_hung(self) -> str | None:
+        """Kill hung processes, which are then handled as crashes. Returns why the run ends."""
+        for child, text in self._liveness.look(self._children, self._clock()):
             self._disk_problem = disk_problem(self._paths)
-            if self._disk_problem:  # no sign of life can be written
+            if self._disk_problem:  # heartbeats cannot be written
                 return f"{child.name} {text}"
             child.kill(text)
-        if self._life.step is not None:
-            self._counts.saw_step(self._life.step)
+        if self._liveness.step is not None:
+            self._counts.saw_step(self._liveness.step)
         return None
 
-    def _look_after_ends(self) -> str | None:
-        """Restart what died. Returns why the run ends."""
+    def _handle_deaths(self) -> str | None:
+        """Restart the units that died. Returns why the run ends."""
         for unit in list(self._units):
             if unit.phase == "leaving":
                 continue
             if unit.restart_at_s is not None:
                 if self._clock() >= unit.restart_at_s and not unit.is_running:
-                    self._start_again(unit)
-                continue
-            if cause := self._bury(unit):
+                    self._restart(unit)
+            elif cause := self._handle_death(unit):
                 return cause
         return None
 
-    def _bury(self, unit: Unit) -> str | None:
-        """Look whether some of a unit died, and decide what follows. Returns why the run ends."""
+    def _handle_death(self, unit: Unit) -> str | None:
+        """Look whether a unit died, and decide what follows. Returns why the run ends."""
         now = self._clock()
-        if unit.role == "controller" and unit.has_ended_well and not unit.must_run:
+        if unit.role == "controller" and unit.has_succeeded and not unit.must_run:
             unit.dead_since_s = now if unit.dead_since_s is None else unit.dead_since_s
-            unit.must_run = now - unit.dead_since_s >= _AFTERLIFE_S
+            unit.must_run = now - unit.dead_since_s >= _CONTROLLER_ALONE_S
         dead = unit.dead()
         if not dead:
             return None
         unit.dead_since_s = now if unit.dead_since_s is None else unit.dead_since_s
         was_killed = any((child.exit_code or 0) < 0 for child in dead)
         if unit.is_running and not was_killed and now - unit.dead_since_s < _SETTLE_S:
-            return None  # the others may be about to die of the same cause, or of the cause itself
-        self._note_ready()  # the sign may be younger than the last look
+            return None  # the others may die of the same cause, or may be the cause
+        self._read_ready_signs()  # a sign may be newer than the last look
         unit.kill()
         count = self._counts.of(unit.name)
         self._disk_problem = disk_problem(self._paths)
-        verdict = judge(
-            unit.role,
-            [death_of(child) for child in dead],
-            num_restarts=count,
-            recover=self._recover,
-            disk_problem=self._disk_problem,
-        )
-        told = next(child for child in dead if child.name == verdict.told.name)
+        deaths = [death_of(child) for child in dead]
+        decision = decide(unit.role, deaths, num_restarts=count, recover=self._recover, disk_problem=self._disk_problem)
+        first = next(child for child in dead if child.name == decision.cause.name)
         if unit.phase == "joining":
-            self._replicas.failed(unit, f"{unit.name} could not join the run, which goes on without: {told.obituary()}")
+            text = f"{unit.name} could not join the run, which continues without it: {first.failure_text()}"
+            self._replicas.failed(unit, text)
             return None
-        if verdict.ends_run:
-            return self._cause(told, verdict.why)
+        if decision.ends_run:
+            return self._cause(first, decision.reason)
         delay_s = backoff_s(count)
         self._counts.add(unit.name)
-        unit.restarts.append(f"{told.name} {told.end()}")
+        unit.restarts.append(f"{first.name} {first.exit_text()}")
         unit.restart_at_s = now + delay_s
-        self._forget(unit)
-        who = "all trainer ranks start" if len(unit.children) > 1 else f"{told.name} starts"
+        self._unregister(unit)
+        who = "all trainer ranks restart" if len(unit.children) > 1 else f"{first.name} restarts"
         self._line.say(
-            f"{told.obituary()}\n  {who} again in {delay_s:g} s "
-            f"({count + 1} of at most {self._recover.retries} without progress)"
+            f"{first.failure_text()}\n  {who} in {delay_s:g} s "
+            f"(restart {count + 1} of at most {self._recover.retries} without progress)"
         )
         return None
 
@@ -243,21 +260,21 @@ class Supervisor:
         """For the first time."""
         unit.start(num_servers=self._replicas.num_servers, recover=None)
 
-    def _start_again(self, unit: Unit) -> None:
-        unit.clean_up()
-        self._forget(unit)  # also what it wrote between its death's discovery and its end
+    def _restart(self, unit: Unit) -> None:
+        unit.kill_descendants()
+        self._unregister(unit)  # also what it wrote after its death was seen
         recover = None
         if unit.role == "trainer":
-            settle_leftovers(self._paths.recover)  # the dead may have been about to replace one
+            finish_interrupted_writes(self._paths.recover)
             newest = newest_checkpoint(self._paths)
             self._recovered = recover = newest is not None
-            self._line.say(f"areal: trainers go on from {checkpoint_text(newest)}")
-            for other in self._leaders:  # a controller that was told that training is over
-                other.must_run = other.must_run or (other is not unit and other.has_ended_well)
+            self._line.say(f"areal: trainers continue from {checkpoint_text(newest)}")
+            for other in self._leaders:  # a controller that ended because training was over
+                other.must_run = other.must_run or (other is not unit and other.has_succeeded)
         unit.start(num_servers=self._replicas.num_servers, recover=recover)
 
-    def _forget(self, unit: Unit) -> None:
-        """Remove every trace by which others find the processes of a unit, or take them for alive."""
+    def _unregister(self, unit: Unit) -> None:
+        """Remove the entries by which others find the processes of a unit, and their heartbeats."""
         for child in unit.children:
             child.is_ready = False
             self._registry.remove(f"ready/{child.name}")
@@ -267,84 +284,76 @@ class Supervisor:
                 self._registry.remove("controller")
             self._paths.alive_of(child.name).unlink(missing_ok=True)
 
-    def _retire(self, unit: Unit) -> None:
-        """A server has left for good."""
-        self._forget(unit)
-        self._departed |= {child.name: child.exit_code for child in unit.children}
+    def _removed(self, unit: Unit) -> None:
+        """A server was removed from the run."""
+        self._unregister(unit)
+        self._removed_codes |= {child.name: child.exit_code for child in unit.children}
         if unit.restarts:
-            self._departed_restarts[unit.name] = unit.restarts
+            self._removed_restarts[unit.name] = unit.restarts
 
-    def _cause(self, told: Child, why: str) -> str:
-        """The likely first death, told first, and the others behind it."""
-        if self._disk_problem:  # which is told with it, and is why all the others die
-            return f"{told.name} {told.end()}"
+    def _cause(self, first: Child, reason: str) -> str:
+        """The likely cause of the failure, then the other deaths."""
+        if self._disk_problem:  # it is reported too, and is why the processes die
+            return f"{first.name} {first.exit_text()}"
         deadline = self._clock() + _SETTLE_S
         while self._clock() < deadline and any(unit.is_running for unit in self._leaders):
             time.sleep(_POLL_S)
         others = [child for unit in self._leaders if unit.restart_at_s is None for child in unit.dead()]
-        dead = sorted({*others, told}, key=lambda child: child.spoke_last_ns())
-        first = told if why else dead[0]
-        then = [child for child in dead if child is not first and not _same_error(first.error, child.error)]
-        remark = f" ({why})" if why else ""
-        return first.obituary() + remark + "".join(f"\n  then {child.obituary()}" for child in then)
+        dead = sorted({*others, first}, key=Child.last_output_ns)
+        first = first if reason else dead[0]
+        remark = f" ({reason})" if reason else ""
+        then = [child for child in dead if child is not first and not first.has_same_error(child)]
+        return first.failure_text() + remark + "".join(f"\n  then {child.failure_text()}" for child in then)
 
-    def _idle_end(self) -> str | None:
-        """A process that ended well but never did its part: a script that does not train."""
+    def _ended_without_taking_part(self) -> str | None:
+        """A process that ended with 0 and was never ready: its script does not train."""
         if self._recovered:  # a run that was complete before has nothing to do
             return None
         for child in (child for unit in self._leaders for child in unit.children):
             if child.exit_code == 0 and not child.was_ready and self._registry.get(f"ready/{child.name}") is None:
                 return (
                     f"{child.name} ended without taking part in the run: a script must call train(...) of its "
-                    f"PPOTrainer or SFTTrainer in every process ({child.obituary()})"
+                    f"PPOTrainer or SFTTrainer in every process ({child.failure_text()})"
                 )
         return None
 
     def _late(self) -> str | None:
-        """A process that takes longer than it may: to get ready, or to end after the other ranks ended."""
+        """A process that exceeds its time to get ready, or to end after the other ranks. Returns why the run ends."""
         now, limit_s = self._clock(), self._config.ready_timeout_s
         for unit in self._units:
             for child in (child for child in unit.children if child.is_running):
                 if child.killed_s is not None:
-                    self._tell_stuck(child, now)
+                    self._report_stuck(child, now)
                 elif not child.is_ready and unit.phase != "leaving" and now - child.started_s > limit_s:
                     text = f"was not ready after {limit_s:g} s (launcher.ready_timeout_s)"
                     if not child.was_ready and unit.phase == "member":
-                        return f"{child.name} {text}: {child.obituary()}"
+                        return f"{child.name} {text}: {child.failure_text()}"
                     child.kill(text)
         ranks = self._trainers.children
         if not any(child.exit_code == 0 for child in ranks):
-            self._ending_since_s = None
+            self._ranks_ending_since_s = None
             return None
-        self._ending_since_s = now if self._ending_since_s is None else self._ending_since_s
-        if now - self._ending_since_s > limit_s:
+        self._ranks_ending_since_s = now if self._ranks_ending_since_s is None else self._ranks_ending_since_s
+        if now - self._ranks_ending_since_s > limit_s:
             names = ", ".join(child.name for child in ranks if child.is_running)
             return f"{names} did not end within {limit_s:g} s after the other ranks had ended"
         return None
 
-    def _tell_stuck(self, child: Child, now: float) -> None:
-        """Say it, once, when the kernel does not let a killed process end."""
-        if child.killed_s is not None and now - child.killed_s > _STUCK_S and child.pid not in self._told_stuck:
-            self._told_stuck.add(child.pid)
-            self._line.say(f"areal: {child.name} (pid {child.pid}) does not end {_STUCK_S:g} s after SIGKILL: waiting")
+    def _report_stuck(self, child: Child, now: float) -> None:
+        """Say, once, that the kernel does not end a killed process."""
+        if child.killed_s is not None and now - child.killed_s > _STUCK_S and child.pid not in self._reported_stuck:
+            self._reported_stuck.add(child.pid)
+            self._line.say(f"areal: {child.name} (pid {child.pid}) still runs {_STUCK_S:g} s after SIGKILL: waiting")
 
     def _stop(self) -> None:
-        """End what still runs. A second interruption ends the polite part."""
-        already = self._interruptions.count
-        pids = [child.pid for child in self._children if child.is_running and child.pid is not None]
-        if already and pids:
+        """End all processes. A second interruption ends the grace period."""
+        names = [child.name for child in self._children if child.pid is not None]
+        num_running = sum(child.is_running for child in self._children)
+        if self._interruptions.count and num_running:
             self._line.say(
-                f"areal: interrupted: {len(pids)} processes have {self._config.stop_grace_s:g} s to end "
+                f"areal: interrupted: {num_running} processes have {self._config.stop_grace_s:g} s to end "
                 "(launcher.stop_grace_s); Ctrl-C again kills them at once"
             )
-        kill_trees(pids, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > 1)
-        for child in self._children:
-            child.wait()
-            child.end_group()
+        self._backend.stop(names, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > 1)
         if self._was_ready and not self._interruptions.count:
-            self._view.end()
-
-
-def _same_error(first: str, other: str) -> bool:
-    """Whether two processes died of one mistake: they say the same, or one passes on what the other said."""
-    return bool(first and other) and (first in other or other in first)
+            self._status.end()

@@ -1,38 +1,148 @@
-"""Owns the units of a run: processes that start, die and are counted together (a server, the controller, all trainers).
+"""Units of a run: processes that start, fail and are counted together (one server, the controller, all trainer ranks).
 
-A trainer rank cannot go on without the others, so when one dies the rest are killed and all start again.
+A trainer rank cannot continue without the others. When one dies, the others are killed and all start again.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+import re
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from areal.launcher.children import Child
+from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import PlannedProcess, start_again
 from areal.launcher.restart_rules import Death, Role
+from areal.system.process import ERROR_PREFIX
+
+_QUOTED_LINES = 6
+_CODE = re.compile(r" \[[a-z]+\.[a-z_]+\]$")
+
+
+class Child:
+    """One planned process: its state since its last start, and what it printed."""
+
+    def __init__(self, planned: PlannedProcess, backend: ProcessBackend, clock: Callable[[], float]) -> None:
+        self.planned = planned
+        self.pid: int | None = None
+        """Process id on its machine; None before the first start."""
+        self.is_ready = False
+        self.was_ready = False
+        """Since any start."""
+        self.started_s = 0.0
+        self.killed_s: float | None = None
+        """When the launcher killed it; None = it did not."""
+        self.killed_with_unit = False
+        """It was killed because another process of its unit died: its own exit code means nothing."""
+        self._backend = backend
+        self._clock = clock
+        self._kill_reason = ""
+        self._was_terminated = False
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative = ended by this signal; None while it runs or before its first start."""
+        return None if self.pid is None else self._backend.poll(self.name)
+
+    @property
+    def is_running(self) -> bool:
+        return self.pid is not None and self.exit_code is None
+
+    def start(self) -> None:
+        self.is_ready, self.killed_with_unit, self._was_terminated = False, False, False
+        self.killed_s, self._kill_reason = None, ""
+        self.started_s = self._clock()
+        self.pid = self._backend.start(self.planned)
+
+    def set_ready(self) -> None:
+        self.is_ready = self.was_ready = True
+
+    def terminate(self) -> None:
+        """Send SIGTERM, once."""
+        if self.is_running and not self._was_terminated:
+            self._was_terminated = True
+            self._backend.signal(self.name, signal.SIGTERM)
+
+    def kill(self, reason: str = "") -> None:
+        """Kill it, and return at once. Without a reason it is killed because another process of its unit died."""
+        if self.is_running and self.killed_s is None:
+            self.killed_s = self._clock()
+            self.killed_with_unit, self._kill_reason = not reason, reason
+            self._backend.signal(self.name, signal.SIGKILL)
+
+    def kill_descendants(self) -> None:
+        """Kill what it started and left behind, once it has ended."""
+        if self.pid is not None and not self.is_running:
+            self._backend.signal(self.name, signal.SIGKILL)
+
+    @property
+    def error(self) -> str:
+        """The error line that it printed at its end, else the last line of a traceback; empty without either."""
+        lines = self._backend.last_lines(self.name).lines
+        if printed := _error_line(lines):
+            return printed
+        return lines[-1].strip() if any(line.startswith("Traceback ") for line in lines) else ""
+
+    def has_same_error(self, other: Child) -> bool:
+        """Whether both died of one error: they printed the same one, or one quotes the other's."""
+        own, others = _CODE.sub("", self.error), _CODE.sub("", other.error)
+        return bool(own and others) and (own in others or others in own)
+
+    def exit_text(self) -> str:
+        """How it ended, as a predicate: `exited with 1`."""
+        code = self.exit_code
+        if self._kill_reason:
+            return f"{self._kill_reason}, and was killed"
+        if code is None:
+            return "is running"
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+
+    def failure_text(self) -> str:
+        """How it ended, its error line or the end of its log, and where the log is."""
+        lines, log = self._backend.last_lines(self.name).lines, self.planned.log_path
+        quoted = ""
+        if printed := _error_line(lines):
+            what = f"{printed} (log: {log})"
+        elif self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # its last lines do not say why
+            what = f"its log is {log}"
+        elif not lines:
+            what = f"it printed nothing (log: {log})"
+        else:
+            what = f"{lines[-1].strip()} (log: {log})"
+            quoted = "".join(f"\n    {line}" for line in lines[-_QUOTED_LINES:]) if len(lines) > 1 else ""
+        return f"{self.name} {self.exit_text()}: {what}{quoted}"
+
+    def last_output_ns(self) -> int:
+        """When it last wrote to its log. The earliest of several processes that died together is the likely cause.
+
+        0, the earliest, for a process that a signal ended.
+        """
+        return 0 if (self.exit_code or 0) < 0 else self._backend.last_lines(self.name).written_ns
 
 
 class Unit:
-    """Children with one fate."""
+    """Processes that are started, restarted and counted together."""
 
-    def __init__(self, planned: Sequence[PlannedProcess]) -> None:
+    def __init__(self, planned: Sequence[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> None:
         self.role: Role = planned[0].role
         self.name = "trainers" if self.role == "trainer" else planned[0].name
-        self.children = [Child(one, os.environ) for one in planned]
+        self.children = [Child(one, backend, clock) for one in planned]
         self.num_starts = 0
         self.restarts: list[str] = []
-        """Why it was started again, each time."""
+        """The reason of each restart."""
         self.restart_at_s: float | None = None
-        """When it starts again; None = nothing is due."""
+        """When it starts again; None = no restart is due."""
         self.dead_since_s: float | None = None
-        """When an end that nobody wanted was first seen; None = all is well or decided."""
+        """When an unexpected end was first seen; None = there is none, or it is handled."""
         self.must_run = self.role == "server"
-        """An end with 0 is a death too: servers only serve, and a controller may not end before the trainers."""
+        """An end with 0 is unexpected too: servers run until stopped, the controller until the trainers end."""
         self.phase: Literal["member", "joining", "leaving"] = "member"
-        """Joining: added while the run went on and not yet ready once; if it cannot start, the run goes on without.
-        Leaving: on its way out; its end is wanted."""
+        """Joining: added to a running run and not yet ready; when it fails, the run continues without it.
+        Leaving: it is being removed, and its end is expected."""
 
     @property
     def is_running(self) -> bool:
@@ -44,20 +154,15 @@ class Unit:
         return all(child.is_ready for child in self.children)
 
     @property
-    def was_ready(self) -> bool:
-        """At least once, in this life or an earlier one."""
-        return all(child.was_ready for child in self.children)
-
-    @property
-    def has_ended_well(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Every process of it ended with 0."""
         return all(child.exit_code == 0 for child in self.children)
 
     def dead(self) -> list[Child]:
-        """The processes that ended by themselves and should not have, the likely first death first."""
+        """The processes that ended unexpectedly, the likely cause first."""
         allowed = (None,) if self.must_run else (None, 0)
-        dead = [child for child in self.children if child.exit_code not in allowed and not child.died_along]
-        return sorted(dead, key=lambda child: child.spoke_last_ns())
+        dead = [child for child in self.children if child.exit_code not in allowed and not child.killed_with_unit]
+        return sorted(dead, key=Child.last_output_ns)
 
     def start(self, *, num_servers: int, recover: bool | None) -> None:
         """Start it, for the first time or again. `recover` None = as planned."""
@@ -70,35 +175,43 @@ class Unit:
         self.num_starts += 1
 
     def kill(self) -> None:
-        """Kill what still runs of it; it goes along with the others."""
+        """Kill the processes that still run after another one died."""
         for child in self.children:
             child.kill()
 
-    def terminate(self) -> None:
-        """Ask all of it to end."""
+    def kill_descendants(self) -> None:
         for child in self.children:
-            child.terminate()
-
-    def clean_up(self) -> None:
-        """End what the dead left behind in their process groups."""
-        for child in self.children:
-            child.end_group()
+            child.kill_descendants()
 
 
 def death_of(child: Child) -> Death:
-    """What the rules have to know of an ended process."""
+    """What the restart rules need to know about an ended process."""
     code = child.exit_code
     assert code is not None
     return Death(name=child.name, exit_code=code, was_ready=child.was_ready)
 
 
-def units_of(processes: Iterable[PlannedProcess]) -> list[Unit]:
-    """The units of a plan, in its order."""
-    units: list[Unit] = []
+def units_of(processes: Iterable[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> list[Unit]:
+    """The units of a plan, in its order, the trainers last."""
+    groups: list[list[PlannedProcess]] = []
     trainers: list[PlannedProcess] = []
     for planned in processes:
         if planned.role == "trainer":
             trainers.append(planned)
         else:
-            units.append(Unit([planned]))
-    return units + ([Unit(trainers)] if trainers else [])
+            groups.append([planned])
+    return [Unit(group, backend, clock) for group in [*groups, trainers] if group]
+
+
+def _error_line(lines: Sequence[str]) -> str:
+    """The last line with an error of areal, without its prefix; empty without one."""
+    found = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")
+    return found.removeprefix(ERROR_PREFIX)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return name + (" (out of memory, or killed by a user)" if name == "SIGKILL" else "")

@@ -123,7 +123,7 @@ def remove_folder(folder: Path) -> None:
     _delete(hidden)
 
 
-def settle_leftovers(parent: Path) -> None:
+def finish_interrupted_writes(parent: Path) -> None:
     """Bring to an end what a writer was killed in; for the one process that writes in `parent`, before it does.
 
     A folder that was moved aside, but not yet replaced, comes back.

@@ -1,4 +1,4 @@
-"""Owns operating-system processes: who this one is, how children start, and that none outlives its launcher."""
+"""Operating-system processes: the identity of this one, how children start, and how they end with their launcher."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from areal.system.stacks import register_stack_dumps
 
 AREAL_PROCESS = "AREAL_PROCESS"
 ERROR_PREFIX = "areal: error: "
-"""Starts the one line that a process prints when it ends with an error a user can mend."""
-MEND_EXIT = 2
-"""Exit code of an error that names what the user must mend: to start again would fail the same way."""
+"""Begins the one line that a process prints when it ends with an error that a user can fix."""
+USER_ERROR_EXIT = 2
+"""Exit code after an error that the user must fix: a restart would fail in the same way."""
 TRANSIENT_EXIT = 75
-"""Exit code of a process that lost somebody it needs (EX_TEMPFAIL of sysexits.h): to start again may well help."""
+"""Exit code after the loss of another process (EX_TEMPFAIL of sysexits.h): a restart may succeed."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
@@ -40,7 +40,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessContext:
-    """Who a process is, told by the launcher through one environment variable."""
+    """Identity of a process of a run. The launcher passes it in one environment variable."""
 
     role: Literal["controller", "trainer", "server"]
     index: int
@@ -48,16 +48,16 @@ class ProcessContext:
     """Trainer ranks."""
     num_servers: int
     run_id: int
-    """How often the trainer ranks were started before in this launch, 0 first."""
+    """Number of earlier starts of the trainer ranks in this launch."""
     run_dir: str
     num_threads: int
-    """CPU threads this process may compute with."""
+    """CPU threads for computations."""
     recover: bool
-    """Go on from the recovery checkpoint."""
+    """Continue from the recovery checkpoint."""
     device: str
-    """cpu or cuda:K, K counted among the GPUs this process sees."""
+    """cpu, or cuda:K, where K counts the GPUs that this process sees."""
     host: Host = field(default_factory=Host)
-    """Where this process listens, and how others reach it."""
+    """Where it listens, and how others reach it."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class ProcessContext:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self | None:
-        """The context of this process, None outside of a launcher."""
+        """The context of this process; None without a launcher."""
         text = (os.environ if environ is None else environ).get(AREAL_PROCESS)
         if text is None:
             return None
@@ -73,10 +73,12 @@ class ProcessContext:
             fields = json.loads(text)
             return cls(**fields | {"host": Host(**fields.get("host", {}))})
         except (ValueError, TypeError, AttributeError) as error:
-            raise LaunchError(f"{AREAL_PROCESS} does not hold a process context ({error}): unset it") from error
+            raise LaunchError(
+                f"{AREAL_PROCESS} does not contain a process context ({error}): unset it", code="process.bad_context"
+            ) from error
 
     def to_env(self) -> dict[str, str]:
-        """The environment variables that carry this context; for a trainer torch's rank variables too."""
+        """The environment variables with this context, and torch's rank variables for a trainer."""
         env = {AREAL_PROCESS: json.dumps(dataclasses.asdict(self))}
         if self.role == "trainer":
             local_rank = "0" if self.device.startswith("cuda") else str(self.index)  # each rank sees one GPU only
@@ -85,29 +87,29 @@ class ProcessContext:
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a process's main function and exit: 0, 130 after Ctrl-C, else 2 with the message of an ArealError.
+    """Run a process's main function and exit: 0 on success, 130 after Ctrl-C, 2 after an ArealError or on a full disk.
 
-    One that tells of another process that went away (ServerUnavailable, WeightSyncError) exits 75 instead of 2. Under
-    a launcher the message is one line, which the launcher quotes. A full disk is told in one line too. Anything else
-    is a fault of ours: it keeps its traceback and exits 1.
+    After the loss of another process (ServerUnavailable, WeightSyncError) the exit code is 75. An ArealError is printed
+    as `areal: error: MESSAGE [CODE]`, in one line under a launcher, which quotes it. Every other exception is a defect:
+    it keeps its traceback and exits with 1.
     """
     launched = AREAL_PROCESS in os.environ
     try:
         if launched:
             watch_parent()
-            _write_stacks_when_asked()
+            _register_stack_dumps()
         main()
     except ArealError as error:
         sys.stdout.flush()
         message = " ".join(str(error).split()) if launched else str(error)
-        print(ERROR_PREFIX + message, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
-        sys.exit(TRANSIENT_EXIT if isinstance(error, ServerUnavailable | WeightSyncError) else MEND_EXIT)
+        print(f"{ERROR_PREFIX}{message} [{error.code}]", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+        sys.exit(TRANSIENT_EXIT if isinstance(error, ServerUnavailable | WeightSyncError) else USER_ERROR_EXIT)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         if launched:
             raise
-        # A reader like `head` went away: say nothing, also not when the interpreter flushes at exit.
+        # A reader like `head` ended: print nothing, also when the interpreter flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
@@ -115,23 +117,23 @@ def run_main(main: Callable[[], None]) -> NoReturn:
             raise
         where = f" ({error.filename})" if error.filename else ""
         with contextlib.suppress(OSError):  # standard error may be a file on the same disk
-            print(f"{ERROR_PREFIX}{error.strerror}{where}: make room", file=sys.stderr, flush=True)  # noqa: T201
-        sys.exit(MEND_EXIT)
+            print(f"{ERROR_PREFIX}{error.strerror}{where} [launch.disk_full]", file=sys.stderr, flush=True)  # noqa: T201
+        sys.exit(USER_ERROR_EXIT)
     finally:
         if launched:
-            _write_no_more_stacks()
+            _ignore_stack_requests()
     sys.exit(0)
 
 
-def _write_stacks_when_asked() -> None:
+def _register_stack_dumps() -> None:
     context = ProcessContext.from_env()
     if context is not None:
         path = RunPaths(Path(context.run_dir)).stacks_of(context.name)
         register_stack_dumps(path, with_tasks=context.role != "trainer")
 
 
-def _write_no_more_stacks() -> None:
-    """A request that comes while the interpreter ends would kill: its handler is gone before the process is."""
+def _ignore_stack_requests() -> None:
+    """While the interpreter ends, the handler ends before the process does: a late request would kill it."""
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -139,13 +141,13 @@ def _write_no_more_stacks() -> None:
 def watch_parent() -> None:
     """End this process by SIGKILL as soon as its parent dies.
 
-    Linux ties this to the *thread* that started us: start such children only from a thread that lives as long as
-    its process. Elsewhere a daemon thread looks at the parent's id.
+    On Linux the *thread* that started this process counts as the parent: start such children only from a thread that
+    lives as long as its process. On other systems a daemon thread polls the parent's id.
     """
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died between the two lines
+        if os.getppid() != parent:  # it died before the call
             os.kill(os.getpid(), signal.SIGKILL)
         return
 
@@ -158,7 +160,7 @@ def watch_parent() -> None:
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own, output appended to `log_path`; it dies with this process."""
+    """Start a child as the leader of a new process group, output appended to `log_path`. It dies with this process."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(log_path, "ab") as log:
@@ -168,16 +170,15 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subpro
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C reaches the launcher only, which then ends the children in order
+                process_group=0,  # Ctrl-C reaches the launcher only, which ends the children in order
                 preexec_fn=tied_to_this_process(),
             )
     except OSError as error:
-        raise LaunchError(f"cannot start {argv[0]}: {error.strerror or error}") from error
+        raise LaunchError(f"cannot start {argv[0]}: {error.strerror or error}", code="process.cannot_start") from error
 
 
 def tied_to_this_process() -> Callable[[], None]:
-    """What a child runs before its program starts, so that it dies with this process and with the thread that started
-    it. On Linux only."""
+    """A `preexec_fn` by which a child dies with the thread that starts it. It does nothing except on Linux."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up before the fork
 
@@ -190,16 +191,10 @@ def tied_to_this_process() -> Callable[[], None]:
     return die_with_parent
 
 
-def kill_tree(pid: int, grace_s: float) -> None:
-    """End a process and all its descendants: politely first, by force after `grace_s`."""
-    kill_trees([pid], grace_s)
-
-
 def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool] = lambda: False) -> None:
-    """End several process trees together within one grace period. Returns when nothing of them runs.
+    """End processes with all their descendants within one grace period. Returns when none of them runs.
 
-    Only the roots get SIGTERM, since they know how to end their children; what is left gets SIGKILL. `hurry` is asked
-    again and again and ends the grace period when it says True.
+    The roots get SIGTERM and end their children. After `grace_s`, or once `hurry()` is true, all get SIGKILL.
     """
     roots = [process for pid in pids if (process := _process(pid)) is not None]
     known = {process.pid: process for root in roots for process in [root, *_descendants(root)]}
@@ -218,14 +213,14 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
 
 
 def kill_rest_of_group() -> None:
-    """SIGKILL every other process of this one's group. Returns when none of them runs."""
-    while others := [process for pid in psutil.pids() if (process := _fellow(pid)) is not None]:
+    """SIGKILL all other processes of this one's group. Returns when none of them runs."""
+    while others := [process for pid in psutil.pids() if (process := _group_member(pid)) is not None]:
         for process in others:
             _send(process, signal.SIGKILL)
         time.sleep(_POLL_S)
 
 
-def _fellow(pid: int) -> psutil.Process | None:
+def _group_member(pid: int) -> psutil.Process | None:
     """Another living process of this one's group."""
     try:
         if pid == os.getpid() or os.getpgid(pid) != os.getpgrp():
@@ -251,7 +246,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _alive(process: psutil.Process) -> bool:
-    """A zombie counts as ended; collecting its exit code is left to whoever started it."""
+    """A zombie counts as ended; its parent collects the exit code."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -18,7 +18,7 @@ from areal.api.config import BaseExperimentConfig, RecoverConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import ConfigError, InputError
 from areal.observe.log import get_logger
-from areal.system.durable import damage_of, install_folder, remove_folder, seal_folder, settle_leftovers
+from areal.system.durable import damage_of, finish_interrupted_writes, install_folder, remove_folder, seal_folder
 from areal.trainer.rng import rng_state, set_rng_state
 
 NEXT = "next"
@@ -77,7 +77,7 @@ class RecoverStore:
     def start_from(self, *, after_failure: bool) -> Path | None:
         """What recover.mode says to go on from; None = start anew. ConfigError when mode=resume finds nothing."""
         if self._is_rank0:
-            settle_leftovers(self._folder)
+            finish_interrupted_writes(self._folder)
             shutil.rmtree(self._folder / NEXT, ignore_errors=True)
         self._count(False)  # the others look only now
         mode = self._config.mode

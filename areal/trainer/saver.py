@@ -7,7 +7,7 @@ from pathlib import Path
 from areal.api.data import StepInfo
 from areal.api.engine import TrainEngine
 from areal.observe.log import get_logger
-from areal.system.durable import remove_folder, settle_leftovers
+from areal.system.durable import finish_interrupted_writes, remove_folder
 
 
 class Saver:
@@ -20,7 +20,7 @@ class Saver:
         self._is_rank0 = is_rank0
         if is_rank0:
             for role in engines:
-                settle_leftovers(folder / role)
+                finish_interrupted_writes(folder / role)
 
     def save(self, info: StepInfo) -> Path:
         """Export every trained model after step `info`; a collective. Returns the folder of the first."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from areal.api.data import WeightUpdate
 from areal.api.engine import WeightSource
 from areal.api.errors import WeightSyncError
-from areal.system.durable import publish_folder, settle_leftovers, writing_folder
+from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
 from areal.system.run_paths import RunPaths
 from areal.weights.control import PublishControl, agree
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
@@ -70,7 +70,7 @@ class DiskChannel:
 
     def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
-        settle_leftovers(self._folder)
+        finish_interrupted_writes(self._folder)
         final = self._folder / f"v{version:06d}"
         writing = writing_folder(final)
         writing.mkdir()

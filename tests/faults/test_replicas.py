@@ -54,7 +54,7 @@ def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prov
 
     assert run.wait_for(lambda: serves("server-1"), LIMIT_S), "the run has no use for it"
     assert attach(run, "--remove-replica", "server-0").startswith("0 server-0 has left")
-    assert attach(run, "--remove-replica", "server-0").startswith("2 areal: error: there is no replica 'server-0'")
+    assert attach(run, "--remove-replica", "server-0").startswith("2 areal: error: this run has no replica 'server-0'")
     assert "server-0" not in run.pids(fresh=True)
     for dead in ("controller", "trainer-0", "server-1"):
         before = run.pids(fresh=True)

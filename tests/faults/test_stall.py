@@ -57,10 +57,10 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
     )
     told = wait_for_line(
         run,
-        r"^areal: nothing has moved for \d+ s: (\d+) episodes run without a request to a server: they wait for rewards "
-        r"or in workflow code; the controller waits for batch 0: 0 of 8 episodes accepted, (\d+) running since \d+ s"
+        r"^areal: no progress for \d+ s: (\d+) episodes run without a request to a server: they wait for rewards "
+        r"or in workflow code; the controller has waited \d+ s for batch 0: 0 of 8 episodes accepted, (\d+) running"
         r"(?:, and no episode starts because .*)?; "
-        r"each of trainer-0 and trainer-1 waits in rollout for batch 0 since \d+ s\. Stacks of all processes: (.*)$",
+        r"each of trainer-0 and trainer-1 has waited \d+ s for batch 0\. Stacks of all processes: (.*)$",
     )
     assert told[1] == told[2] == "24", "(2 + 0 + 1) x 8"
     assert told[3] == str(run.folder / "stacks")
@@ -68,10 +68,10 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
     assert re.search(r"episode-0, .* and 20 more: .*areal/reward/pool\.py:\d+ ", stacks_of(run, "controller"))
     assert "in next_batch" in stacks_of(run, "trainer-0")
     for name in ("controller", "server-0", "trainer-0", "trainer-1"):
-        assert f"pid {run.pids()[name]}: nothing has moved for" in stacks_of(run, name)
+        assert f"pid {run.pids()[name]}: no progress for" in stacks_of(run, name)
         assert "(most recent call first)" in stacks_of(run, name)
     (tmp_path / "sign").touch()
-    wait_for_line(run, r"^areal: the run moves again after it stood still for \d+ s$")
+    wait_for_line(run, r"^areal: progress again, after \d+ s without$")
     wait_for_the_end(run)
 
 
@@ -88,11 +88,11 @@ def test_a_rank_that_is_stopped_is_named_first_and_goes_on_unharmed(make_run):
     assert run.wait_for(trains, START_S)
     pid = run.stop(["trainer-1"])["trainer-1"]
     wait_for_line(
-        run, rf"^areal: nothing has moved for \d+ s: trainer-1 \(pid {pid}\) has given no sign of life for \d+ s; "
+        run, rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; "
     )
     run.go_on(["trainer-1"])
-    wait_for_line(run, r"^areal: the run moves again after it stood still for \d+ s$")
+    wait_for_line(run, r"^areal: progress again, after \d+ s without$")
     wait_for_the_end(run)
     assert run.pids(fresh=True) == {}
-    assert f"pid {pid}: nothing has moved for 11 s" in stacks_of(run, "trainer-1")
+    assert f"pid {pid}: no progress for 11 s" in stacks_of(run, "trainer-1")
     assert "(most recent call first)" in stacks_of(run, "trainer-1"), "the signal came when it went on"

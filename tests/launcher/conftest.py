@@ -1,11 +1,8 @@
 """Makes the scripted run importable by the tests of this folder, and checks that each leaves no process behind."""
 
-from types import SimpleNamespace
-
 import psutil
 import pytest
 
-from areal.launcher import children
 from tests.launcher.fake_run import Run
 
 
@@ -23,11 +20,10 @@ def run(make_run):
 
 
 @pytest.fixture
-def set_clock(monkeypatch):
+def set_clock():
     """Lets a clock of the test be that of a run's supervisor and of its children."""
 
     def set_clock(run, clock):
         run.clock = clock
-        monkeypatch.setattr(children, "time", SimpleNamespace(monotonic=clock))
 
     return set_clock

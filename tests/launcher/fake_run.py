@@ -9,11 +9,10 @@ import time
 import psutil
 
 from areal.api.config import LauncherConfig, RecoverConfig
-from areal.launcher.interruptions import Interruptions
+from areal.launcher.backend import LocalBackend
 from areal.launcher.job import Identities, LaunchPlan, PlannedProcess
-from areal.launcher.life import MemoryMeter
 from areal.launcher.status import StatusLine, StatusSource
-from areal.launcher.supervisor import Supervisor
+from areal.launcher.supervisor import Interruptions, Supervisor
 from areal.system.discovery import FileNameRegistry
 from areal.system.durable import publish_folder
 from areal.system.heartbeat import read_beat
@@ -82,7 +81,7 @@ class Run:
         self.config = LauncherConfig(**({"stop_grace_s": 0.3, "ready_timeout_s": 200.0} | settings))
         self.recover = RecoverConfig(mode=recover, freq_steps=1, retries=retries)
         self.interruptions = Interruptions()
-        self.meter = MemoryMeter()
+        self.backend = LocalBackend(self.paths)
         self.screen = io.StringIO()
         self.spare_gpus = ()
         self.attached = ()
@@ -110,10 +109,10 @@ class Run:
             self.config,
             self.recover,
             self.paths,
+            self.backend,
             registry=registry,
             source=source,
             line=StatusLine(self.screen),
-            meter=self.meter,
             interruptions=self.interruptions,
             clock=self.clock,
         )

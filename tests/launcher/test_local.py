@@ -59,7 +59,7 @@ while not all((run / "names" / "ready" / f"{name}.json").exists() for name in ot
 behaviour = config["my_section"]["behaviour"]
 assert config["my_section"]["again"] == "e"
 if behaviour == "fail" and context.index == 1:
-    raise InputError("row 7 has no\\nanswer")
+    raise InputError("row 7 has no\\nanswer", code="data.bad_row")
 if behaviour in ("fail", "hang"): time.sleep(600)
 if behaviour == "fail_once":
     with open(run / "notes", "a") as file:
@@ -133,7 +133,7 @@ def test_run_completes_and_is_not_written_over(folder):
 def test_failure_names_its_cause(folder):
     done = launch(folder, behaviour="fail")
     assert done.returncode == 1
-    assert "areal: error: run failed: trainer-1 exited with 2: row 7 has no answer (log: " in done.stderr
+    assert "areal: error: run failed: trainer-1 exited with 2: row 7 has no answer [data.bad_row] (log: " in done.stderr
     assert "Traceback" not in done.stderr
     assert summary(folder)["status"] == "failed"
 
@@ -165,7 +165,7 @@ def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
 
 
 def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkeypatch):
-    monkeypatch.setattr(local, "_LEFTOVER_LIMIT_S", 0.2)
+    monkeypatch.setattr(local, "_ORPHANS_LIMIT_S", 0.2)
     run = folder / "runs" / "e" / "t"
     context = ProcessContext(
         role="trainer",
@@ -183,7 +183,7 @@ def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkey
     with subprocess.Popen(argv, env=os.environ | context.to_env(), stdout=subprocess.PIPE) as left:
         try:
             assert left.stdout.readline() == b"up\n"
-            with pytest.raises(LaunchError, match=rf"left behind: trainer-0 \(pid {left.pid}\)"):
+            with pytest.raises(LaunchError, match=rf"trainer-0 \(pid {left.pid}\)"):
                 local.launch(local.read_command_line(command(folder)[3:]), Machine(cores=2))
         finally:
             left.kill()
@@ -194,8 +194,8 @@ def test_killed_rank_starts_again_with_the_others(folder):
     done = launch(folder, "recover.mode=fault", "recover.freq_steps=1", behaviour="fail_once")
     assert done.returncode == 0, done.stderr
     assert "trainer-0 was killed by SIGKILL" in done.stderr
-    assert "all trainer ranks start again in 0.5 s (1 of at most 3 without progress)" in done.stderr
-    assert "trainers go on from the beginning" in done.stderr
+    assert "all trainer ranks restart in 0.5 s (restart 1 of at most 3 without progress)" in done.stderr
+    assert "trainers continue from the beginning" in done.stderr
     notes = (folder / "runs" / "e" / "t" / "notes").read_text().splitlines()
     assert sorted(notes) == ["0 0 False", "0 1 False", "1 0 False", "1 1 False"]
     assert len(summary(folder)["restarts"]["trainers"]) == 1

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.launcher.orphans import leftovers, wait_for_leftovers
+from areal.launcher.orphans import find_orphans, wait_for_orphans
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -50,14 +50,14 @@ def start(tmp_path):
 def test_a_process_of_the_run_is_waited_for(tmp_path, start):
     paths, told = RunPaths(tmp_path / "run"), []
     process = start(paths.root)
-    assert [(one.pid, one.name) for one in leftovers(paths)] == [(process.pid, "trainer-1")]
+    assert [(one.pid, one.name) for one in find_orphans(paths)] == [(process.pid, "trainer-1")]
 
     def tell(text):
         told.append(text)
         process.kill()
 
-    wait_for_leftovers(paths, limit_s=200.0, tell=tell)
-    assert leftovers(paths) == []
+    wait_for_orphans(paths, limit_s=200.0, say=tell)
+    assert find_orphans(paths) == []
     assert len(told) == 1
     assert f"trainer-1 (pid {process.pid})" in told[0]
 
@@ -65,11 +65,12 @@ def test_a_process_of_the_run_is_waited_for(tmp_path, start):
 def test_one_that_stays_is_refused_with_its_pid(tmp_path, start):
     paths = RunPaths(tmp_path / "run")
     process = start(paths.root)
-    with pytest.raises(LaunchError, match=rf"trainer-1 \(pid {process.pid}\); end them \(kill -9 {process.pid}\)"):
-        wait_for_leftovers(paths, limit_s=0.2, tell=print)
+    with pytest.raises(LaunchError, match=rf"trainer-1 \(pid {process.pid}\).*kill -9 {process.pid}") as error:
+        wait_for_orphans(paths, limit_s=0.2, say=print)
+    assert error.value.code == "launch.run_in_use"
 
 
 def test_other_runs_and_what_user_code_started_do_not_count(tmp_path, start):
     start(tmp_path / "other")
     start(tmp_path / "run", module="user")
-    assert leftovers(RunPaths(tmp_path / "run")) == []
+    assert find_orphans(RunPaths(tmp_path / "run")) == []

@@ -1,7 +1,7 @@
 import pytest
 
 from areal.api.config import RecoverConfig
-from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, judge
+from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
 
 ALWAYS = RecoverConfig(mode="auto", freq_steps=1)
 
@@ -10,8 +10,8 @@ def death(exit_code, *, was_ready=True, name="trainer-0"):
     return Death(name=name, exit_code=exit_code, was_ready=was_ready)
 
 
-def verdict(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem=""):
-    return judge(role, deaths, num_restarts=num_restarts, recover=recover, disk_problem=disk_problem)
+def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem=""):
+    return decide(role, deaths, num_restarts=num_restarts, recover=recover, disk_problem=disk_problem)
 
 
 @pytest.mark.parametrize("role", ["server", "controller", "trainer"])
@@ -32,40 +32,40 @@ def verdict(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_proble
         (0, True, False),  # an end that nobody asked for
     ],
 )
-def test_what_may_be_chance_starts_again(role, exit_code, was_ready, ends_run):
-    found = verdict(death(exit_code, was_ready=was_ready), role=role)
+def test_a_transient_death_leads_to_a_restart(role, exit_code, was_ready, ends_run):
+    found = decision(death(exit_code, was_ready=was_ready), role=role)
     assert found.ends_run == ends_run
-    assert found.why == ""
+    assert found.reason == ""
 
 
 @pytest.mark.parametrize("mode", ["disabled", "auto", "fault", "resume"])
 @pytest.mark.parametrize("role", ["server", "controller", "trainer"])
 def test_only_trainers_need_a_recovery_mode(role, mode):
-    found = verdict(death(-9), role=role, recover=RecoverConfig(mode=mode, freq_steps=1))
+    found = decision(death(-9), role=role, recover=RecoverConfig(mode=mode, freq_steps=1))
     assert found.ends_run == (role == "trainer" and mode == "disabled")
-    assert ("recover.mode=disabled" in found.why) == found.ends_run
+    assert ("recover.mode=disabled" in found.reason) == found.ends_run
 
 
 def test_restarts_without_progress_are_limited():
-    assert not verdict(death(-9), num_restarts=2).ends_run
-    found = verdict(death(-9), num_restarts=3)
+    assert not decision(death(-9), num_restarts=2).ends_run
+    found = decision(death(-9), num_restarts=3)
     assert found.ends_run
-    assert "3 restarts before brought no train step (recover.retries=3)" in found.why
-    assert verdict(death(-9), recover=RecoverConfig(mode="auto", freq_steps=1, retries=0)).ends_run
+    assert "3 restarts (recover.retries=3)" in found.reason
+    assert decision(death(-9), recover=RecoverConfig(mode="auto", freq_steps=1, retries=0)).ends_run
 
 
 def test_nothing_starts_again_on_a_full_disk():
-    found = verdict(death(-9), disk_problem="the disk is full")
-    assert (found.ends_run, found.why) == (True, "the disk is full")
+    found = decision(death(-9), disk_problem="the disk is full")
+    assert (found.ends_run, found.reason) == (True, "the disk is full")
 
 
 def test_of_several_ranks_the_one_that_says_what_is_wrong_is_told():
     lost, wrong = death(1, name="trainer-0"), death(2, name="trainer-1")
-    assert verdict(lost, wrong).told == wrong
-    assert verdict(lost, wrong).ends_run
+    assert decision(lost, wrong).cause == wrong
+    assert decision(lost, wrong).ends_run
     killed = death(-9, name="trainer-0")
-    assert verdict(killed, wrong).told == killed, "whatever others say after a kill is its consequence"
-    assert not verdict(killed, wrong).ends_run
+    assert decision(killed, wrong).cause == killed, "whatever others say after a kill is its consequence"
+    assert not decision(killed, wrong).ends_run
 
 
 def test_a_new_train_step_forgives_all_restarts():

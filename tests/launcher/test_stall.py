@@ -7,7 +7,6 @@ import pytest
 
 from areal.launcher.stall import StallWatch
 from areal.system.heartbeat import Beat
-from areal.system.run_paths import RunPaths
 
 STACKS = "/runs/r/stacks"
 
@@ -45,11 +44,10 @@ class Watched:
         self.trainers(ROLLOUT)
         self.silent = set()
         self._beats = 0
-        paths = RunPaths(Path("/runs/r"))
-        self.watch = StallWatch(stall_s, paths, clock=lambda: self.now_s, ask_for_stacks=self._signal)
+        self.watch = StallWatch(stall_s, Path(STACKS), self._request_stacks, clock=lambda: self.now_s)
 
-    def _signal(self, path, pid, why):
-        self.signalled.append((str(path), pid, why))
+    def _request_stacks(self, name, reason):
+        self.signalled.append((name, reason))
 
     def trainers(self, doing, for_s=0.0):
         for rank, (what, step) in doing.items():
@@ -71,7 +69,7 @@ class Watched:
         """What is said once the run has stood still long enough, without frame."""
         told = self.told_within(61)
         assert len(told) == 1
-        start, end = "areal: nothing has moved for 60 s: ", f". Stacks of all processes: {STACKS}"
+        start, end = "areal: no progress for 60 s: ", f". Stacks of all processes: {STACKS}"
         assert told[0][1].startswith(start)
         assert told[0][1].endswith(end)
         return told[0][1][len(start) : -len(end)]
@@ -82,8 +80,8 @@ def test_a_trainer_that_waits_for_a_batch_and_episodes_that_wait_for_rewards():
     run.status |= {"running": 3, "waiting_since_s": 61.4}
     assert run.line() == (
         "3 episodes run without a request to a server: they wait for rewards or in workflow code; "
-        "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running since 61 s; "
-        "each of trainer-0 and trainer-1 waits in rollout for batch 42 since 61 s"
+        "the controller has waited 61 s for batch 42: 7 of 32 episodes accepted, 3 running; "
+        "each of trainer-0 and trainer-1 has waited 61 s for batch 42"
     )
 
 
@@ -165,7 +163,7 @@ def not_begun(run):
     two_trainers(run, "loads the models", None)
 
 
-IN_ROLLOUT = "each of trainer-0 and trainer-1 waits in rollout for batch 42 since 61 s"
+IN_ROLLOUT = "each of trainer-0 and trainer-1 has waited 61 s for batch 42"
 BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running"
 
 
@@ -174,24 +172,24 @@ BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running
     [
         (
             gate_shut,
-            "each of trainer-0 and trainer-1 is in update of step 41 since 61 s; the controller waits for the trainer, "
-            "and no episode starts because 30 accepted + 2 running episodes reach 32",
+            "each of trainer-0 and trainer-1 has been in update of step 41 for 61 s; the controller waits for the "
+            "trainer, and no episode starts because 30 accepted + 2 running episodes reach 32",
         ),
         (
             one_rank_behind,
-            "trainer-1 is in update of step 41 since 101 s, and holds up the others; "
-            "trainer-0 is in publish_weights of step 41 since 66 s; the controller waits for the trainer",
+            "trainer-1 has been in update of step 41 for 101 s, and the other ranks wait for it; "
+            "trainer-0 has been in publish_weights of step 41 for 66 s; the controller waits for the trainer",
         ),
         (
             one_rank_a_step_behind,
-            "trainer-1 is in after_step of step 41 since 61 s, and holds up the others; "
-            "trainer-0 waits in rollout for batch 42 since 61 s; "
+            "trainer-1 has been in after_step of step 41 for 61 s, and the other ranks wait for it; "
+            "trainer-0 has waited 61 s for batch 42; "
             "the controller waits for batch 42: 0 of 32 episodes accepted, 0 running",
         ),
         (
             replica_at_an_old_version,
-            "server-1 is stale at version 41 while 42 is current; requests get no token: 2 at server-0, and 1 wait for "
-            f"a server; {BATCH}; {IN_ROLLOUT}",
+            "server-1 is stale at version 41 while 42 is current; requests receive no token: 2 at server-0, 1 "
+            f"without a server; {BATCH}; {IN_ROLLOUT}",
         ),
         (
             no_replica_serves,
@@ -200,24 +198,26 @@ BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running
         ),
         (
             evaluation,
-            "requests get no token: 5 at server-0 (2 in its queue); the controller waits for the evaluation: greedy "
-            "after step 42, 3 of 8 rows done; each of trainer-0 and trainer-1 is in after_step of step 41 since 61 s",
+            "requests receive no token: 5 at server-0 (2 in its queue); the controller waits for the evaluation: "
+            "greedy after step 42, 3 of 8 rows done; each of trainer-0 and trainer-1 has been in after_step of step 41 "
+            "for 61 s",
         ),
         (controller_silent, None),
         (controller_busy, None),
         (
             replica_hangs_in_publication,
-            "server-1 (pid 21) has given no sign of life for 60 s; server-1 is at version 42 and has not taken in 43 "
+            "server-1 (pid 21) has sent no heartbeat for 60 s; server-1 is at version 42 and has not installed 43 "
             "yet; the controller waits for the servers to take policy version 43; "
-            "each of trainer-0 and trainer-1 is in publish_weights of step 42 since 61 s",
+            "each of trainer-0 and trainer-1 has been in publish_weights of step 42 for 61 s",
         ),
         (
             slow_phase,
-            "each of trainer-0 and trainer-1 is in update of step 41 since 61 s; the controller waits for the trainer",
+            "each of trainer-0 and trainer-1 has been in update of step 41 for 61 s; "
+            "the controller waits for the trainer",
         ),
         (
             not_begun,
-            "each of trainer-0 and trainer-1 loads the models since 61 s; the controller waits for a trainer to attach",
+            "each of trainer-0 and trainer-1 loads the models (for 61 s); the controller waits for a trainer to attach",
         ),
     ],
 )
@@ -226,12 +226,12 @@ def test_situations(situation, expected):
     situation(run)
     if situation is controller_silent:
         expected = (
-            "controller (pid 10) has given no sign of life for 60 s; the controller has not answered for 60 s; what it "
-            "told last is that it waits for batch 42: 7 of 32 episodes accepted, 3 running; " + IN_ROLLOUT
+            "controller (pid 10) has sent no heartbeat for 60 s; the controller has not answered for 60 s; its last "
+            "heartbeat says that it waits for batch 42: 7 of 32 episodes accepted, 3 running; " + IN_ROLLOUT
         )
     if situation is controller_busy:
         expected = (
-            "the controller has not answered for 60 s; what it told last is that it waits for batch 42: 7 of 32 "
+            "the controller has not answered for 60 s; its last heartbeat says that it waits for batch 42: 7 of 32 "
             "episodes accepted, 3 running; " + IN_ROLLOUT
         )
     assert run.line() == expected
@@ -241,7 +241,7 @@ def test_situations(situation, expected):
     ("situation", "first"),
     [
         (controller_dead, "controller is not running"),
-        (server_starts_again, "server-1 is starting or ending, without a sign of life"),
+        (server_starts_again, "server-1 is starting or ending, without a heartbeat"),
     ],
 )
 def test_a_process_that_is_missing_is_named_first(situation, first):
@@ -255,10 +255,8 @@ def test_stacks_are_asked_of_all_that_have_given_a_sign_of_life_and_of_no_other(
     run.beats["server-0"] = None  # starts: it would die of the signal
     run.beats["server-1"] = beat(999, "serves")  # of its predecessor
     run.line()
-    assert [(path, pid) for path, pid, _ in run.signalled] == [
-        (f"{STACKS}/{name}.txt", PIDS[name]) for name in ("controller", "trainer-0", "trainer-1")
-    ]
-    assert {why for _, _, why in run.signalled} == {"nothing has moved for 60 s"}
+    assert [name for name, _ in run.signalled] == ["controller", "trainer-0", "trainer-1"]
+    assert {reason for _, reason in run.signalled} == {"no progress for 60 s"}
 
 
 def step_of_trainer(run):
@@ -307,10 +305,10 @@ def test_it_speaks_once_per_stall_time_with_the_growing_time_and_when_the_run_mo
     run = Watched()
     told = run.told_within(200)
     assert [seconds for seconds, _ in told] == [61, 121, 181]
-    assert [line.split(":")[1] for _, line in told] == [f" nothing has moved for {s} s" for s in (60, 120, 180)]
+    assert [line.split(":")[1] for _, line in told] == [f" no progress for {s} s" for s in (60, 120, 180)]
     assert len(run.signalled) == 3 * 5
     run.status = run.status | {"accepted": 8}
-    assert run.look() == "areal: the run moves again after it stood still for 199 s"
+    assert run.look() == "areal: progress again, after 199 s without"
     assert run.told_within(59) == []
     run.status = run.status | {"accepted": 9}
     assert run.told_within(60) == [], "a move that ends no standstill is not told"
@@ -334,7 +332,7 @@ def test_time_in_which_the_launcher_was_stopped_proves_nothing():
     assert run.look() is None
     assert run.told_within(44) == []
     (told,) = run.told_within(10)
-    assert "no sign of life" not in told[1]
+    assert "no heartbeat" not in told[1]
 
 
 def test_a_run_without_a_controller_is_explained_by_its_ranks():
@@ -345,6 +343,6 @@ def test_a_run_without_a_controller_is_explained_by_its_ranks():
     run.trainers({0: ("update", 3), 1: ("data", 3)}, for_s=2.0)
     run.beats["trainer-1"] = beat(31, "data", 8.0, 3)
     assert run.line() == (
-        "trainer-1 is in data of step 3 since 69 s, and holds up the others; "
-        "trainer-0 is in update of step 3 since 63 s"
+        "trainer-1 has been in data of step 3 for 69 s, and the other ranks wait for it; "
+        "trainer-0 has been in update of step 3 for 63 s"
     )

@@ -6,8 +6,18 @@ import threading
 import pytest
 
 from areal.launcher import status as status_module
-from areal.launcher.status import StatusLine, StatusSource, finished_line, last_record, rollout_line, training_line
+from areal.launcher.status import (
+    StatusLine,
+    StatusSource,
+    finished_line,
+    last_record,
+    rollout_line,
+    training_line,
+    waiting_text,
+)
+from areal.launcher.units import Child
 from areal.system.discovery import FileNameRegistry
+from tests.launcher.fake_backend import FakeBackend, planned_process
 
 
 class _Terminal(io.StringIO):
@@ -27,13 +37,16 @@ def test_lines():
         "running": 20,
         "staleness_mean": 1.5,
         "tokens_per_s": 1234.5,
-        "waiting_for": "the trainer",
+        "asked_for": "the trainer",
+        "replicas": {"replicas": [{"state": "serving"}, {"state": "serving"}]},
     }
-    assert rollout_line(status, None, is_still=True) == (
+    assert rollout_line(status, None, is_waiting=True) == (
         "step 3/10 | reward 0.250 | queue 7+20 running | staleness 1.50 | 1,234 tokens/s | waits for the trainer"
     )
-    assert "waits for" not in rollout_line(status, None, is_still=False)
-    assert rollout_line({}, 5, is_still=False).startswith("step 0/5 | reward - | queue 0+0 running")
+    assert "waits for" not in rollout_line(status, None, is_waiting=False)
+    status["replicas"]["replicas"][0]["state"] = "absent"
+    assert rollout_line(status, None, is_waiting=True).endswith("| 1 of 2 servers serve | waits for the trainer")
+    assert rollout_line({}, 5, is_waiting=False).startswith("step 0/5 | reward - | queue 0+0 running")
     assert training_line({"step": 2, "loss": 0.5, "trained_tokens_per_s": 10.0}, None) == (
         "step 2/? | loss 0.5000 | 10 tokens/s"
     )
@@ -132,3 +145,14 @@ def test_run_without_controller_reads_the_metrics(tmp_path):
     assert source.status() is None
     assert source.text(None) == "step 6/9 | loss 1.0000 | - tokens/s"
     assert source.read_last() == source.text(None)
+
+
+def test_a_restarted_process_is_waited_for_since_its_restart():
+    backend, now_s = FakeBackend(), 0.0
+    child = Child(planned_process("controller"), backend, lambda: now_s)
+    child.start()
+    now_s = 500.0
+    backend.exit_codes["controller"] = -9
+    assert waiting_text([child], now_s) == "waiting 0 s for controller to get ready"
+    child.start()
+    assert waiting_text([child], now_s + 7.0) == "waiting 7 s for controller to get ready"

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from areal.launcher import supervisor
-from areal.launcher.interruptions import Interruptions
+from areal.launcher.supervisor import Interruptions
 from tests.launcher.fake_run import DONE, SERVE, alive
 
 
@@ -25,7 +25,7 @@ def test_run_ends_when_controller_and_trainers_end(make_run):
     }
     assert outcome.restarts == {}
     assert run.log("trainer-1") == "bye\n"
-    assert run.meter.peak_bytes > 10 * 2**20
+    assert outcome.peak_rss_bytes > 10 * 2**20
 
 
 def test_first_death_stops_all_and_is_told_first(make_run):
@@ -121,10 +121,10 @@ def test_interruption_leaves_no_process(make_run, grace_s):
     def interrupt():
         polite = [run.pid_of(name) for name in ("controller", "trainer-0")]
         pids.extend([*polite, run.pid_of("server-0"), int((run.names / "grandchild").read_text())])
-        run.interruptions.add()
+        run.interruptions.add(signal.SIGINT)
         if grace_s > 1:  # impatient: the second request ends the polite part
             run.until(lambda: not any(alive(pid) for pid in polite))
-            run.interruptions.add()
+            run.interruptions.add(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -8,11 +8,11 @@ from areal.system import durable
 from areal.system.durable import (
     COMPLETE,
     damage_of,
+    finish_interrupted_writes,
     is_complete,
     publish_folder,
     remove_folder,
     seal_folder,
-    settle_leftovers,
     write_atomic,
     writing_folder,
 )
@@ -143,6 +143,6 @@ def test_what_a_killed_writer_left_is_settled(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == [".v1.old", ".v1.writing", ".v2.removed"]
     (tmp_path / ".mine").mkdir()
-    settle_leftovers(tmp_path)
+    finish_interrupted_writes(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".mine", "v1"]
     assert (tmp_path / "v1" / "model.bin").read_bytes() == b"old"

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.system.process import AREAL_PROCESS, ProcessContext, kill_tree, kill_trees, spawn
+from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, spawn
 
 CONTEXT = ProcessContext(
     role="trainer",
@@ -57,8 +57,9 @@ def test_context_travels_through_the_environment():
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"role": "x"}'])
 def test_bad_context_is_named(text):
-    with pytest.raises(LaunchError, match=AREAL_PROCESS):
+    with pytest.raises(LaunchError, match=AREAL_PROCESS) as error:
         ProcessContext.from_env({AREAL_PROCESS: text})
+    assert error.value.code == "process.bad_context"
 
 
 RUN_MAIN = """
@@ -74,9 +75,13 @@ run_main(main)
     ("body", "code", "ends"),
     [
         ("pass", 0, ""),
-        ("raise ConfigError('first line\\n  second')", 2, "areal: error: first line second\n"),
-        ("raise ServerUnavailable('nobody there')", 75, "areal: error: nobody there\n"),
-        ("raise WeightSyncError('half of them')", 75, "areal: error: half of them\n"),
+        (
+            "raise ConfigError('line 1\\n  line 2', code='config.x')",
+            2,
+            "areal: error: line 1 line 2 [config.x]\n",
+        ),
+        ("raise ServerUnavailable('nobody there')", 75, "areal: error: nobody there [areal.error]\n"),
+        ("raise WeightSyncError('half of them')", 75, "areal: error: half of them [areal.error]\n"),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise ValueError('a bug')", 1, "ValueError: a bug\n"),
         ("raise SystemExit(7)", 7, ""),
@@ -111,7 +116,7 @@ def test_request_for_stacks_does_not_kill_a_process_that_is_ending(tmp_path, rol
 def test_run_main_keeps_the_lines_of_a_message_at_a_terminal():
     command = [sys.executable, "-c", RUN_MAIN.format(body="raise ConfigError('2 problems:\\n  a\\n  b')")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr == "areal: error: 2 problems:\n  a\n  b\n"
+    assert done.stderr == "areal: error: 2 problems:\n  a\n  b [areal.error]\n"
 
 
 STUBBORN = """
@@ -126,7 +131,7 @@ time.sleep(600)
 def test_kill_tree_ends_a_stubborn_process_and_its_children(tmp_path):
     child = spawn([sys.executable, "-c", STUBBORN, str(tmp_path / "pid")], os.environ, tmp_path / "log")
     grandchild = read_pid(tmp_path / "pid")
-    kill_tree(child.pid, 0.1)
+    kill_trees([child.pid], 0.1)
     assert not alive(child.pid)
     assert not alive(grandchild)
     assert child.wait(200) == -signal.SIGKILL
@@ -185,5 +190,6 @@ def test_spawn_appends_to_the_log_and_names_a_missing_program(tmp_path):
         code = f"import sys; print({text!r}); print('err', file=sys.stderr)"
         assert spawn([sys.executable, "-c", code], os.environ, log).wait(200) == 0
     assert sorted(log.read_text().split()) == ["err", "err", "one", "two"]
-    with pytest.raises(LaunchError, match="cannot start /no/such"):
+    with pytest.raises(LaunchError, match="/no/such") as error:
         spawn(["/no/such"], os.environ, log)
+    assert error.value.code == "process.cannot_start"

@@ -1,6 +1,6 @@
 import pytest
 
-from areal.launcher.life import Silences
+from areal.launcher.liveness import SilenceTimer
 from areal.system.heartbeat import Beat
 
 
@@ -9,14 +9,14 @@ def beat(beats, pid=7):
 
 
 def test_silence_is_time_without_a_change_of_beats():
-    silences = Silences()
+    silences = SilenceTimer()
     looks = [(1, 0.5), (1, 0.5), (1, 0.5), (2, 0.5), (2, 0.5)]
     found = [silences.look("a", 7, beat(beats), since_last_look_s=gap_s) for beats, gap_s in looks]
     assert found == [0.0, 0.5, 1.0, 0.0, 0.5]
 
 
 def test_before_the_first_beat_of_a_process_there_is_no_silence():
-    silences = Silences()
+    silences = SilenceTimer()
     assert silences.look("a", 7, None, since_last_look_s=50.0) == 0.0
     for _ in range(3):  # what an earlier process of that name left
         assert silences.look("a", 8, beat(99, pid=7), since_last_look_s=1.0) == 0.0
@@ -25,6 +25,6 @@ def test_before_the_first_beat_of_a_process_there_is_no_silence():
 
 
 def test_time_in_which_the_launcher_was_stopped_itself_counts_for_nothing():
-    silences = Silences()
+    silences = SilenceTimer()
     silences.look("a", 7, beat(1), since_last_look_s=0.5)
     assert silences.look("a", 7, beat(1), since_last_look_s=3600.0) == pytest.approx(1.0)

@@ -1,0 +1,134 @@
+"""How a launcher starts and observes the processes of a run: the protocol, and its implementation for this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from areal.launcher.job import PlannedProcess
+from areal.system.process import kill_trees, spawn
+from areal.system.run_paths import RunPaths
+from areal.system.stacks import request_stacks
+
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogTail:
+    """The end of what a process has written since it was started."""
+
+    lines: list[str]
+    """Without empty lines."""
+    written_ns: int
+    """When the log was last written, in nanoseconds since 1970; 0 when there is none."""
+
+
+class ProcessBackend(Protocol):
+    """Starts the processes of one run and observes them.
+
+    A process is addressed by its name in the plan. It may be started again under this name after it has ended.
+    """
+
+    def start(self, planned: PlannedProcess) -> int:
+        """Start a process. Returns its id on its machine, which its heartbeats contain. LaunchError on failure."""
+        ...
+
+    def poll(self, name: str) -> int | None:
+        """Exit code; negative = ended by this signal; None while the process runs."""
+        ...
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal and return at once; no error when nothing runs.
+
+        SIGKILL also ends what the process started, and may be sent after the process itself has ended.
+        """
+        ...
+
+    def last_lines(self, name: str) -> LogTail: ...
+    def request_stacks(self, name: str, reason: str) -> bool:
+        """Make a running process write its stacks. False when it does not do so now: it is stopped or still starts."""
+        ...
+
+    def stop(self, names: Iterable[str], grace_s: float, *, hurry: Callable[[], bool]) -> None:
+        """End processes with all that they started: SIGTERM, and SIGKILL after `grace_s` or once `hurry()` is true.
+
+        Returns when nothing of them runs.
+        """
+        ...
+
+    def resident_bytes(self) -> int:
+        """Resident memory of the launcher and of all processes of the run together."""
+        ...
+
+
+class LocalBackend:
+    """Processes on this machine, as children of the launcher. Implements `ProcessBackend`."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
+
+    def start(self, planned: PlannedProcess) -> int:
+        log = Path(planned.log_path)
+        self._logs[planned.name] = (log, log.stat().st_size if log.exists() else 0)
+        process = self._processes[planned.name] = spawn(planned.argv, {**os.environ, **planned.env}, log)
+        return process.pid
+
+    def poll(self, name: str) -> int | None:
+        return self._processes[name].poll()
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes[name]
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL:  # every process leads a group of its own
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    def last_lines(self, name: str) -> LogTail:
+        log, start = self._logs[name]
+        try:
+            with open(log, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(start, size - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+                written_ns = os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return LogTail([], 0)
+        return LogTail([line.rstrip() for line in text.splitlines() if line.strip()], written_ns)
+
+    def request_stacks(self, name: str, reason: str) -> bool:
+        path, pid = self._paths.stacks_of(name), self._processes[name].pid
+        try:
+            is_stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+        if not path.exists():  # the process has not registered: the signal would end it
+            return False
+        request_stacks(path, pid, reason)
+        return not is_stopped
+
+    def stop(self, names: Iterable[str], grace_s: float, *, hurry: Callable[[], bool]) -> None:
+        stopped = [self._processes[name] for name in names if name in self._processes]
+        kill_trees([process.pid for process in stopped if process.poll() is None], grace_s, hurry=hurry)
+        for process in stopped:
+            process.wait()
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what an ended process left in its group
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def resident_bytes(self) -> int:
+        own = psutil.Process()
+        total = own.memory_info().rss
+        for process in own.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total

@@ -1,0 +1,89 @@
+"""Liveness of a run's processes: what each one does according to its heartbeat, and which ones hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from areal.launcher.backend import ProcessBackend
+from areal.launcher.units import Child
+from areal.system.heartbeat import Beat, read_beat
+from areal.system.run_paths import RunPaths
+
+_LOOK_INTERVAL_S = 0.5
+_MAX_PER_LOOK_S = 1.0
+"""The most that one look adds to a silence: while the launcher itself was stopped, nothing is known of the others."""
+_DUMP_S = 1.0
+"""Time for a hung process to write its stacks before it is killed."""
+
+
+class SilenceTimer:
+    """Seconds since each process last changed its heartbeat count. Does not use the times of files."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._silent_s: dict[str, float] = {}
+
+    def look(self, name: str, pid: int, beat: Beat | None, *, since_last_look_s: float) -> float:
+        """Seconds of silence of process `name`; 0 before the first heartbeat of this `pid`."""
+        if beat is None or beat.pid != pid:
+            self._seen.pop(name, None)
+            return 0.0
+        if self._seen.get(name) != (pid, beat.beats):
+            self._seen[name] = (pid, beat.beats)
+            self._silent_s[name] = 0.0
+        else:
+            self._silent_s[name] += min(since_last_look_s, _MAX_PER_LOOK_S)
+        return self._silent_s[name]
+
+
+class LivenessWatch:
+    """Reads the heartbeats of a run's processes and finds those that hang."""
+
+    def __init__(self, paths: RunPaths, backend: ProcessBackend, hang_s: float) -> None:
+        self.beats: dict[str, Beat] = {}
+        """The last heartbeat of every running process that has one."""
+        self._paths = paths
+        self._backend = backend
+        self._hang_s = hang_s
+        self._silences = SilenceTimer()
+        self._looked_s: float | None = None
+        self._dump_requested: dict[str, int] = {}
+
+    def look(self, children: Iterable[Child], now_s: float) -> list[tuple[Child, str]]:
+        """The processes that hang, each with a description. Looks at most twice a second."""
+        since_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        if self._looked_s is not None and since_s < _LOOK_INTERVAL_S:
+            return []
+        self._looked_s = now_s
+        self.beats = {}
+        return list(self._hung(children, since_s))
+
+    @property
+    def step(self) -> int | None:
+        """The train step that the trainers work on; None when no heartbeat contains one."""
+        return max((beat.step for beat in self.beats.values() if beat.step is not None), default=None)
+
+    def _hung(self, children: Iterable[Child], since_s: float) -> Iterator[tuple[Child, str]]:
+        for child in children:
+            if not child.is_running or child.pid is None:
+                continue
+            beat = read_beat(self._paths.alive_of(child.name))
+            silent_s = self._silences.look(child.name, child.pid, beat, since_last_look_s=since_s)
+            if beat is None or beat.pid != child.pid:
+                continue
+            self.beats[child.name] = beat
+            if silent_s < self._hang_s or child.killed_s is not None:
+                continue
+            if silent_s < self._hang_s + _DUMP_S and self._dumps_stacks(child.name, child.pid):
+                continue
+            doing = f"{beat.doing!r} for {beat.for_s:.0f} s" if beat.doing else "empty"
+            yield child, f"hung: no heartbeat for {silent_s:.0f} s (launcher.hang_s), the last one was {doing}"
+
+    def _dumps_stacks(self, name: str, pid: int) -> bool:
+        """Request the stacks of a process, once. False when it cannot write them."""
+        if self._dump_requested.get(name) == pid:
+            return True
+        if not self._backend.request_stacks(name, f"no heartbeat for {self._hang_s:g} s"):
+            return False
+        self._dump_requested[name] = pid
+        return True

@@ -1,0 +1,176 @@
+"""The supervisor over a backend that starts no process: it needs nothing else to observe and restart processes."""
+
+import ast
+import io
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from areal.api.config import LauncherConfig, RecoverConfig
+from areal.api.errors import LaunchError
+from areal.launcher import restart_rules
+from areal.launcher.job import LaunchPlan
+from areal.launcher.status import StatusLine, StatusSource
+from areal.launcher.supervisor import Interruptions, Supervisor
+from areal.system.discovery import FileNameRegistry
+from areal.system.run_paths import RunPaths
+from tests.launcher.fake_backend import FakeBackend, planned_process
+from tests.launcher.fake_run import NUMBERS
+from tests.test_layering import PACKAGE, imported_modules
+
+NAMES = ("controller", "server-0", "trainer-0", "trainer-1")
+
+
+class FakeProcesses:
+    """A run whose processes get ready when they start; `script(name, start)` decides what happens then."""
+
+    def __init__(self, folder, monkeypatch, *, retries=3, **settings):
+        monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.0)
+        self.paths = RunPaths(folder)
+        self.backend = FakeBackend()
+        self.registry = FileNameRegistry(folder / "names")
+        self.screen = io.StringIO()
+        self.settings = settings
+        self.retries = retries
+        self.now_s = 0.0
+
+    def clock(self):
+        self.now_s += 0.01
+        return self.now_s
+
+    def run(self, script):
+        def on_start(name, count):
+            self.registry.add(f"ready/{name}", "", replace=True)
+            if (code := script(name, count)) is not None:
+                self.backend.exit_codes[name] = code
+
+        self.backend.on_start = on_start
+        plan = LaunchPlan(
+            run_dir=str(self.paths.root),
+            recover=False,
+            allocation="",
+            ports="",
+            processes=tuple(planned_process(name, num_trainers=2, run_dir=self.paths.root) for name in NAMES),
+            spare_gpus=(),
+            attached=(),
+            identities=NUMBERS,
+        )
+        return Supervisor(
+            plan,
+            LauncherConfig(**({"stop_grace_s": 0.0} | self.settings)),
+            RecoverConfig(mode="auto", freq_steps=1, retries=self.retries),
+            self.paths,
+            self.backend,
+            registry=self.registry,
+            source=StatusSource(self.registry, self.paths.metrics, has_controller=False, total_steps=None),
+            line=StatusLine(self.screen),
+            interruptions=Interruptions(),
+            clock=self.clock,
+        ).run()
+
+    def end_trainers(self):
+        for name in ("trainer-0", "trainer-1"):
+            self.backend.exit_codes[name] = 0
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    return lambda **settings: FakeProcesses(tmp_path, monkeypatch, **settings)
+
+
+def test_a_dead_server_is_restarted_alone(fake):
+    processes = fake()
+
+    def script(name, start):
+        if name == "server-0" and start == 2:
+            processes.end_trainers()
+        return -signal.SIGKILL if (name, start) == ("server-0", 1) else None
+
+    outcome = processes.run(script)
+    assert (outcome.status, list(outcome.restarts)) == ("completed", ["server-0"])
+    assert [name for name, _ in processes.backend.starts] == [*NAMES, "server-0"]
+    assert outcome.peak_rss_bytes == 123
+    assert processes.backend.stopped == list(NAMES), "the end goes through the backend too"
+
+
+def test_a_dead_rank_restarts_all_ranks_with_a_new_run_id(fake):
+    processes = fake()
+
+    def script(name, start):
+        if (name, start) == ("trainer-1", 2):
+            processes.end_trainers()
+        return -signal.SIGKILL if (name, start) == ("trainer-1", 1) else None
+
+    outcome = processes.run(script)
+    assert (outcome.status, list(outcome.restarts)) == ("completed", ["trainers"])
+    assert ("trainer-0", signal.SIGKILL) in processes.backend.signals
+    ranks = [(name, context.run_id) for name, context in processes.backend.starts if name.startswith("trainer")]
+    assert ranks == [("trainer-0", 0), ("trainer-1", 0), ("trainer-0", 1), ("trainer-1", 1)]
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_restarts_end_at_a_user_error_or_at_the_limit(fake, code):
+    processes = fake(retries=2)
+    processes.backend.lines["server-0"] = ["loading", "areal: error: no such model [checkpoint.missing]"]
+    outcome = processes.run(lambda name, start: code if name == "server-0" else None)
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith(f"server-0 exited with {code}: no such model [checkpoint.missing]")
+    assert processes.backend.count("server-0") == (3 if code == 1 else 1)
+
+
+def test_a_process_that_quotes_the_error_of_another_is_not_reported_twice(fake):
+    processes = fake()
+    processes.backend.lines["trainer-0"] = ["areal: error: bad row 7 [data.bad_row]"]
+    processes.backend.lines["trainer-1"] = ["areal: error: trainer-0 failed: bad row 7, so it ends [process.failed]"]
+    outcome = processes.run(lambda name, start: 2 if name.startswith("trainer") else None)
+    assert outcome.cause.count("bad row 7") == 1
+
+
+def test_a_hung_process_writes_its_stacks_and_is_killed(fake):
+    processes = fake(hang_s=2.0)
+
+    def script(name, start):
+        path = processes.paths.alive_of(name)
+        path.parent.mkdir(exist_ok=True)
+        if name == "controller" and start == 1:
+            pid = 1000 + len(processes.backend.starts)
+            path.write_text(json.dumps({"pid": pid, "beats": 1, "doing": "x", "for_s": 0.0, "step": None}))
+        elif name == "controller":
+            processes.end_trainers()
+
+    outcome = processes.run(script)
+    assert outcome.status == "completed"
+    assert ("controller", signal.SIGKILL) in processes.backend.signals
+    assert processes.backend.stacks[0][0] == "controller"
+    assert "launcher.hang_s" in outcome.restarts["controller"][0]
+
+
+def test_a_process_that_cannot_be_started_ends_the_run_with_its_code(fake):
+    processes = fake()
+
+    def script(name, start):
+        if name == "trainer-0":
+            raise LaunchError("no node is free", code="process.cannot_start")
+
+    outcome = processes.run(script)
+    assert (outcome.status, outcome.cause) == ("failed", "no node is free [process.cannot_start]")
+    assert processes.backend.stopped == ["controller", "server-0"]
+
+
+def test_only_the_backend_touches_processes():
+    users = {
+        path.name: name
+        for path in (PACKAGE / "launcher").glob("*.py")
+        for _, name in imported_modules(path)
+        if name.split(".")[0] in ("subprocess", "psutil") or name.endswith((".kill_trees", ".spawn", ".request_stacks"))
+    }
+    kills = {
+        path.name
+        for path in (PACKAGE / "launcher").glob("*.py")
+        for node in ast.walk(ast.parse(Path(path).read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("kill", "killpg") and ast.unparse(node.value) == "os"
+    }
+    before_a_run = {"orphans.py", "server_check.py"}  # they look at processes of earlier launchers and of no run
+    assert set(users) | kills <= {"backend.py"} | before_a_run
