@@ -87,9 +87,7 @@ def test_a_rank_that_is_stopped_is_named_first_and_goes_on_unharmed(make_run):
 
     assert run.wait_for(trains, START_S)
     pid = run.stop(["trainer-1"])["trainer-1"]
-    wait_for_line(
-        run, rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; "
-    )
+    wait_for_line(run, rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; ")
     run.go_on(["trainer-1"])
     wait_for_line(run, r"^areal: progress again, after \d+ s without$")
     wait_for_the_end(run)
