@@ -1,6 +1,6 @@
-"""What all tests share: time limits, and loops whose clock does not run while this process stands still.
+"""Shared by all tests: time limits, and event loops whose clock does not run while the test process gets no CPU.
 
-On a busy machine a process may get no CPU for seconds. A time-out of the tested code that expires meanwhile says
+On a busy machine a process may get no CPU for seconds. A time-out of the tested code that expires in that time says
 nothing about that code.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import os
 import selectors
 import time
 from collections.abc import Callable, Mapping
@@ -20,19 +21,23 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: threads of several test processes on the same cores double the CPU time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _HEAVY = {"slow", "gpu", "vllm", "sglang"}
 _HEAVY_LIMIT_S = 1800
 _ITERATION_S = 0.002
-"""The most that the callbacks of one round of a loop may add to its time."""
+"""Limit of the time that the callbacks of one round of a loop add to its clock."""
 _SLICE_S = 0.02
-"""The most that one wait may add."""
+"""Limit of the time that one wait adds."""
 _LATE_S = 3.0
-"""So long after pytest-timeout should have ended a test, its loop does: the signal is raised wherever Python is, and an
-exception in a callback or a background task does not end the test."""
+"""The loop ends a test this long after pytest-timeout should have: an exception that the signal raises in a callback or
+a background task does not end the test."""
 
 
 class _SteadySelector(selectors.DefaultSelector):
-    """Tells how much time passed in which the loop had nothing to do: what it slept, and no standstill."""
+    """Reports the time that the loop waited for events, without the time in which the process got no CPU."""
 
     def __init__(self, advance: Callable[[float], None]) -> None:
         super().__init__()
@@ -42,7 +47,7 @@ class _SteadySelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if time.monotonic() >= self.gives_up_s:
-            pytest.fail("the loop of this test still turns after its time limit")
+            pytest.fail("the loop of this test still runs after its time limit")
         self._advance(min(time.monotonic() - self._returned_s, _ITERATION_S))
         try:
             return super().select(self._rest()) if timeout is None else self._wait(timeout)
@@ -65,10 +70,10 @@ class _SteadySelector(selectors.DefaultSelector):
 
 
 class SteadyLoop(asyncio.SelectorEventLoop):
-    """An event loop whose timers stand still while its process does."""
+    """An event loop whose timers stop while its process gets no CPU."""
 
     def __init__(self, limit_s: float = math.inf) -> None:
-        """`limit_s`: of each run."""
+        """`limit_s`: time limit of each run."""
         self._now_s = 0.0
         self._limit_s = limit_s
         self._steady = _SteadySelector(self._advance)
@@ -86,14 +91,14 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The time limit of pyproject.toml is for tests of the default run."""
+    """Heavy tests get a longer time limit than the one of pyproject.toml."""
     for item in items:
         if any(mark.name in _HEAVY for mark in item.iter_markers()):
             item.add_marker(pytest.mark.timeout(_HEAVY_LIMIT_S))
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
-    """For every async test."""
+    """The event loop of every async test."""
     mark = item.get_closest_marker("timeout")
     given = config.getoption("timeout")
     limit_s = float(mark.args[0] if mark else config.getini("timeout") if given is None else given)

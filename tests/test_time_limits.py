@@ -1,4 +1,4 @@
-"""The clocks and limits under which all other tests run."""
+"""The clock and the time limits of all other tests."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(params=["blocked", "stopped"])
 def stand_still(request):
-    """Two ways in which this process gets no further for half a second."""
+    """Two ways in which this process makes no progress for half a second."""
     if request.param == "blocked":
         return lambda: time.sleep(0.5)
     code = "import os, sys, time, signal; time.sleep(.5); os.kill(int(sys.argv[1]), signal.SIGCONT)"
@@ -70,5 +70,5 @@ def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
     assert "3 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("Timeout (>1.0s)") >= 2
-    assert "still turns after its time limit" in done.stdout
-    assert "threading.Event().wait()" in done.stdout, "where it hangs is told"
+    assert "still runs after its time limit" in done.stdout
+    assert "threading.Event().wait()" in done.stdout, "the output shows where it hangs"
