@@ -25,18 +25,56 @@ ERROR_CODES: dict[str, ErrorCode] = {
     # allocation
     # checkpoint
     # config
-    "config.conflict": ErrorCode(
-        "Two options contradict each other, or would give a wrong result together.", "Change or remove one of them."
+    "config.bad_override": ErrorCode(
+        "A word on the command line is no flag, or no override that can be read and applied.",
+        "Write key.sub=value with a YAML value, or ~key to restore the default.",
     ),
-    "config.invalid_value": ErrorCode(
-        "An option has a value that it does not accept.", "Use one of the values listed."
+    "config.bad_reference": ErrorCode(
+        "A function or class that an option names is not registered, cannot be found, or cannot be found by others.",
+        "Use a registered name, module:name or file.py:name of a function or class at the top level of that module.",
+    ),
+    "config.conflict": ErrorCode(
+        "A value makes no sense, alone or together with another option.",
+        "Change one of the options that the message names.",
+    ),
+    "config.invalid": ErrorCode(
+        "The configuration has problems of several kinds.", "Fix each line of the message; each has its own code."
     ),
     "config.missing_requirement": ErrorCode(
         "An option needs another one that is not set.", "Set the option that the message names."
     ),
+    "config.mixed_kinds": ErrorCode(
+        "The file has sections of different kinds of training.", "Keep the sections of one kind of training."
+    ),
     "config.no_effect": ErrorCode(
         "strict_config is true and an option has no effect under the other options.",
         "Remove the option, or set strict_config to false.",
+    ),
+    "config.not_a_choice": ErrorCode("The option takes one of a few words.", "Use one of the words in the message."),
+    "config.out_of_range": ErrorCode(
+        "A number is outside the range of its option, or not finite.", "Use a number in the range of the message."
+    ),
+    "config.required": ErrorCode(
+        "An option that has no default is not given.", "Give it in the file or on the command line."
+    ),
+    "config.unknown_key": ErrorCode(
+        "There is no option of this name.", "Correct the spelling, or remove the key; --help lists all options."
+    ),
+    "config.unreadable_file": ErrorCode(
+        "The file given with --config is missing, not UTF-8, not YAML, or holds no mapping.",
+        "Give a YAML file with a mapping of keys to values, and fix the place that the message names.",
+    ),
+    "config.unresolved_interpolation": ErrorCode(
+        "An interpolation ${...} names an option or environment variable that has no value, or itself.",
+        "Correct the name, set the environment variable, or write the value.",
+    ),
+    "config.unsupported": ErrorCode(
+        "A key of AReaL asks for something that this version does not have.",
+        "Remove the key, or use what the message names in its place.",
+    ),
+    "config.wrong_type": ErrorCode(
+        "A value has another type than its option, or cannot be stored.",
+        "Give a value of the type in the message; put text that reads as another type in quotes.",
     ),
     # data
     "data.too_long": ErrorCode(

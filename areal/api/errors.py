@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 
 class ArealError(Exception):
     """Root of every error that areal raises on purpose.
@@ -19,8 +22,34 @@ class ArealError(Exception):
             self.code = code
 
 
+class ConfigProblem(NamedTuple):
+    """One thing that is wrong in a configuration."""
+
+    path: str
+    """Dotted path of the option, or the file or command-line word that is wrong."""
+    message: str
+    """The value that was given and what to change."""
+    code: str = "config.conflict"
+    suggestion: str = ""
+    """The option that an unknown key was probably meant to be."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
 class ConfigError(ArealError, ValueError):
-    """An error in the configuration that the user can fix: the message names the key, its value and what to change."""
+    """An error in the configuration that the user can fix: the message names the key, its value and what to change.
+
+    `problems` holds every problem that was found, with its path and code. The code of the error is that of its
+    problems where they all have the same one, else `config.invalid`.
+    """
+
+    code = "config.invalid"
+
+    def __init__(self, message: str, *, code: str | None = None, problems: Sequence[ConfigProblem] = ()) -> None:
+        codes = {problem.code for problem in problems}
+        super().__init__(message, code=codes.pop() if code is None and len(codes) == 1 else code)
+        self.problems = tuple(problems)
 
 
 class InputError(ArealError, ValueError):

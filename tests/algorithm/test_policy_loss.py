@@ -15,7 +15,7 @@ from areal.api.config.validate import problems_of
 
 
 def problems(**options):
-    return {path: text for path, text, _ in problems_of(PPOActorConfig(path="x", **options))}
+    return {problem.path: problem.message for problem in problems_of(PPOActorConfig(path="x", **options))}
 
 
 def unused(**options):

@@ -74,6 +74,42 @@ def test_the_script_and_both_spellings_of_the_flag_are_understood(write) -> None
     assert load_config(["--config", path, "+seed=7"], GRPOConfig) == expected
 
 
+@pytest.mark.parametrize("script", [[], ["train.py"]], ids=["", "script"])
+def test_the_overrides_of_hydra_are_understood(write, script: list[str]) -> None:
+    argv = [*script, "--config", write(MINIMAL + "    critic: {path: /c}\n    seed: 5\n")]
+    words = ["+gconfig.top_p=0.5", "++gconfig.greedy=false", "++critic.path=/d", "~critic", "~seed=5", "~gconfig.stop"]
+    config = load_config([*argv, *words], GRPOConfig)
+    assert (config.gconfig.top_p, config.critic, config.seed, config.gconfig.stop) == (0.5, None, 1, None)
+    assert load_experiment([*argv[len(script) :], *words], allow_unknown_top_level=bool(script)) == config
+    config = load_config([*argv, "~actor.optimizer.lr", "~critic.path", "critic=null"], GRPOConfig)
+    assert config.actor.optimizer is not None
+    assert config.actor.optimizer.lr == GRPOConfig().actor.optimizer.lr if GRPOConfig().actor.optimizer else 2e-5
+
+
+def test_a_number_from_the_environment_is_a_number_in_its_copies(write, monkeypatch) -> None:
+    monkeypatch.setenv("AREAL_TEST_SEED", "7")
+    monkeypatch.setenv("AREAL_TEST_RATE", "1e-3")
+    monkeypatch.setenv("AREAL_TEST_GREEDY", "True")
+    text = (
+        MINIMAL.replace("native:d1", "sglang:d1")
+        + """
+    seed: ${oc.env:AREAL_TEST_SEED}
+    actor.copy: 1
+    gconfig: {greedy: "${oc.env:AREAL_TEST_GREEDY}"}
+    sglang: {random_seed: "${seed}"}
+    workflow_args: {seed: "${seed}", deep: ["${seed}", "${seed}-x"], rate: "${actor.optimizer.lr}"}
+    """.replace("    actor.copy: 1\n", "")
+    )
+    path = write(text)
+    config = load_config(["--config", path, "actor.optimizer.lr=${oc.env:AREAL_TEST_RATE}"], GRPOConfig)
+    assert config.seed == 7
+    assert config.gconfig.greedy is True
+    assert config.sglang == {"random_seed": 7}
+    assert config.workflow_args == {"seed": 7, "deep": [7, "7-x"], "rate": 1e-3}
+    monkeypatch.setenv("AREAL_TEST_SEED", "seven")
+    assert refused("seed", load_config, ["--config", path, "actor.optimizer.lr=1"], GRPOConfig) == "config.wrong_type"
+
+
 def test_later_files_win(write) -> None:
     base, more = write(MINIMAL), write("seed: 5\nactor: {path: /models/other}", "more.yaml")
     config = load_config(["--config", base, "--config", more], GRPOConfig)
@@ -163,11 +199,27 @@ def test_load_experiment_picks_the_class(write) -> None:
 
 def test_only_the_launcher_of_a_script_tolerates_the_scripts_own_keys(write) -> None:
     path = write(MINIMAL + "    game: {rounds: 3}\n")
-    with pytest.raises(ConfigError, match="game: unknown key"):
-        load_experiment(["--config", path])
+    assert refused("game", load_experiment, ["--config", path]) == "config.unknown_key"
     assert load_experiment(["--config", path], allow_unknown_top_level=True).experiment_name == "sort"
-    with pytest.raises(ConfigError, match=r"actor\.lrr: unknown key"):
+    with pytest.raises(ConfigError) as caught:
         load_experiment(["--config", path, "actor.lrr=1"], allow_unknown_top_level=True)
+    assert [problem.path for problem in caught.value.problems] == ["actor.lrr"]
+
+
+def refused(path: str, load, *arguments) -> str:
+    """The code of the one problem, which is at `path`."""
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)
+    assert [problem.path for problem in caught.value.problems] == [path]
+    return caught.value.code
+
+
+def test_a_key_spelled_almost_like_a_known_one_is_refused_with_a_script_too(write) -> None:
+    argv = ["game.py", "--config", write(MINIMAL), "rollouts.on_stale=drop", "game.rounds=3"]
+    assert refused("rollouts", script_keys, argv) == "config.unknown_key"
+    assert set(script_keys(argv, "class MyConfig:\n    rollouts: Rollouts")) == {"rollouts", "game"}
+    # a section of another kind of training is the script's own
+    assert set(script_keys(["--config", write(MINIMAL), "model.path=x"])) == {"model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +245,8 @@ def test_a_users_subclass_is_read_and_checked(write) -> None:
     config = load_config(argv, GameConfig)
     assert config.game == Game(rounds=3, board=(4, 5), level="hard")
     assert config.bonus == {"win": [1.0, 2.5]}
-    with pytest.raises(ConfigError, match=r"game: is required"):
-        load_config(["--config", path], GameConfig)
-    with pytest.raises(ConfigError, match=r"game\.rounds: is required"):
-        load_config(["--config", path, "game.level=2"], GameConfig)
+    assert refused("game", load_config, ["--config", path], GameConfig) == "config.required"
+    assert refused("game.rounds", load_config, ["--config", path, "game.level=2"], GameConfig) == "config.required"
 
 
 def test_the_launcher_hands_a_scripts_own_keys_on(write, tmp_path: Path) -> None:
@@ -229,7 +279,7 @@ def test_the_launchers_help_knows_both_classes(capsys) -> None:
         with pytest.raises(SystemExit):
             load_experiment(["--help", section])
         assert f"{section}.optimizer.lr" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no such section"):
+    with pytest.raises(ConfigError):
         load_experiment(["--help", "nothing"])
 
 
@@ -264,5 +314,7 @@ def test_what_is_saved_loads_back_equal(tmp_path: Path, name, stop, values, lr) 
 
 def test_configs_made_in_python_can_be_checked(grpo) -> None:
     check_config(grpo())
-    with pytest.raises(ConfigError, match="experiment_name"):
+    with pytest.raises(ConfigError) as caught:
         check_config(PPOConfig())
+    paths = {problem.path for problem in caught.value.problems if problem.code == "config.required"}
+    assert paths == {"experiment_name", "trial_name", "train_dataset.path"}

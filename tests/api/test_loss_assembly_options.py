@@ -3,7 +3,7 @@
 import pytest
 
 from areal.api.config import GRPOConfig, load_config
-from areal.api.config.convert import Reader, with_defaults
+from areal.api.config.convert import read
 from areal.api.config.loss_assembly import AGGREGATIONS, AssemblyOptions
 from areal.api.errors import ConfigError
 
@@ -80,6 +80,6 @@ def test_these_are_refused_by_name(load, overrides, expected):
 def test_every_aggregation_can_be_configured():
     for name in AGGREGATIONS:
         scale = {"loss_scale_tokens": 8} if name.endswith("norm") else {}
-        reader = Reader(AssemblyOptions, with_defaults(AssemblyOptions, {"loss_aggregation": name, **scale}))
-        assert not list(reader.read(AssemblyOptions).assembly_problems())
-        assert not reader.issues
+        reading = read(AssemblyOptions, {"loss_aggregation": name, **scale})
+        assert not reading.problems
+        assert not list(reading.config.assembly_problems())

@@ -27,7 +27,7 @@ def problems(*, correction=None, **options) -> list[str]:
     """Paths of the problems of an actor; the section is given by its options."""
     section = None if correction is None else RolloutCorrectionConfig(**correction)
     actor = PPOActorConfig(**{"path": "x", "recompute_logprob": True, "rollout_correction": section} | options)
-    return [path for path, *_ in problems_of(actor)]
+    return [problem.path for problem in problems_of(actor)]
 
 
 def rule(**options):

@@ -58,8 +58,8 @@ def test_the_short_form_may_be_the_default_beside_sources(load):
     ("text", "expected"),
     [
         ("reward_fn: exact\nreward: {fns: {gsm8k: 1}}", "reward_fn: and reward.fns both say what scores an answer"),
-        ("reward: {fns: {exact: .nan}}", "reward.fns.exact: the weight nan is not a finite number"),
-        ("reward: {fns: {exact: much}}", "reward.fns: {'exact': 'much'} was given where mapping of text to number"),
+        ("reward: {fns: {exact: .nan}}", "reward.fns.exact: nan is not allowed"),
+        ("reward: {fns: {exact: much}}", "reward.fns.exact: 'much' was given where number"),
         ("reward: {fns: {exact: 0, format: 0}}", "reward.fns: gives every function the weight 0"),
         ("reward: {by_source: {a: {}}}", "reward.by_source.a: names no function"),
         (

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from areal.api.config import GRPOConfig
-from areal.api.config.convert import Reader, with_defaults
-from areal.api.config.validate import problems_of
+from areal.api.config.convert import read
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.batch_metrics import batch_metrics
@@ -80,11 +79,11 @@ def accepted(seed: int) -> GRPOConfig:
     dice = random.Random(seed)
     tree = drawn(dice, dice.choice([0.1, 0.2, 0.3]))
     for _ in range(200):
-        config = Reader(GRPOConfig, with_defaults(GRPOConfig, tree)).read(GRPOConfig)
-        found = list(problems_of(config))
+        reading = read(GRPOConfig, tree)
+        found = reading.problems
         if not found:
-            return config
-        section, _, key = found[0][0].partition(".")
+            return reading.config
+        section, _, key = found[0].path.partition(".")
         if not key:
             del tree[section]
             continue

@@ -1,4 +1,4 @@
-"""Owns what a user may configure: one file per area; import the classes from here."""
+"""The configuration classes, one file per area, and the functions that load, check and save them."""
 
 from areal.api.config.advantages import AdvantageOptions, NormConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig

@@ -43,7 +43,7 @@ def _field(cls: type[Any], prefix: str, name: str) -> Iterator[str]:
         yield f"[{path}]{null} {spec.sentence}" + (f" ({relevance})" if relevance else "")
         yield from _lines(spec.hint, f"{path}.")
         return
-    kind = " | ".join(spec.limits.choices or ()) or f"{type_text(spec.hint)} {spec.limits.range_text}".strip()
+    kind = " | ".join(spec.choices) or f"{type_text(spec.hint)} {spec.range_text}".strip()
     kind += ", or null" if spec.nullable else ""
     yield f"  {path}: {kind}; {default_text(spec)}"
     yield f"      {spec.sentence}"

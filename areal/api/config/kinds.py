@@ -1,4 +1,4 @@
-"""Owns which kind of training a configuration file is for: the sections that stand in it decide."""
+"""The kind of training that a configuration file is for, which its sections decide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.legacy import legacy_rule
 from areal.api.config.offline import DPOConfig, RWConfig, SFTConfig
 from areal.api.config.schema import fields_of
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, ConfigProblem
 
 Kind = type[BaseExperimentConfig]
 
@@ -19,14 +19,14 @@ KINDS: dict[Kind, str] = {
     RWConfig: "a reward model",
     DPOConfig: "DPO",
 }
-"""Every kind that runs without a script, in words. The first one takes what no section decides."""
+"""Every kind that runs without a script, in words. The first one is the default where no section decides."""
 
 
 def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
     """The class of the top-level keys `given`. ConfigError when they belong to several kinds.
 
     `model` alone is a reward model with train_dataset.type=rw, else SFT; `actor` alone is DPO with it, else GRPO.
-    `allow_unknown`: keys may also be a script's own, so the kind with most keys is taken.
+    `allow_unknown`: a script may define keys too, so the kind with most of the keys is chosen.
     """
     takers = {key: set(_takers(key)) for key in given}
     telling = {key: kinds for key, kinds in takers.items() if kinds and len(kinds) < len(KINDS)}
@@ -34,21 +34,25 @@ def kind_of(given: Mapping[str, Any], *, allow_unknown: bool = False) -> Kind:
     if not possible and allow_unknown:
         return max(KINDS, key=lambda kind: sum(kind in kinds for kinds in telling.values()))
     if not possible:
-        lines = [f"{key}: {' or '.join(KINDS[kind] for kind in _takers(key))}" for key in sorted(telling)]
-        raise ConfigError("\n  ".join(["sections of different kinds of training: keep those of one kind:", *lines]))
+        problems = [
+            ConfigProblem(key, " or ".join(KINDS[kind] for kind in _takers(key)), "config.mixed_kinds")
+            for key in sorted(telling)
+        ]
+        lines = ["sections of different kinds of training: keep those of one kind:", *map(str, problems)]
+        raise ConfigError("\n  ".join(lines), problems=problems)
     row_type = _row_type(given)
     named = [kind for kind in possible if _row_type_of(kind) == row_type]
     return named[0] if named else possible[0]
 
 
 def kind_of_section(path: str) -> Kind:
-    """The kind that has the dotted option `path`, the first of several; GRPO when none has."""
+    """The first kind that has the dotted option `path`; GRPO when none has."""
     return next(iter(_takers(path.split(".")[0])), GRPOConfig)
 
 
 def help_of_kinds() -> str:
-    """Which sections show the options of the other kinds."""
-    lines = ["Other kinds of training, known by their sections (--help SECTION, or --config FILE.yaml --help):"]
+    """The sections of the other kinds, for `--help`."""
+    lines = ["Other kinds of training and their sections (--help SECTION, or --config FILE.yaml --help):"]
     base = fields_of(BaseExperimentConfig)
     for kind, words in KINDS.items():
         if kind is not GRPOConfig:

@@ -1,24 +1,29 @@
-"""Owns the keys of AReaL v0.5 files that this version has no field for: which values they may hold, and why.
+"""Keys of AReaL files (v0.5 and 1.0) that have no field here: which values they may hold, and where they go.
 
-A file written for AReaL loads when such a key asks nothing of us. Otherwise the run is refused: an option that is
-read by nothing must not look as if it worked.
+A file written for AReaL loads when such a key has an equivalent here, or asks for nothing that this version lacks.
+Any other value is refused, because an option that nothing reads must not look as if it worked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+from areal.api.allocation import AllocationError, AllocationMode
 from areal.api.config.algorithm import PPOActorConfig
+from areal.api.config.fields import choice, number
+from areal.api.config.schema import fields_of
+from areal.api.config.validate import shown, validated
+from areal.api.errors import ConfigProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Only these values ask nothing of us; any other is refused."""
+    """Only these values are accepted; they have no effect here."""
 
     values: tuple[Any, ...]
     instead: str = ""
-    """What to do in its place, if there is something."""
+    """What to use in place of the key, if there is something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +35,37 @@ class CopyOf:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Any value is accepted and has no effect; `notice` says whether the user is told."""
+    """Any value is accepted and has no effect; `notice` says whether the user is notified."""
 
     notice: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOff:
-    """A section that may stand there as long as its `enabled` is false."""
+    """A section that is accepted while its `enabled` is false."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedTo:
-    """The value goes to another option of the same section, which has taken this key's place."""
+    """The value belongs to another option of the same section."""
 
     path: str
-    """Dotted, below the section that the key stands in."""
-    values: tuple[tuple[Any, Any], ...] | None = None
-    """What old values are called there; of a switch, false asks only that none of them is given. None: the same."""
-
-    def translated(self, value: Any) -> tuple[Any, ...]:
-        """(the value there,), or () when the key does not decide it."""
-        if self.values is None:
-            return (value,)
-        return tuple(new for old, new in self.values if type(value) is type(old) and value == old)
+    """Dotted, below the section of the key."""
+    switches_to: str = ""
+    """Not empty: the key is a switch; true means this value at `path`, false any other."""
 
 
-LegacyRule = Accepts | CopyOf | Ignored | SwitchedOff | MovedTo
+@dataclass(frozen=True, slots=True)
+class RejectionSampling:
+    """AReaL 1.0's `rejection_sampling`, whose equivalent is `rollout_correction`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """AReaL 1.0's backend and sizes of one model, which are part of `allocation_mode` here."""
+
+
+LegacyRule = Accepts | CopyOf | Ignored | SwitchedOff | MovedTo | RejectionSampling | Backend
 
 _FALSE = Accepts((False,))
 _NULL = Accepts((None,))
@@ -78,6 +87,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "TrainEngineConfig": {
         **_NAMES,
         **_SCHEDULING,
+        "backend": Backend(),
         "pad_to_maximum": _FALSE,
         "megatron": Ignored(),
         "use_lora": _FALSE,
@@ -94,9 +104,10 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "max_new_tokens": CopyOf("gconfig.max_new_tokens"),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
-        "use_sapo_loss": MovedTo("policy_loss", ((True, "sapo"),)),
+        "use_sapo_loss": MovedTo("policy_loss", switches_to="sapo"),
         "sapo_tau_pos": MovedTo("sapo.tau_pos"),
         "sapo_tau_neg": MovedTo("sapo.tau_neg"),
+        "rejection_sampling": RejectionSampling(),
     },
     "OptimizerConfig": {
         "offload": Accepts((False,), "fsdp.offload_params does it"),
@@ -109,6 +120,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "InferenceEngineConfig": {
         **_PLACE,
         **_SCHEDULING,
+        "backend": Backend(),
         "queue_size": Accepts((None,), "rollout.max_concurrent_rollouts bounds the episodes in flight"),
         "use_lora": _FALSE,
         "tokenizer_path": CopyOf("tokenizer_path"),
@@ -142,59 +154,170 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
 
 
 def legacy_rule(cls: type[Any], key: str, path: str) -> LegacyRule | None:
-    """The rule for `key`, which section class `cls` (at dotted `path`) has no field for; None = simply unknown."""
+    """The rule for `key`, for which section class `cls` (at dotted `path`) has no field; None = an unknown key."""
     for base in cls.__mro__:
         rule = _LEGACY.get(base.__name__, {}).get(key)
         if rule is not None:
             return rule
     if path == "ref" and (key in PPOActorConfig.__dataclass_fields__ or key in _LEGACY["PPOActorConfig"]):
-        return Ignored(notice=False)  # AReaL's ref has the fields of an actor, which a model without a loss never reads
+        return _SILENT  # AReaL's ref has the fields of an actor, which a model without a loss never reads
     return None
 
 
-def moved(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What the user gave for a section of class `cls`, the values of moved keys at their new places.
+@dataclass
+class LegacyKeys:
+    """Applies the rules to the values of a file; `apply` removes every key that has a rule from `tree`."""
 
-    A key stays where it stands when its new place holds something else, or when it does not decide what stands there.
-    """
-    result = dict(given)
-    for key, value in given.items():
-        rule = None if key in cls.__dataclass_fields__ else legacy_rule(cls, key, "")
-        if not isinstance(rule, MovedTo):
-            continue
-        section, _, name = rule.path.rpartition(".")
-        place: Any = result.get(section, {}) if section else result
-        if not isinstance(place, dict):
-            continue
-        entry = cast("dict[str, Any]", place)
-        for new in rule.translated(value):
-            if entry.get(name, new) == new:
-                entry = {**entry, name: new}
-                result = {**result, section: entry} if section else entry
-                del result[key]
-    return result
+    tree: dict[str, Any]
+    """All values: defaults included, interpolations resolved."""
+    given: dict[str, Any]
+    """The values that the user wrote."""
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    ignored: list[str] = field(default_factory=list[str])
+    """Accepted keys without effect that the user should know of."""
+    _backends: dict[str, str] = field(default_factory=dict[str, str])
+
+    def apply(self, cls: type[Any]) -> None:
+        self._section(cls, self.tree, self.given, "")
+        self._set_allocation()
+
+    def _section(self, cls: type[Any], tree: dict[str, Any], given: Any, path: str) -> None:
+        prefix, specs = f"{path}." if path else "", fields_of(cls)
+        for key, value in list(tree.items()):
+            spec, here = specs.get(key), f"{prefix}{key}"
+            if spec is None:
+                rule = legacy_rule(cls, str(key), path)
+                tree[str(key)] = tree.pop(key)  # YAML may give a number
+                if rule is not None:
+                    del tree[key]
+                    self._apply(rule, value, tree, given, here)
+            elif spec.is_section and isinstance(value, dict):
+                self._section(spec.hint, cast("dict[str, Any]", value), _below(given, key), here)
+            elif spec.item_section is not None and isinstance(value, list):
+                for i, item in enumerate(cast("list[Any]", value)):
+                    if isinstance(item, dict):
+                        self._section(spec.item_section, cast("dict[str, Any]", item), {}, f"{here}[{i}]")
+
+    def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], given: Any, path: str) -> None:
+        match rule:
+            case Ignored(notice):
+                self.ignored += [path] if notice else []
+            case Accepts(values, instead):
+                if value not in values:
+                    hint = f"; {instead}" if instead else ""
+                    self._unsupported(path, f"{shown(value)} is not supported: remove it{hint}")
+            case SwitchedOff():
+                if _below(value, "enabled", default=False):
+                    self._unsupported(path, "is not supported: set enabled: false or remove it")
+            case CopyOf(other):
+                if value not in (None, "", copied := _below(self.tree, other)):
+                    self._differs(path, value, other, copied, f"this version reads only {other}")
+            case MovedTo(other, switches_to) if switches_to and not isinstance(value, bool):
+                self._differs(path, value, other, _below(tree, other), f"this version reads only {other}")
+            case MovedTo(other, switches_to) if switches_to and not value:
+                if _below(tree, other) == switches_to:
+                    self._differs(path, value, other, switches_to, f"this version reads only {other}")
+            case MovedTo(other, switches_to):
+                self._move(value, switches_to or value, tree, given, path, other)
+            case RejectionSampling():
+                self._rejection_sampling(value, tree, given, path)
+            case Backend():
+                self._backends[path] = str(value)
+
+    def _move(self, value: Any, new: Any, tree: dict[str, Any], given: Any, path: str, other: str) -> None:
+        """Set `other` to `new`, the equivalent of `value`, unless the user gave it another one."""
+        section, _, name = other.rpartition(".")
+        place, found = _below(tree, section) if section else tree, _below(tree, other)
+        parts = cast("dict[str, Any]", new if isinstance(new, dict) else {})
+        agrees = found == new or (bool(parts) and all(_below(found, key) == parts[key] for key in parts))
+        if not isinstance(place, dict) or (_below(given, other) is not None and not agrees):
+            self._differs(path, value, other, found, "this version reads only the other")
+        else:
+            place[name] = new
+
+    def _rejection_sampling(self, value: Any, tree: dict[str, Any], given: Any, path: str) -> None:
+        if value is None:
+            return
+        if not tree.get("use_decoupled_loss"):
+            self.ignored.append(path)  # AReaL compares a policy with itself then
+            return
+        values = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else {"level": value}
+        options, wrong = validated(_RejectionSamplingOptions, values)
+        self.problems += [problem._replace(path=f"{path}.{problem.path}") for problem in wrong]
+        if options is not None and not wrong:
+            correction = options.as_rollout_correction()
+            if correction is None:
+                self._unsupported(
+                    path, f"{shown(values)} has no equivalent: write the rule for actor.rollout_correction.rules"
+                )
+            else:
+                self._move(values, correction, tree, given, path, "rollout_correction")
+
+    def _set_allocation(self) -> None:
+        """allocation_mode of the servers and the trainer; all models of the trainer share its ranks."""
+        servers = self._backends.pop("rollout.backend", "")
+        first = next((path for path in ("actor.backend", "model.backend") if path in self._backends), "")
+        trainer = self._backends.get(first, "")
+        for path, backend in self._backends.items():
+            if backend != trainer:
+                self._differs(path, backend, first or "actor.backend", trainer, "all models share the trainer's ranks")
+        wanted, written = "+".join(part for part in (servers, trainer) if part), self.tree.get("allocation_mode")
+        if wanted and written in ("", None):
+            self.tree["allocation_mode"] = wanted
+        elif wanted and not _same_allocation(wanted, str(written)):
+            path = "rollout.backend" if servers else first
+            self._differs(path, wanted, "allocation_mode", written, "remove one of them")
+
+    def _unsupported(self, path: str, message: str) -> None:
+        self.problems.append(ConfigProblem(path, message, "config.unsupported"))
+
+    def _differs(self, path: str, value: Any, other: str, found: Any, why: str) -> None:
+        self.problems.append(
+            ConfigProblem(path, f"{shown(value)} differs from {other}={shown(found)}: remove it, {why}")
+        )
 
 
-def refusal(rule: LegacyRule, value: Any, copied: Any) -> str | None:
-    """Why `value` cannot be accepted under `rule`, or None. `copied` is what a CopyOf or MovedTo rule points at."""
-    match rule:
-        case Ignored():
+@dataclass(frozen=True, kw_only=True)
+class _RejectionSamplingOptions:
+    """The options of AReaL 1.0's `rejection_sampling`: bounds on the old policy / rollout policy, or their KL."""
+
+    level: str = choice("token", "token", "sequence")
+    action: str = choice("mask", "mask", "clamp")
+    metric: str = choice("ratio", "ratio", "kl_k1", "kl_k2", "kl_k3")
+    agg: str = choice("mean", "mean", "sum", "max")
+    upper: float = number(5.0)
+    lower: float | None = number(None)
+
+    def as_rollout_correction(self) -> dict[str, Any] | None:
+        """The equal `rollout_correction`; None where there is none.
+
+        AReaL weights by the geometric mean of a sequence for level=sequence with metric=ratio, else by tokens. Its k1
+        has the other sign than ours, its k3 is the divergence in the other direction.
+        """
+        level = f"sequence_{self.agg}" if self.level == "sequence" else "token"
+        weights = {"level": "geometric" if self.metric == "ratio" and level != "token" else "token"}
+        if self.metric == "ratio" and level in ("token", "sequence_mean"):
+            return weights | {"mode": self.action, "lower": self.lower or 0.0, "upper": self.upper}
+        if self.action == "clamp" or self.metric == "kl_k3" or (self.metric, level) == ("kl_k1", "sequence_max"):
             return None
-        case CopyOf(path):
-            if value in (None, "", copied):
-                return None
-            return f"{value!r} differs from {path}={copied!r}: remove it, this version reads only {path}"
-        case Accepts(values, instead):
-            if value in values:
-                return None
-            hint = f"; {instead}" if instead else ""
-            return f"{value!r} is not supported by this version of areal: remove it{hint}"
-        case MovedTo(path, values):
-            if value is False and copied not in [new for _, new in values or ()]:
-                return None
-            return f"{value!r} differs from {path}={copied!r}, which has taken its place: remove it"
-        case SwitchedOff():
-            section: dict[str, Any] = value or {}
-            if not section.get("enabled", False):
-                return None
-            return "is not supported by this version of areal: set enabled: false there or remove it"
+        lower, upper = self.lower, self.upper
+        if self.metric == "kl_k1":
+            lower, upper = -self.upper, None if self.lower is None else -self.lower
+        rule = {"metric": self.metric.removeprefix("kl_"), "level": level, "lower": lower, "upper": upper}
+        return weights | {"mode": "truncate", "rules": [rule]}
+
+
+def _below(tree: Any, path: str, default: Any = None) -> Any:
+    """The value at the dotted `path` of nested mappings, or `default`."""
+    for name in path.split("."):
+        if not isinstance(tree, dict) or name not in tree:
+            return default
+        tree = cast("dict[str, Any]", tree)[name]
+    return tree
+
+
+def _same_allocation(one: str, other: str) -> bool:
+    try:
+        return AllocationMode.parse(one) == AllocationMode.parse(other)
+    except AllocationError:
+        return one == other

@@ -1,71 +1,90 @@
-"""Owns the way from a command line to a config: YAML files, dotted overrides, interpolation, and back to YAML."""
+"""From a command line to a config: YAML files, dotted overrides, interpolation; and from a config back to YAML."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
-from yaml import YAMLError
 
-from areal.api.config.convert import Reader, with_defaults
+from areal.api.config.convert import read
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import help_text
-from areal.api.config.kinds import help_of_kinds, kind_of, kind_of_section
+from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
 from areal.api.config.legacy import legacy_rule
-from areal.api.config.schema import fields_of, find_field
-from areal.api.config.validate import problems_of, raise_problems
-from areal.api.errors import ConfigError
+from areal.api.config.schema import MISSING, fields_of, find_field, with_defaults
+from areal.api.config.validate import raise_problems, shown
+from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
+_MAX_DEPTH = 32
+_MAX_BITS = 4096
+"""Python converts no integer of more than 4,300 digits to text."""
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
+"""What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
 
 
 def load_config(argv: Sequence[str], cls: type[T]) -> T:
     """Read `[script.py] --config FILE.yaml [key.sub=value ...]` into a checked `cls`.
 
-    Raises ConfigError naming every problem. `--help [SECTION]` prints the options of `cls` and exits.
+    Overrides are written `key=value`, `+key=value` or `++key=value` (all the same); `~key` restores the default.
+    Raises ConfigError with every problem. `--help [SECTION]` prints the options of `cls` and exits.
     """
     line = _CommandLine.parse(argv)
     if line.help_section is not None:
         sys.stdout.write(help_text(cls, line.help_section))
         raise SystemExit(0)
-    return _build(cls, _given(line, cls), line.source, allow_unknown_top_level=False)
+    return _build(cls, line.given(cls), line.source, allow_unknown_top_level=False)
 
 
 def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = False) -> BaseExperimentConfig:
-    """The same for a launcher, which does not know the class: the sections in the file tell it, see kinds.py.
+    """The same for a process that does not know the class: the sections of the file decide it, see kinds.py.
 
-    `allow_unknown_top_level` is for runs with a user's script: its own config class checks the keys it added.
+    `allow_unknown_top_level` is for runs with a user's script, whose own config class checks the keys it added.
     """
     line = _CommandLine.parse(argv)
     if line.help_section is not None:
-        cls = _kind(line, allow_unknown=True)[0] if line.files else kind_of_section(line.help_section)
+        cls = line.kind(allow_unknown=True) if line.files else kind_of_section(line.help_section)
         sys.stdout.write(help_text(cls, line.help_section))
         if not line.help_section and not line.files:
             sys.stdout.write(help_of_kinds())
         raise SystemExit(0)
-    cls, given = _kind(line, allow_unknown=allow_unknown_top_level)
-    return _build(cls, given, line.source, allow_unknown_top_level=allow_unknown_top_level)
+    cls = line.kind(allow_unknown=allow_unknown_top_level)
+    return _build(cls, line.given(cls), line.source, allow_unknown_top_level=allow_unknown_top_level)
 
 
-def script_keys(argv: Sequence[str]) -> dict[str, Any]:
-    """The resolved top-level keys that only a user's script knows, for `save_config(..., extra=...)`."""
-    cls, given = _kind(_CommandLine.parse(argv), allow_unknown=True)
-    merged = OmegaConf.create(with_defaults(cls, given))
-    _drop_broken_interpolations(merged)
-    tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
+    """The resolved top-level keys that only a user's script knows, for `save_config(..., extra=...)`.
+
+    Raises ConfigError for a key that is spelled almost like a known one and does not occur in `script_text`.
+    """
+    line = _CommandLine.parse(argv)
+    cls = line.kind(allow_unknown=True)
+    tree = _resolved(cls, line.given(cls))[0]
     known = fields_of(cls)
-    return {key: value for key, value in tree.items() if key not in known and legacy_rule(cls, key, "") is None}
+    extra = {key: value for key, value in tree.items() if key not in known and legacy_rule(cls, key, "") is None}
+    names = {name for kind in KINDS for name in fields_of(kind)}
+    problems: list[ConfigProblem] = []
+    for key in extra.keys() - names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+        if near and not re.search(rf"\b{re.escape(key)}\b", script_text):
+            problems.append(ConfigProblem(key, f"unknown key; did you mean {near[0]}?", "config.unknown_key", near[0]))
+    raise_problems(problems, line.source)
+    return extra
 
 
 def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
-    """Write `config` and `extra` keys as YAML that loads back equal. The file appears whole or not at all."""
+    """Write `config` and `extra` keys as YAML that loads back equal. The file is replaced atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config) | (extra or {}))))
@@ -93,121 +112,163 @@ class _CommandLine:
         while words:
             word = words.pop(0)
             if word in ("--help", "-h"):
-                wanted = bool(words) and "=" not in words[0] and not words[0].startswith("-")
-                help_section = words.pop(0) if wanted else ""
+                has_section = bool(words) and "=" not in words[0] and not words[0].startswith("-")
+                help_section = words.pop(0) if has_section else ""
             elif word.startswith("--config="):
                 files.append(word.removeprefix("--config="))
             elif word == "--config":
                 if not words:
-                    raise ConfigError("--config needs a file: --config FILE.yaml")
+                    raise _bad_word(word, "needs a file: --config FILE.yaml")
                 files.append(words.pop(0))
             elif help_section is None and word.startswith("-"):
-                raise ConfigError(f"unknown flag {word}: options are written key.sub=value after --config FILE.yaml")
+                raise _bad_word(word, "unknown flag; options are written key.sub=value after --config FILE.yaml")
             else:
                 overrides.append(word)
         if help_section is not None:
             return _CommandLine(files, help_section=help_section)
         if not files:
-            raise ConfigError("no configuration file given: add --config FILE.yaml (--help lists every option)")
+            raise _bad_word("--config", "is missing: add --config FILE.yaml (--help lists every option)")
         return _CommandLine(files, overrides)
 
+    def kind(self, *, allow_unknown: bool) -> type[BaseExperimentConfig]:
+        """The kind of training."""
+        return kind_of(self.given(GRPOConfig), allow_unknown=allow_unknown)
 
-def _given(line: _CommandLine, cls: type[Any]) -> dict[str, Any]:
-    """What the user wrote, files and overrides together; interpolations stay as they are."""
-    files = [_read_yaml(Path(name)) for name in line.files]
-    try:
-        merged = OmegaConf.merge(*files) if len(files) > 1 else files[0]
-    except TypeError:
-        raise ConfigError(
-            f"{line.source}: one file gives a list where another gives a mapping: make them agree"
-        ) from None
-    tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
-    problems = [problem for word in line.overrides if (problem := _override(tree, word, cls)) is not None]
-    raise_problems(problems)
-    return tree
+    def given(self, cls: type[Any]) -> dict[str, Any]:
+        """What the user wrote for a `cls`, files and overrides merged, interpolations unresolved."""
+        files = [_read_yaml(Path(name)) for name in self.files]
+        try:
+            merged = OmegaConf.merge(*files) if len(files) > 1 else files[0]
+        except TypeError:
+            problem = "one file gives a list where another gives a mapping: make them agree"
+            raise _unreadable(self.source, problem) from None
+        tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
+        problems = [problem for word in self.overrides if (problem := _override(tree, word, cls)) is not None]
+        raise_problems([*problems, *_not_storable(tree)], self.source)
+        return tree
 
 
-def _kind(line: _CommandLine, *, allow_unknown: bool) -> tuple[type[BaseExperimentConfig], dict[str, Any]]:
-    """The kind of training and what the user wrote, its text options read as text."""
-    cls = kind_of(_given(line, GRPOConfig), allow_unknown=allow_unknown)
-    return cls, _given(line, cls)
+def _bad_word(word: str, message: str) -> ConfigError:
+    return ConfigError(f"{word}: {message}", problems=[ConfigProblem(word, message, "config.bad_override")])
+
+
+def _unreadable(path: Path | str, message: str) -> ConfigError:
+    problem = ConfigProblem(str(path), message, "config.unreadable_file")
+    return ConfigError(str(problem), problems=[problem])
 
 
 def _read_yaml(path: Path) -> DictConfig:
+    if path.is_dir():
+        raise _unreadable(path, "is a directory: give the YAML file in it")
     if not path.is_file():
-        raise ConfigError(f"{path}: no such configuration file")
+        raise _unreadable(path, "no such configuration file")
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {_one_line(error)}") from None
-    if isinstance(loaded, ListConfig):
-        raise ConfigError(f"{path}: holds a list; a configuration is a mapping of keys to values")
-    return loaded
+        text = path.read_text(encoding="utf-8")
+        root = cast("Any", yaml).compose(text, Loader=yaml.SafeLoader)
+        if isinstance(root, yaml.MappingNode):
+            return cast("DictConfig", OmegaConf.load(StringIO(text)))
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
+    except (*_UNREADABLE, OSError) as error:
+        raise _unreadable(path, f"not readable as YAML: {_reason(error)}") from None
+    if root is None:
+        raise _unreadable(path, "is empty: a configuration is a mapping of keys to values")
+    kind = "list" if isinstance(root, yaml.SequenceNode) else "single value"
+    raise _unreadable(path, f"holds a {kind}: a configuration is a mapping of keys to values")
 
 
-def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str] | None:
-    """Write one `key.sub=value` into `tree`; the value replaces what was there. Returns a problem, if any."""
-    path, equals, text = word.removeprefix("+").partition("=")
+def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> ConfigProblem | None:
+    """Apply one override to `tree`; a value replaces what was there. Returns what is wrong with the override."""
+    deletes = word.startswith("~")
+    prefix = "~" if deletes else "++" if word.startswith("++") else "+"
+    path, equals, text = word.removeprefix(prefix).partition("=")
     path = path.strip()
-    if not equals:
-        return word, "is not an override: write key.sub=value"
+    if not _is_utf8(word):
+        return ConfigProblem(ascii(path)[1:-1], f"{text!a} is not UTF-8 text", "config.bad_override")
+    if not equals and not deletes:
+        return ConfigProblem(word, "is not an override: write key.sub=value", "config.bad_override")
     if not all(path.split(".")):
-        return word, "has an empty name in its key: write key.sub=value"
+        return ConfigProblem(word, "has an empty name in its key: write key.sub=value", "config.bad_override")
+    try:
+        value = _override_value(text, find_field(cls, path)) if equals else None
+    except _UNREADABLE as error:
+        message = f"{shown(text)} is not readable as a YAML value: {_reason(error)}"
+        return ConfigProblem(path, message, "config.bad_override")
     *parents, last = path.split(".")
     node = tree
-    for depth, name in enumerate(parents):
+    for depth, name in enumerate(parents, start=1):
         below = node.get(name)
-        if below is None or below == "???":
+        if (below is None or below == MISSING) and not deletes:
             below = node[name] = {}
-        if not isinstance(below, dict):
-            return path, f"cannot be set: {'.'.join(parents[: depth + 1])} is {below!r}, not a section"
-        node = cast("dict[str, Any]", below)
-    try:
-        node[last] = _override_value(text, find_field(cls, path))
-    except (YAMLError, OmegaConfBaseException) as error:
-        return path, f"{text!r} is not readable as a YAML value: {_one_line(error)}"
+        if below is not None and not isinstance(below, dict):
+            message = f"cannot be set: {'.'.join(parents[:depth])} is {shown(below)}, not a section"
+            return ConfigProblem(path, message, "config.bad_override")
+        node = cast("dict[str, Any]", below or {}) if deletes else cast("dict[str, Any]", below)
+    if not deletes:
+        node[last] = value
+    elif last not in node and find_field(cls, path) is None:
+        return ConfigProblem(path, f"cannot be deleted with {word}: there is no such key", "config.bad_override")
+    elif equals and node.get(last) != value:
+        message = f"is not deleted, because its value is {shown(node.get(last))}: write ~{path}"
+        return ConfigProblem(path, message, "config.bad_override")
+    else:
+        node.pop(last, None)
     return None
 
 
 def _override_value(text: str, spec: Any) -> Any:
-    """Text fields take their text as it stands (007, 1e-3, yes); everything else is read as YAML."""
+    """Text fields take their text unchanged (007, 1e-3, yes); everything else is read as YAML."""
     text = text.strip()
-    if spec is not None and spec.hint is str and text != "null" and text[:1] not in ("'", '"'):
-        return text
-    loaded = OmegaConf.create(f"value: {text}")
+    is_text = spec is not None and spec.hint is str and text != "null" and text[:1] not in ("'", '"')
+    loaded = OmegaConf.create({"value": text} if is_text else f"value: {text}")
     return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
 
 
+def _not_storable(tree: dict[str, Any]) -> Iterator[ConfigProblem]:
+    """Values that cannot be written to a file and read again."""
+    todo: list[tuple[str, int, Any]] = [("", 0, tree)]
+    while todo:
+        path, depth, value = todo.pop()
+        if isinstance(value, dict | list) and depth > _MAX_DEPTH:
+            path = re.split(r"[.\[]", path, maxsplit=2)[0]
+            yield ConfigProblem(path, f"is nested deeper than {_MAX_DEPTH} levels", "config.wrong_type")
+        elif isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            todo += [(f"{path}.{key}" if path else str(key), depth + 1, item) for key, item in items]
+        elif isinstance(value, list):
+            todo += [(f"{path}[{i}]", depth + 1, item) for i, item in enumerate(cast("list[Any]", value))]
+        elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            yield ConfigProblem(path, f"is an integer of more than {_MAX_BITS} bits", "config.wrong_type")
+        elif isinstance(value, str) and not _is_utf8(value):
+            yield ConfigProblem(path, f"{value!a} is not UTF-8 text", "config.wrong_type")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_top_level: bool) -> T:
-    merged = OmegaConf.create(with_defaults(cls, given))
-    broken = _drop_broken_interpolations(merged)
-    tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-    reader = Reader(cls, tree, allow_unknown_top_level, suspects=set(broken))
-    config = reader.read(cls)
-    problems = [(path, text) for path, text in broken.items() if text] + reader.issues
-    for path, text, _ in problems_of(config):
-        if path not in reader.suspects and not any(_mentions(text, suspect) for suspect in reader.suspects):
-            problems.append((path, text))
-    raise_problems(problems, source)
-    if reader.ignored:
-        # Children read the resolved file, in which these keys are gone: this is said once per run.
-        logging.getLogger("areal.config").warning(
-            "ignored, because nothing here reads them: %s", ", ".join(reader.ignored)
-        )
-    return config
+    tree, broken = _resolved(cls, given)
+    reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
+    unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
+    raise_problems([*unresolved, *reading.problems], source)
+    if reading.ignored:
+        # The saved configuration has these keys no more, so that the children of a launcher do not repeat this.
+        names = ", ".join(reading.ignored)
+        logging.getLogger("areal.config").warning("these options have no effect in areal and are ignored: %s", names)
+    assert reading.config is not None  # a missing value is a problem
+    return reading.config
 
 
-def _mentions(text: str, path: str) -> bool:
-    """Whether a sentence speaks about `path`, by its full or its last name."""
-    return bool(path) and (path in text or f"{path.rpartition('.')[2]}=" in text)
+def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of `given` and the defaults, interpolations resolved; and path -> why for those that cannot be.
 
-
-def _drop_broken_interpolations(config: DictConfig) -> dict[str, str]:
-    """Remove every `${...}` that cannot be resolved, so that defaults stand in. Returns path -> why.
-
-    The reason is empty where another entry already tells the cause: a target that misses its value, a chain of copies.
+    An interpolation that cannot be resolved is removed, so that the default takes its place. The reason is empty where
+    another entry reports the cause: a target without a value, or a chain of copies.
     """
+    config = OmegaConf.create(with_defaults(cls, given))
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
+    texts: list[tuple[DictConfig | ListConfig, Any, Any]] = []
 
     def visit(node: DictConfig | ListConfig, path: str) -> None:
         keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(reversed(range(len(node))))
@@ -215,24 +276,37 @@ def _drop_broken_interpolations(config: DictConfig) -> dict[str, str]:
             here = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
             if OmegaConf.is_interpolation(node, key):
                 reason = _why_unresolvable(node, key)
+                spec = find_field(cls, here)
                 if reason is not None:
                     raw = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))
                     broken.append((node, key, here, raw[key], reason))
+                elif spec is not None and spec.hint in (int, float, bool) and isinstance(node[key], str):
+                    texts.append((node, key, node[key]))
             elif not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig | ListConfig):
                 visit(node[key], here)
 
     visit(config, "")
     for node, key, *_ in broken:
         del node[key]
+    for node, key, text in texts:
+        # `seed: ${oc.env:SEED}` gives text; it becomes a number here, so that copies (`${seed}`) are numbers too.
+        node[key] = _number_or_text(text)
     problems: dict[str, str] = {}
     for _, _, path, written, reason in broken:
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
         problems[path] = "" if copied or not reason else f"{written} cannot be resolved: {reason}"
-    return problems
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), problems
+
+
+def _number_or_text(text: str) -> Any:
+    try:
+        return _override_value(text, None)
+    except _UNREADABLE:
+        return text
 
 
 def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
-    """Why node[key] cannot be resolved; '' when its target misses a value, which is reported there; None = fine."""
+    """Why node[key] cannot be resolved; '' when its target has no value, which is reported there; None = it can."""
     try:
         value = node[key]
         if isinstance(value, DictConfig | ListConfig):
@@ -240,9 +314,9 @@ def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
     except InterpolationToMissingValueError:
         return ""
     except RecursionError:
-        return "it leads back to itself"
+        return "it refers to itself"
     except (OmegaConfBaseException, ValueError) as error:
-        return _one_line(error)
+        return _reason(error)
     return None
 
 
@@ -254,6 +328,12 @@ def _escaped(value: Any) -> Any:
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
-def _one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """The message of an error of YAML, OmegaConf or Python in one line."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, ValueError) and "digits" in str(error):
+        return "a number has thousands of digits"
     lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
+    text = " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
+    return re.sub(r'in "<[^>]*>", ', "", text)

@@ -1,4 +1,4 @@
-"""Owns what can be known about a config class without an instance: fields, types in words, defaults, sentences."""
+"""What a config class declares: its fields with types in words, defaults, limits and sentences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from areal.api.config.fields import Limits
+from typing import Any, cast
 
 MISSING = "???"
-"""What a field that must be given holds until it is given (OmegaConf's mark)."""
+"""Value of a required field until it is given (OmegaConf's mark)."""
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,10 @@ class FieldSpec:
     nullable: bool
     default: Any
     """A fresh default value; `MISSING` where there is none."""
-    limits: Limits
+    choices: tuple[str, ...]
+    """The texts that the field takes; empty = no such limit."""
+    range_text: str
+    """The range of a number in words, or ''."""
     sentence: str
 
     @property
@@ -66,13 +68,14 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
         if not entry.init:
             continue
         hint, nullable = _without_null(hints[entry.name])
-        limits = entry.metadata.get("limits", Limits())
+        bounds = [f"{words} {entry.metadata[name]:g}" for name, words in _BOUNDS.items() if name in entry.metadata]
         specs[entry.name] = FieldSpec(
             name=entry.name,
             hint=hint,
             nullable=nullable,
             default=_default_of(entry),
-            limits=limits,
+            choices=entry.metadata.get("choices", ()),
+            range_text=" and ".join(bounds),
             sentence=sentences.get(entry.name, ""),
         )
     return specs
@@ -116,6 +119,32 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
     if same_name:
         return same_name[0]
     return next(iter(difflib.get_close_matches(key, paths, n=1, cutoff=0.7)), "")
+
+
+def with_defaults(cls: type[Any], given: dict[str, Any], instance: Any = None) -> dict[str, Any]:
+    """`given` laid over the values of `instance`, or else over the defaults of `cls`, as plain mappings and lists.
+
+    A section that is null by default takes the defaults of its class once `given` holds a key of it. So does every
+    mapping in a list of sections. A list replaces the default list as a whole.
+    """
+    tree: dict[str, Any] = {}
+    for name, spec in fields_of(cls).items():
+        default = spec.default if instance is None else cast("Any", vars(instance)[name])
+        user = given.get(name, default)
+        if spec.is_section and (isinstance(user, dict) or dataclasses.is_dataclass(user)):
+            opened = cast("dict[str, Any]", user) if isinstance(user, dict) else {}
+            tree[name] = with_defaults(spec.hint, opened, default if dataclasses.is_dataclass(default) else None)
+        elif spec.item_section is not None and isinstance(user, list | tuple):
+            tree[name] = [_item_with_defaults(spec.item_section, item) for item in cast("list[Any]", user)]
+        else:
+            tree[name] = user
+    return tree | {name: value for name, value in given.items() if name not in tree}
+
+
+def _item_with_defaults(cls: type[Any], item: Any) -> Any:
+    if dataclasses.is_dataclass(item):
+        return with_defaults(cls, {}, item)
+    return with_defaults(cls, cast("dict[str, Any]", item)) if isinstance(item, dict) else item
 
 
 def type_text(hint: Any) -> str:

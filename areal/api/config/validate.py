@@ -1,14 +1,20 @@
-"""Owns the checks of a finished config: the limits of every field, then what the classes say about their own fields."""
+"""The checks of config values: types and limits of each field by pydantic, then `problems()` of each section."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
 
-from areal.api.config.fields import Problem, Problems
-from areal.api.config.schema import MISSING, fields_of
-from areal.api.errors import ConfigError
+from areal.api.config.fields import Problems
+from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, with_defaults
+from areal.api.errors import ConfigError, ConfigProblem
+
+T = TypeVar("T")
+_MAX_INTEGER = 2**63
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
 @runtime_checkable
@@ -16,38 +22,224 @@ class _HasProblems(Protocol):
     def problems(self) -> Problems: ...
 
 
-def problems_of(config: Any, prefix: str = "") -> Iterator[Problem]:
-    """Everything wrong with `config` and its sections."""
-    for name, spec in fields_of(cast("type[Any]", type(config))).items():
-        value = cast("Any", vars(config)[name])
-        advice = spec.limits.broken_by(value)
-        if value == MISSING:
-            yield Problem(f"{prefix}{name}", "is required", "config.missing_requirement")
-        elif advice:
-            text = f"{value!r} is not allowed: {advice}" + (" or null" if spec.nullable else "")
-            yield Problem(f"{prefix}{name}", text, "config.invalid_value")
-        if dataclasses.is_dataclass(value):
-            yield from problems_of(value, f"{prefix}{name}.")
-        elif spec.item_section is not None and isinstance(value, list):
-            for i, item in enumerate(cast("list[Any]", value)):
-                yield from problems_of(item, f"{prefix}{name}[{i}].")
-    if isinstance(config, _HasProblems):
-        for found in config.problems():
-            path, text, code = Problem(*found)
-            yield Problem(f"{prefix}{path}", text, code)
-
-
 def check_config(config: Any) -> None:
     """Raise ConfigError with one line per problem. For configs made or changed in Python; loading does it itself."""
-    raise_problems([(path, text) for path, text, _ in problems_of(config)])
+    raise_problems(list(problems_of(config)))
 
 
-def raise_problems(problems: list[tuple[str, str]], source: str = "") -> None:
+def problems_of(config: Any) -> Iterator[ConfigProblem]:
+    """Everything that is wrong with `config` and its sections."""
+    cls = cast("type[Any]", type(config))
+    tree = with_defaults(cls, {}, config)
+    yield from missing_values(cls, tree)
+    yield from validated(cls, tree)[1]
+    yield from conflicts(config)
+
+
+def conflicts(config: Any, prefix: str = "") -> Iterator[ConfigProblem]:
+    """What the sections of `config` report about their own options."""
+    for name, spec in fields_of(cast("type[Any]", type(config))).items():
+        value = cast("Any", vars(config)[name])
+        if dataclasses.is_dataclass(value):
+            yield from conflicts(value, f"{prefix}{name}.")
+        elif spec.item_section is not None and isinstance(value, list):
+            for i, item in enumerate(cast("list[Any]", value)):
+                yield from conflicts(item, f"{prefix}{name}[{i}].")
+    if isinstance(config, _HasProblems):
+        for found in config.problems():
+            problem = ConfigProblem(*found)
+            yield problem._replace(path=f"{prefix}{problem.path}")
+
+
+def missing_values(cls: type[Any], tree: dict[str, Any], prefix: str = "") -> Iterator[ConfigProblem]:
+    """The required options of `tree` that have no value; they are removed from it."""
+    for name, spec in fields_of(cls).items():
+        value, path = tree.get(name), f"{prefix}{name}"
+        if value == MISSING:
+            del tree[name]
+            yield ConfigProblem(
+                path, f"is required: give it in the file or as {path}=... on the command line", "config.required"
+            )
+        elif spec.is_section and isinstance(value, dict):
+            yield from missing_values(spec.hint, cast("dict[str, Any]", value), f"{path}.")
+        elif spec.item_section is not None and isinstance(value, list):
+            for i, item in enumerate(cast("list[Any]", value)):
+                if isinstance(item, dict):
+                    yield from missing_values(spec.item_section, cast("dict[str, Any]", item), f"{path}[{i}].")
+
+
+def raise_problems(problems: Sequence[ConfigProblem], source: str = "") -> None:
     """Raise ConfigError unless `problems` is empty. `source` names the file."""
     if not problems:
         return
-    lines = [f"{path}: {text}" for path, text in problems]
+    lines = [str(problem) for problem in problems]
     where = f" in {source}" if source else ""
     if len(lines) == 1:
-        raise ConfigError(lines[0] + (f" ({source})" if source else ""))
-    raise ConfigError("\n  ".join([f"{len(lines)} problems{where}:", *lines]))
+        raise ConfigError(lines[0] + (f" ({source})" if source else ""), problems=problems)
+    raise ConfigError("\n  ".join([f"{len(lines)} problems{where}:", *lines]), problems=problems)
+
+
+def validated(cls: type[T], tree: dict[str, Any]) -> tuple[T | None, list[ConfigProblem]]:
+    """The instance of `cls` with the values of `tree`, and what is wrong with them.
+
+    Wrong values are removed from `tree`; defaults take their places. None: a value is missing that has no default.
+    """
+    from pydantic import ValidationError
+
+    problems: dict[str, ConfigProblem] = {}
+    for _ in range(2):
+        try:
+            return _validator(cls).validate_python((tree,))[0], list(problems.values())
+        except ValidationError as error:
+            found: dict[tuple[str | int, ...], ConfigProblem] = {}
+            for entry in error.errors(include_url=False, include_context=False):
+                steps, problem = _problem(cls, tree, entry["type"], entry["loc"][1:])
+                found.setdefault(steps, problem)  # a union reports each of its types
+            for steps, problem in found.items():
+                problems.setdefault(problem.path, problem)
+                _remove(tree, steps)
+    return None, list(problems.values())
+
+
+def _remove(tree: Any, steps: Sequence[str | int]) -> None:
+    for step in steps[:-1]:
+        tree = tree[step]
+    if isinstance(tree, list):
+        cast("list[Any]", tree)[cast("int", steps[-1])] = {}
+    else:
+        tree.pop(steps[-1], None)
+
+
+def _problem(
+    root: type[Any], tree: dict[str, Any], kind: str, location: Sequence[str | int]
+) -> tuple[tuple[str | int, ...], ConfigProblem]:
+    """The steps to the field that pydantic's error is about, and the error in words. `location` may lead deeper."""
+    cls, path, spec = root, "", None
+    value: Any = tree
+    for i, step in enumerate(location, start=1):
+        if isinstance(step, int):
+            path, value = f"{path}[{step}]", value[step]
+            continue
+        section, path = path, f"{path}.{step}" if path else step
+        fields = fields_of(cls)
+        if step not in fields:
+            guess = nearest(root, section, cls, step)
+            text = f"unknown key; did you mean {guess}?" if guess else "unknown key: remove it"
+            return tuple(location[:i]), ConfigProblem(path, text, "config.unknown_key", guess)
+        spec, value = fields[step], value.get(step, MISSING)
+        below = spec.item_section or spec.hint
+        if not dataclasses.is_dataclass(below) or (spec.item_section and not _is_list(value)):
+            while location[i:] and _has_key(value, location[i]):  # a mapping from text to numbers
+                step, i = location[i], i + 1
+                path, value = f"{path}.{step}", value[step]
+                spec = replace(spec, hint=get_args(spec.hint)[1], nullable=False)
+            location = location[:i]
+            break
+        cls = cast("type[Any]", below)
+    if spec is None or kind in ("missing", "missing_keyword_only_argument"):
+        problem = ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
+    else:
+        problem = _problem_of_value(path, value, spec, kind)
+    return tuple(location), problem
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _has_key(value: Any, key: Any) -> bool:
+    return isinstance(value, dict) and key in value
+
+
+def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> ConfigProblem:
+    or_null = " or null" if spec.nullable else ""
+    if kind in _OUT_OF_RANGE:
+        advice = f"use a {'finite ' if kind == 'finite_number' else ''}number {spec.range_text}".rstrip()
+        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}{or_null}", "config.out_of_range")
+    if spec.choices and kind == "string_pattern_mismatch":
+        advice = f"use one of {', '.join(spec.choices)}{or_null}"
+        return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}", "config.not_a_choice")
+    expected, hint = spec.type_text, ""
+    if path.endswith("]") or spec.is_section:
+        expected = "a section with keys of its own"
+    elif isinstance(value, bool) or value == [True] or value == [False]:
+        hint = ": put it in quotes" if "text" in expected else ""
+    elif "list" in expected and not isinstance(value, list):
+        hint = ", for example " + ("[{...}, {...}]" if spec.item_section else "[a, b]")
+    return ConfigProblem(path, f"{shown(value)} was given where {expected} is expected{hint}", "config.wrong_type")
+
+
+def shown(value: Any) -> str:
+    """A value as the user may recognise it, not longer than a line."""
+    if value is None:
+        return "null"
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+@cache
+def _validator(cls: type[Any]) -> Any:
+    """pydantic's validator of a tuple that holds one `cls`: a dataclass itself takes no configuration from outside."""
+    from pydantic import ConfigDict, TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    adapter = TypeAdapter[Any](cast("Any", tuple)[cls], config=ConfigDict(extra="forbid", allow_inf_nan=False))
+    return SchemaValidator(_with_readers(adapter.core_schema))
+
+
+def _with_readers(schema: Any) -> Any:
+    """`schema` with a strict scalar type behind each reader below, where pydantic would convert more or less."""
+    from pydantic_core import core_schema
+
+    if isinstance(schema, list | tuple):
+        return type(cast("Any", schema))(_with_readers(item) for item in cast("list[Any]", schema))
+    if not isinstance(schema, dict):
+        return schema
+    entries = cast("dict[str, Any]", schema)
+    found = {
+        key: value if key in ("default", "metadata", "serialization") else _with_readers(value)
+        for key, value in entries.items()
+    }
+    if found.get("type") not in ("bool", "int", "float", "str"):
+        return found
+    readers = {"bool": _read_bool, "int": _read_int, "float": _read_float, "str": _read_text}
+    reader = _read_choice if "pattern" in found else readers[found["type"]]
+    return core_schema.no_info_before_validator_function(reader, cast("Any", found | {"strict": True}))
+
+
+def _read_bool(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _read_int(value: Any) -> Any:
+    """Numbers may be written as text, because `${oc.env:X}` always gives text; 1e3 is the integer 1000."""
+    number = _read_float(value)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, int) and abs(number) >= _MAX_INTEGER:
+        raise ValueError("more than 64 bits")
+    return number
+
+
+def _read_float(value: Any) -> Any:
+    if isinstance(value, str):
+        for convert in (int, float):
+            try:
+                return convert(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _read_text(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+def _read_choice(value: Any) -> Any:
+    """YAML reads the bare words on and off as true and false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
