@@ -16,7 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, ConfigProblem
+
+
+def _bad_reference(message: str, key: str = "") -> ConfigError:
+    code = "config.bad_reference"
+    return ConfigError(message, code=code, problems=[ConfigProblem(key, message, code)] if key else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +43,13 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
     name = getattr(function, "__qualname__", None)
     module_name = getattr(function, "__module__", None)
     if not isinstance(name, str) or not isinstance(module_name, str):
-        raise ConfigError(
+        raise _bad_reference(
             f"{function!r} cannot be found by name from another process: define a plain function (def) at the top "
             "level of a module, and give that"
         )
     module = sys.modules.get(module_name)
     if "." in name or "<" in name or getattr(module, name, None) is not function:
-        raise ConfigError(
+        raise _bad_reference(
             f"{module_name}.{name} cannot be found by name from another process (a lambda, method, nested or "
             "wrapped function): define a plain function (def) at the top level of a module, and give that"
         )
@@ -52,7 +57,9 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
         return FunctionRef(name=name, module=module_name)
     file = getattr(module, "__file__", None)
     if not file:
-        raise ConfigError(f"{name} was defined in an interactive session: put it into a file, other processes read it")
+        raise _bad_reference(
+            f"{name} was defined in an interactive session: put it into a file, other processes read it"
+        )
     return FunctionRef(name=name, file=str(Path(file).resolve()))
 
 
@@ -60,11 +67,11 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
     """The reference that `module:function` or `path/to/file.py:function` stands for. `key` is named in errors."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        raise ConfigError(f"{key}={text!r} is neither a registered name nor module:function nor file.py:function")
+        raise _bad_reference(f"{key}={text!r} is neither a registered name nor module:function nor file.py:function")
     if where.endswith(".py"):
         file = Path(where).expanduser().resolve()
         if not file.is_file():
-            raise ConfigError(f"{key}={text!r}: there is no file {file}")
+            raise _bad_reference(f"{key}={text!r}: there is no file {file}")
         _require_defined(file, name, f"{key}={text!r}")
         return FunctionRef(name=name, file=str(file))
     try:
@@ -72,7 +79,9 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
     except (ImportError, ValueError):
         found = False
     if not found:
-        raise ConfigError(f"{key}={text!r}: no module {where} on the path; a file is given as path/to/file.py:{name}")
+        raise _bad_reference(
+            f"{key}={text!r}: no module {where} on the path; a file is given as path/to/file.py:{name}"
+        )
     return FunctionRef(name=name, module=where)
 
 
@@ -82,9 +91,9 @@ def parse_python(file: Path, *, given: str) -> ast.Module:
         return ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ConfigError(f"{given}: {file}{line} is not valid Python ({error.args[0]})") from None
+        raise _bad_reference(f"{given}: {file}{line} is not valid Python ({error.args[0]})") from None
     except OSError as error:
-        raise ConfigError(f"{given}: cannot read {file} ({error.strerror or error})") from None
+        raise _bad_reference(f"{given}: cannot read {file} ({error.strerror or error})") from None
 
 
 def _require_defined(file: Path, name: str, given: str) -> None:
@@ -101,7 +110,7 @@ def _require_defined(file: Path, name: str, given: str) -> None:
     if name not in known and "*" not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{given}: {file} defines no {name}{hint}")
+        raise _bad_reference(f"{given}: {file} defines no {name}{hint}")
 
 
 def resolve_function(text: str, registered: Mapping[str, FunctionRef], *, key: str) -> FunctionRef:
@@ -111,7 +120,7 @@ def resolve_function(text: str, registered: Mapping[str, FunctionRef], *, key: s
     if not text or ":" not in text:
         near = get_close_matches(text, registered, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
+        raise _bad_reference(
             f"{key}={text!r} is not known: {hint}registered are {', '.join(sorted(registered))}; "
             "your own is given as module:function or file.py:function"
         )
@@ -126,7 +135,7 @@ def load_function(ref: FunctionRef) -> Callable[..., Any]:
         known = [name for name, value in module.__dict__.items() if callable(value) and not name.startswith("_")]
         near = get_close_matches(ref.name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{ref.file or ref.module} defines no function {ref.name}{hint}")
+        raise _bad_reference(f"{ref.file or ref.module} defines no function {ref.name}{hint}")
     return function
 
 
@@ -137,7 +146,7 @@ def _load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} cannot be loaded as a Python file")
+        raise _bad_reference(f"{path} cannot be loaded as a Python file")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # its neighbours can be imported, as when it is run as a script
     module = importlib.util.module_from_spec(spec)
