@@ -1,14 +1,14 @@
-"""Synchronous against asynchronous RL: the same code with rollout.max_head_offpolicyness = 0 and above, long answers
-being rare and much longer than the others.
+"""Compares synchronous and asynchronous RL: the same code with rollout.max_head_offpolicyness = 0 and above. A few
+answers are much longer than the others.
 
     python benchmark/async_speedup.py            generation and training simulated by time (a minute)
     python benchmark/async_speedup.py --real     the whole system on a tiny model: native server, FSDP engine (minutes)
 
 Simulated: the real controller (gate, executor, ledger on disk, batches) serves over HTTP; a trainer thread takes its
-batches through the real client. Only two things are played by a clock: a token takes --token-ms on one of --seats
-places of the servers, and a train step takes --train-s. Lengths are drawn from a log-normal distribution (--sigma),
-the same sequence for every row of the table. A publication pauses generation for --publish-s; answers in flight go on.
-Ends with one line of JSON.
+batches through the real client. Only two parts are waiting times: a token takes --token-ms on one of --seats places of
+the servers, and a train step takes --train-s. Lengths are drawn from a log-normal distribution (--sigma), with the same
+sequence for every row of the table. A weight update pauses generation for --publish-s; running answers then continue.
+Prints one line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPT = [1, 2, 3, 4]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one row of the table measured."""
+    """Figures of one row of the table."""
 
     eta: int
     seconds: float
@@ -59,7 +59,7 @@ class Run:
 
 
 class SimulatedFleet:
-    """Servers with a number of seats; every seat makes a token in token_s. Weights change between two tokens."""
+    """Servers with a number of seats; every seat generates a token in token_s. Weights change between two tokens."""
 
     def __init__(self, args: argparse.Namespace, lengths: np.ndarray) -> None:
         self.version = 0
@@ -70,7 +70,7 @@ class SimulatedFleet:
         self._seats = asyncio.Semaphore(args.seats)
         self._lengths = lengths
         self._paused_s = 0.0
-        """All pauses so far: an answer in flight loses those that fell into it."""
+        """Sum of all pauses: a running answer is delayed by those during its time."""
 
     async def start(self) -> None:
         return None
@@ -91,7 +91,7 @@ class SimulatedFleet:
             input_ids=request.input_ids,
             output_ids=[5] * length,
             output_logprobs=[-1.0] * length,
-            output_versions=[version] * length,  # counted as if none of it were fresher
+            output_versions=[version] * length,  # some tokens may be newer
             stop_reason="stop",
         )
 
@@ -142,14 +142,14 @@ def _trajectory(response: GenerationResponse) -> Trajectory:
 
 
 def draw_lengths(args: argparse.Namespace) -> np.ndarray:
-    """Long-tailed: the mean is --mean-tokens, the spread of the logarithm --sigma."""
+    """Log-normal: the mean is --mean-tokens, the standard deviation of the logarithm --sigma."""
     draw = np.random.default_rng(args.seed).lognormal(0.0, args.sigma, size=64 * 4096)
     lengths = draw * args.mean_tokens / np.exp(args.sigma**2 / 2)
     return np.clip(lengths, 1, MAX_TOKENS).astype(int)
 
 
 class Trainer(threading.Thread):
-    """Asks for batches as a trainer rank does, and sleeps where one would compute."""
+    """Requests batches like a trainer rank, and sleeps instead of computing."""
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
         super().__init__(name="trainer", daemon=True)
@@ -182,7 +182,7 @@ class Trainer(threading.Thread):
 
 
 async def simulate(eta: int, args: argparse.Namespace, lengths: np.ndarray, folder: Path) -> Run:
-    """One whole run under staleness bound `eta`."""
+    """One complete run with maximum staleness `eta`."""
     config = GRPOConfig(
         experiment_name="benchmark",
         trial_name="async_speedup",
@@ -280,7 +280,7 @@ def run_real(args: argparse.Namespace) -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr)
             text = (Path(folder) / "async_speedup" / trial / "metrics.jsonl").read_text()
             lines = [line for line in map(json.loads, text.splitlines()) if "seconds/step" in line]
-            # The first step fills the pipeline and compiles what is compiled once: left out in both rows.
+            # Without the first step, which fills the pipeline and compiles, in both rows.
             per_step = (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1)
             staleness = [value for line in lines if (value := line.get("rollout/staleness_mean")) is not None]
             seconds.append(per_step)
@@ -304,7 +304,7 @@ def main() -> None:
     simulated.add_argument("--sigma", type=float, default=1.0, help="spread of the logarithm of lengths; 0 = all equal")
     simulated.add_argument("--token-ms", type=float, default=0.25, help="milliseconds of a token")
     simulated.add_argument("--train-s", type=float, default=0.15, help="seconds of a train step")
-    simulated.add_argument("--publish-s", type=float, default=0.01, help="seconds generation stands still for weights")
+    simulated.add_argument("--publish-s", type=float, default=0.01, help="seconds of a weight update")
     real = parser.add_argument_group("real")
     real.add_argument("--config", default="examples/quickstart/grpo.yaml")
     real.add_argument("override", nargs="*", help="more key=value for the launcher, e.g. actor.path=CHECKPOINT")

@@ -2,10 +2,10 @@
 
     python benchmark/inference_throughput.py [--threads 1] [--dtype float32] [--repeats 3]
 
-Both get the same prompts and the same answer lengths, equal ones and long-tailed ones (log-normal). `generate` runs
-static batches, each until its longest answer is done; the engine keeps as many requests in flight and starts the
-next when one ends. Only the tokens asked for count. The engine also reports log-probabilities, `generate` does not.
-The two take turns and the best of the repeats counts. The last line is JSON.
+Both get the same prompts and the same answer lengths, first equal lengths, then log-normal ones. `generate` runs static
+batches, each until its longest answer is complete; the engine runs the same number of requests at a time and starts the
+next when one ends. Only requested tokens count. The engine also reports log-probabilities, `generate` does not. The two
+alternate, and the best of the repeats counts. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def make_job(kind: str, concurrency: int, args: argparse.Namespace) -> Job:
     prompts = [[rng.randrange(1, 1000) for _ in range(args.prompt_tokens)] for _ in range(count)]
     if kind == "equal":
         return Job(prompts, [args.new_tokens] * count)
-    # Median a quarter of the longest: few answers are many times as long as most.
+    # The median is a quarter of the longest: a few answers are much longer than the others.
     lengths = [int(rng.lognormvariate(0.0, 0.8) * args.new_tokens / 2) for _ in range(count)]
     return Job(prompts, [max(4, min(4 * args.new_tokens, length)) for length in lengths])
 
@@ -96,7 +96,7 @@ def run_generate(model: PreTrainedModel, job: Job, concurrency: int, clock: Cloc
 
 
 class EngineRunner:
-    """The engine in its thread, as a server has it, without the HTTP."""
+    """The engine in its thread, as in a server, without HTTP."""
 
     def __init__(self, path: Path, dtype: str, concurrency: int) -> None:
         config = NativeServerConfig(dtype=dtype, max_running_requests=concurrency)

@@ -1,15 +1,15 @@
-"""How well each algorithm learns the quickstart's task under stale rollouts: same samples, several seeds, one table.
+"""Measures how well each algorithm learns the quickstart's task under stale rollouts, with several seeds.
 
     python benchmark/learning.py [--steps 120] [--seeds 3] [--staleness 0 4 8] [--only grpo decoupled] [--jobs 2]
 
 Every run is one process: the real train loop (areal.trainer.ppo_loop) is fed by the real native engine, which generates
-batch k with the weights of version k - STALENESS exactly (the first ones with version 0). So a result depends on the
-seed alone, not on the machine's speed or load, and a table can be repeated. Each seed has its own model, data and
-supervised warm-up, which all algorithms share. Every step trains on the same number of answers; dapo draws more,
-since it replaces groups that scored alike.
+batch k with the weights of version k - STALENESS exactly (the first ones with version 0). A result therefore depends on
+the seed only, not on the machine's speed or load. Each seed has its own model, data and supervised warm-up, which all
+algorithms share. Every step trains on the same number of answers; dapo generates more, because it replaces groups with
+equal rewards.
 
-What is printed is the reward on the held-out prompts after the last step: sampled (8 answers a prompt) and greedy.
-Finished runs are kept in FILEROOT/learning and not run again (--fresh removes them). Ends with one line of JSON.
+Prints the reward on the held-out prompts after the last step: sampled (8 answers per prompt) and greedy. Finished runs
+are kept in FILEROOT/learning and are not repeated (--fresh removes them). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ ALGORITHMS: dict[str, list[str]] = {
     "cispo": [*GRPO, "actor.policy_loss=cispo", "actor.eps_clip=-1", "actor.eps_clip_higher=4"],
     "decoupled": [*GRPO, "actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=5.0"],
 }
-"""What each adds to the common configuration. All but decoupled take the ratio against the policy that generated."""
+"""Options of each algorithm besides the common ones. All except decoupled take the ratio to the rollout policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One cell of the table, for one seed."""
+    """One cell of the table for one seed."""
 
     algorithm: str
     staleness: int
@@ -196,7 +196,7 @@ def warm_up(seed: int, fileroot: Path) -> None:
 
 
 def run_all(runs: Sequence[Run], fileroot: Path, jobs: int) -> list[dict[str, Any]]:
-    """Every run's result, those of earlier calls from their files; `jobs` at a time, one thread each."""
+    """The result of every run, read from its file if it exists; `jobs` runs at a time, one thread each."""
     folder = fileroot / "learning" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     waiting = deque(run for run in runs if not (folder / f"{run.name}.json").exists())
@@ -223,7 +223,7 @@ def run_all(runs: Sequence[Run], fileroot: Path, jobs: int) -> list[dict[str, An
 
 
 def table(results: Sequence[dict[str, Any]], mode: str, staleness: Sequence[int]) -> str:
-    """Mean and spread over the seeds, one row an algorithm, as Markdown."""
+    """Mean and spread over the seeds, one row for each algorithm, as Markdown."""
     lines = [f"| {mode} reward | " + " | ".join(f"staleness {eta}" for eta in staleness) + " |"]
     lines.append("|---|" + "---|" * len(staleness))
     for name in dict.fromkeys(result["algorithm"] for result in results):

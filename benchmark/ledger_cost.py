@@ -1,4 +1,4 @@
-"""What the ledger costs per episode, against SQLite in WAL mode given the very same durable inserts in the same run.
+"""Cost of the ledger per episode, compared with SQLite in WAL mode for the same durable inserts in the same run.
 
     python benchmark/ledger_cost.py [--episodes 100000] [--realistic-episodes 2000] [--folder DIR]
 
@@ -6,9 +6,9 @@ Two kinds of episode: tiny ones (one trajectory of 16 tokens, as in the quicksta
 of 200 tokens). Both sides write the same events (admitted, accepted, batched, published, consumed) and the same
 payloads, and make them durable at the same moments: when a batch is served, when a version was published, when a step
 was consumed. SQLite: one table of events and one of payloads, journal_mode=WAL, synchronous=FULL, one commit at each
-of those moments. CPU time is that of the whole process, writer thread and fsyncs included; the encoding of
-trajectories, which both need, is left out and told by itself. Rebuilding reads all events back and replays them
-through the state machine on both sides. Audit and statistics read every payload too. Ends with one line of JSON.
+of those moments. CPU time is that of the whole process with its writer thread and fsyncs; the encoding of trajectories,
+which both need, is reported separately. Rebuilding reads all events and applies them to the state machine on both
+sides. Audit and statistics also read every payload. Prints one line of JSON at the end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_group(num_trajectories: int, num_tokens: int, *, version: int) -> Traje
 
 
 async def write_run(ledger: Ledger, episodes: list[EncodedEpisode], batch_size: int) -> float:
-    """CPU seconds of recording a run that trains on all `episodes`, one batch after the other."""
+    """CPU seconds to record a run that trains on all `episodes`, batch by batch."""
     began_s = time.process_time()
     ledger.start(lambda failure: None)
     ledger.started(PromptStream([{}] * 4096, seed=1, batch_size=batch_size), total_steps=len(episodes) // batch_size)
@@ -132,7 +132,7 @@ def size_of(path: Path) -> int:
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds, which a busy machine does not change, and the result."""
+    """CPU seconds, which other processes on the machine do not change, and the result."""
     began_s = time.process_time()
     result = function()
     return time.process_time() - began_s, result
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times everything is written; the best time counts")
     parser.add_argument("--folder", default=None, help="where the files are written; default: the temporary folder")
     args = parser.parse_args()
-    collect_rarely()  # as the controller's process does
+    collect_rarely()  # as in the controller's process
     results: dict[str, dict[str, float]] = {}
     for kind, shape, num_episodes in (
         ("tiny", (1, 16), args.episodes),

@@ -4,19 +4,19 @@
                                        [--dtype bfloat16] [--device cpu] [--trained 1.0] [--repeats 3]
 
 One forward and backward pass of a language model's head, from hidden states [T, h] and the head's weight [V, h] to
-log-probabilities [T], entropies [T] and the gradients of both inputs. The rivals:
+log-probabilities [T], entropies [T] and the gradients of both inputs. Four implementations:
 
     log_softmax    all logits at once, torch.log_softmax and autograd
     cross_entropy  all logits at once, F.cross_entropy(reduction="none") and autograd
     checkpoint     torch.utils.checkpoint over chunks of tokens of at most 2**26 logits
     areal          areal.engine.linear_logprobs
 
-First with an entropy that has no gradient (all four), then with one that has (log_softmax, checkpoint, areal; on
---entropy-tokens tokens, since autograd keeps more). Every pass runs in a process of its own, the rivals in turn: one
-pass whose peak memory counts, beyond what the inputs take (on CPU resident memory, on CUDA the allocator's), then one
-that is timed, by the clock and in CPU seconds of the process, which a busy machine disturbs less. The peak includes
-the gradients of the inputs; the last column leaves them out. `--trained` is the part of the tokens that the loss
-counts: areal's backward pass skips the others. Prints medians, ratios to areal, the machine's load, one line of JSON.
+First with an entropy without gradient (all four), then with a gradient (log_softmax, checkpoint, areal; on
+--entropy-tokens tokens, because autograd stores more). Every measurement runs in a separate process, the
+implementations in turn: one pass for peak memory in addition to the inputs (resident memory on a CPU, the allocator's
+on CUDA), then one pass for time, by the clock and in CPU seconds, which a busy machine changes less. The peak includes
+the gradients of the inputs; the last column excludes them. `--trained` is the fraction of tokens that the loss counts:
+areal's backward pass skips the others. Prints medians, ratios to areal, the machine's load, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ RIVALS: dict[str, Head] = {
     "areal": with_blocks,
 }
 LOGITS_AT_ONCE = {"log_softmax": 5, "cross_entropy": 5}
-"""float32 tensors [T, V] that live together, roughly; to leave out what would not fit."""
+"""Approximate number of float32 tensors [T, V] that exist at one time; skips cases that would not fit."""
 
 
 def resident(field: str) -> int:
@@ -92,7 +92,7 @@ def resident(field: str) -> int:
 
 
 class Peak:
-    """Bytes that a pass takes at its height beyond what was there before it."""
+    """Peak bytes of a pass minus the bytes before it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             self._before = resident("VmRSS")
 
     def read(self) -> int:
@@ -109,7 +109,7 @@ class Peak:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """One rival in this process: prints seconds, peak bytes and gradient bytes."""
+    """One implementation in this process: prints seconds, peak bytes and gradient bytes."""
     torch.manual_seed(0)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     hidden = torch.randn(args.tokens, args.hidden, device=device).to(dtype).requires_grad_()
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> None:
         return time.perf_counter() - began_s, time.process_time() - began_cpu_s
 
     small = torch.randn(64, 64, device=device, dtype=dtype)
-    (small @ small).sum().item()  # libraries are loaded and workspaces made before memory counts
+    (small @ small).sum().item()  # loads libraries and allocates workspaces before the measurement
     peak = Peak(device)
     run()
     taken = peak.read()
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace, *, entropy: bool) -> dict[str, dict[str, float]]:
-    """All rivals in turn, `repeats` times; medians by rival."""
+    """All implementations in turn, `repeats` times; medians of each."""
     tokens = args.entropy_tokens if entropy else args.tokens
     rivals = [name for name in RIVALS if not entropy or name != "cross_entropy"]
     for name, count in LOGITS_AT_ONCE.items():
@@ -165,7 +165,7 @@ def compare(args: argparse.Namespace, *, entropy: bool) -> dict[str, dict[str, f
 
 
 def table(title: str, found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Print medians and their ratios to ours; the same for the line of JSON."""
+    """Print medians and their ratios to areal; return the same for the line of JSON."""
     columns = {"seconds": "seconds", "cpu_s": "CPU s", "peak_mib": "peak MiB", "inner_mib": "less gradients"}
     print(f"\n{title}\n{'':>14}" + "".join(f"{head:>15}{'ratio':>7}" for head in columns.values()))
     values = {

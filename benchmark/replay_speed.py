@@ -1,11 +1,11 @@
-"""Seconds per train step of a replay beside those of the run it replays.
+"""Compares the seconds per train step of a replay with those of the run that it replays.
 
     python benchmark/replay_speed.py --run RUN [--until STEP]
 
-Replays RUN by `python -m areal.replay` and compares the seconds that the trainers themselves measured, step by step
-without the first one, which warms up: the whole step, the wait for its batch, the update, and letting the weights pass
-(a live run sends them to its servers meanwhile, a replay only takes their checksum). A live step leaves out evaluation
-and checkpoints. Nothing else should run on the machine. Ends with one line of JSON.
+Replays RUN with `python -m areal.replay` and compares the seconds that the trainers measured for each step except the
+first, which includes the warm-up: the whole step, the wait for its batch, the update, and the weights (a run sends
+them to its servers, a replay computes their checksum). Steps of a run are counted without evaluation and checkpoints.
+Nothing else should run on the machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def means(metrics: dict[int, dict[str, float]], steps: list[int]) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run that trained on rollouts")
-    parser.add_argument("--until", type=int, help="replay so many steps (default: all)")
+    parser.add_argument("--until", type=int, help="number of steps to replay (default: all)")
     args = parser.parse_args()
     name = f"speed-{uuid.uuid4().hex[:8]}"
     limit = [] if args.until is None else ["--until", str(args.until)]

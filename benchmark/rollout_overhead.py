@@ -1,12 +1,12 @@
-"""CPU time of the rollout controller per episode, ledger on, against a bare asyncio worker pool in the same process.
+"""CPU time of the rollout controller per episode, with ledger, compared with a plain asyncio worker pool.
 
     python benchmark/rollout_overhead.py [--in-flight 64 256 1024 4096] [--episodes 20000]
 
-An episode does nothing but yield once to the loop, so that all of them are in flight together, and return one short
-trajectory. The controller admits it, writes its events and payload to a ledger on disk (fsynced in groups), composes
-and encodes batches and serves them to a trainer that asks in-process. CPU time is that of the whole process, the
-ledger's writer thread and its fsyncs included: these are a fixed price per batch (about three fsyncs), so small
-batches cost more per episode. Ends with one line of JSON.
+An episode yields once to the loop, so that all episodes run at the same time, and returns one short trajectory. The
+controller admits it, writes its events and payload to a ledger on disk (fsynced in groups), composes and encodes
+batches and serves them to a trainer in the same process. CPU time is that of the whole process with the ledger's
+writer thread and fsyncs: these are a fixed cost per batch (about three fsyncs), so small batches cost more per
+episode. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TOKENS = 16
 
 
 class NoFleet:
-    """A fleet that only has a version."""
+    """A fleet that has only a version."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -86,7 +86,7 @@ class NoOpWorkflow(RolloutWorkflow):
 
 
 async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder: Path) -> float:
-    """CPU seconds of a whole run of num_steps batches."""
+    """CPU seconds of a complete run of num_steps batches."""
     config = GRPOConfig(
         experiment_name="benchmark",
         trial_name="rollout_overhead",
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of which the best counts")
     parser.add_argument("--folder", default=None, help="where the ledgers are written; default: the temporary folder")
     args = parser.parse_args()
-    collect_rarely()  # as the controller's process does
+    collect_rarely()  # as in the controller's process
     us_per_episode: dict[str, float] = {}
     ratio_to_asyncio: dict[str, float] = {}
     print(f"{'in flight':>10} {'controller us':>14} {'asyncio us':>11} {'ratio':>6}")

@@ -3,8 +3,8 @@
     python benchmark/server_comparison.py [--servers native vllm sglang] [--python vllm=PYTHON sglang=PYTHON]
 
 Each server is started as the launcher starts it, alone, and gets the same prompts and the same answer lengths
-(log-normal, sampled to their end), streamed as in a run, with so many requests in flight at a time. Figures are medians
-of the repeats: tokens per second, seconds to the first tokens, CPU seconds of all the server's processes per 1000
+(log-normal, without early ends), streamed as in a run, with a fixed number of requests at a time. Figures are medians
+of the repeats: tokens per second, seconds to the first tokens, CPU seconds of all processes of the server per 1000
 tokens. Ratios are to the native server measured in the same run. The last line is JSON.
 """
 
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run of a job on one server showed."""
+    """Figures of one job on one server."""
 
     tokens_per_s: float
     ttft_s: float
@@ -63,7 +63,7 @@ class Figures:
 
 
 def build_checkpoint(folder: Path) -> Path:
-    """A random Qwen2 of 1M parameters with a tokenizer, as the servers want one."""
+    """A random Qwen2 of 1M parameters with a tokenizer, which the servers require."""
     torch.manual_seed(0)
     subprocess.run(
         [sys.executable, str(ROOT / "examples" / "quickstart" / "prepare.py"), str(folder), "--seed", "0"],
@@ -92,7 +92,7 @@ def build_checkpoint(folder: Path) -> Path:
 
 
 def make_job(concurrency: int, args: argparse.Namespace) -> Job:
-    """Median a quarter of the longest: few answers are many times as long as most."""
+    """The median is a quarter of the longest: a few answers are much longer than the others."""
     rng = random.Random(concurrency)
     count = concurrency * args.rounds
     prompts = [[rng.randrange(5, 1000) for _ in range(args.prompt_tokens)] for _ in range(count)]
@@ -101,7 +101,7 @@ def make_job(concurrency: int, args: argparse.Namespace) -> Job:
 
 
 def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of one server of areal's; it prints its address when it is ready."""
+    """Command and environment of one server; it prints its address when it is ready."""
     most = max(args.concurrency)
     env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     if backend == "native":
@@ -122,7 +122,7 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
         backend: flags,
     }
     file = args.logs / f"{backend}.yaml"
-    file.write_text(json.dumps(written))  # which is YAML too
+    file.write_text(json.dumps(written))  # JSON is YAML
     config = load_config(["--config", str(file)], PPOConfig)
     command = backend_named(backend).command(config, False, Host())
     first = command.env.get("PYTHONPATH", str(SGLANG_STUBS))
@@ -132,7 +132,7 @@ def server_process(backend: str, model: Path, args: argparse.Namespace) -> tuple
 
 @contextlib.contextmanager
 def running_server(backend: str, model: Path, args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Address and process group of a server that is ready; it has ended afterwards, with all of its processes."""
+    """Address and process group of a server that is ready; all its processes are ended afterwards."""
     argv, env = server_process(backend, model, args)
     log = args.logs / f"{backend}.log"
     began_s = time.monotonic()
@@ -151,7 +151,7 @@ def running_server(backend: str, model: Path, args: argparse.Namespace) -> Itera
 
 
 def wait_for_address(backend: str, process: subprocess.Popen[bytes], log: Path, began_s: float) -> str:
-    """Until the server says where it serves."""
+    """Wait until the server prints its address."""
     while time.monotonic() < began_s + READY_LIMIT_S:
         for line in log.read_text(errors="replace").splitlines():
             if line.startswith("http://"):
@@ -165,7 +165,7 @@ def wait_for_address(backend: str, process: subprocess.Popen[bytes], log: Path, 
 
 
 def group_cpu_s(group: int) -> float:
-    """CPU seconds of all living processes of a group."""
+    """CPU seconds of all running processes of a group."""
     total = 0.0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -176,7 +176,7 @@ def group_cpu_s(group: int) -> float:
 
 
 async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> Figures:
-    """All requests of a job, so many at a time."""
+    """Run all requests of a job, `concurrency` at a time."""
     room = asyncio.Semaphore(concurrency)
     firsts: list[float] = []
 
@@ -207,7 +207,7 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
             )
             await replica.generate(part, on_chunk)
         if num_tokens != length or first is None:
-            raise RuntimeError(f"asked for {length} tokens, got {num_tokens}, which ended by {reason}")
+            raise RuntimeError(f"requested {length} tokens, got {num_tokens} with stop reason {reason}")
         firsts.append(first)
 
     before_s, began_s = group_cpu_s(group), time.perf_counter()
@@ -217,7 +217,7 @@ async def run_job(replica: Replica, job: Job, concurrency: int, group: int) -> F
 
 
 async def measure(backend: str, address: str, group: int, args: argparse.Namespace) -> dict[int, Figures]:
-    """The medians at each concurrency; a first run that does not count warms the server up."""
+    """The medians at each concurrency, after a first run that only warms the server up."""
     replica = replica_factory(backend)(backend, address)
     await replica.info()
     found: dict[int, Figures] = {}

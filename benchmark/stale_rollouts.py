@@ -1,4 +1,4 @@
-"""Owns the rollouts of benchmark/learning.py: the native engine in this thread, under weights of an exact age."""
+"""The rollouts of benchmark/learning.py: the native engine in this thread, with weights of an exact staleness."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Snapshots:
         return self._held[-1]
 
     def close(self) -> None:
-        """Nothing is held outside of this object."""
+        """Nothing to release."""
 
 
 class Generator:
@@ -67,7 +67,7 @@ class Generator:
         self.num_answers = 0
 
     def hold(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        """Generate with these weights from here on."""
+        """Use these weights for generation from now on."""
 
         def write() -> None:
             for name, value in weights.items():
@@ -103,7 +103,7 @@ class Generator:
 
 
 class StaleBatches:
-    """Implements `areal.trainer.ppo_loop.BatchSource`: batch k comes from the oldest weights that are held."""
+    """Implements `areal.trainer.ppo_loop.BatchSource`: batch k comes from the oldest stored weights."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class StaleBatches:
         self.ages: list[int] = []
 
     def next_batch(self, step: int) -> BatchShare:
-        """One batch of whole groups; groups that scored alike are replaced where the configuration says so."""
+        """One batch of whole groups; groups with equal rewards are replaced if the configuration says so."""
         version, weights = self._snapshots.oldest
         self._generator.hold(version, weights)
         self.ages.append(step - version)

@@ -15,7 +15,7 @@ from areal.workflow.rlvr import RLVRWorkflow
 
 
 def gsm8k_reward(prompt, completion, prompt_ids, completion_ids, answer, **row):
-    """1 when the final number of the completion is that of the dataset's `answer`; runs in a process of its own."""
+    """1 when the final number of the completion is that of the dataset's `answer`; runs in a worker process."""
     given, wanted = extract_answer(completion), extract_answer(answer)
     return float(given is not None and answers_equal(given, wanted))
 

@@ -1,8 +1,8 @@
-"""Writes a tiny random chat model whose tokenizer is trained on the spot: for machines without access to the hub.
+"""Writes a tiny random chat model and trains its tokenizer, for machines without access to the Hugging Face hub.
 
 python examples/gsm8k/make_tiny_model.py TRAIN.jsonl FOLDER [--vocabulary 2048] [--seed 0]
 
-It knows nothing, and its reward on GSM8K is about zero: it shows that the path works, not that the model learns.
+Its reward on GSM8K is about zero: it checks that all processes work, not that the model learns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes what the preference examples need: the quickstart's tokenizer and random model, and pairs. No network.
+"""Writes the files of the preference examples: the quickstart's tokenizer and random model, and pairs. No network.
 
 python examples/preference/prepare.py FOLDER [--seed 0]
 
@@ -19,7 +19,7 @@ FILES = {"train.jsonl": "train_pairs.jsonl", "held_out.jsonl": "held_out_pairs.j
 
 
 def make_pair(row: dict[str, str], rng: random.Random) -> dict[str, str] | None:
-    """None when the digits are all the same, since there is no other order."""
+    """None when all digits are equal, because then there is no other order."""
     answer = row["answer"]
     if len(set(answer)) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Writes what the quickstart needs: a character tokenizer, a random Qwen2-style model, the data. No network.
+"""Writes the files of the quickstart: a character tokenizer, a random Qwen2-style model, the data. No network.
 
 python examples/quickstart/prepare.py FOLDER [--seed 0]
 """

@@ -2,8 +2,8 @@
 
     python examples/quickstart/quickstart.py [--seed 0] [--fileroot runs] [key=value ...]
 
-Every stage is a command that can be typed by hand; each is printed before it runs. `key=value` goes to the GRPO stage.
-Progress goes to standard error; standard output holds one line of JSON.
+Every stage is a command that a user can also type; each is printed before it runs. `key=value` is passed to the GRPO
+stage. Progress is written to standard error, one line of JSON to standard output.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def report(folder: Path, seconds: dict[str, float]) -> dict[str, Any]:
-    """The figures of the run, from the files it left."""
+    """The figures of the run, from its files."""
     grpo = folder / "grpo"
     rows = read_metrics(grpo / "metrics.jsonl")
     evaluated = [row for row in rows if "eval/greedy/reward" in row]

@@ -11,7 +11,7 @@ SPECIALS = ("<pad>", "<eos>", "<unk>")
 
 
 def make_rows(count: int, *, seed: int, exclude: frozenset[str] = frozenset()) -> list[dict[str, str]]:
-    """`count` different problems, none of them among the prompts in `exclude`."""
+    """`count` different problems, without the prompts in `exclude`."""
     rng = random.Random(seed)
     seen = set(exclude)
     rows: list[dict[str, str]] = []
@@ -27,5 +27,5 @@ def make_rows(count: int, *, seed: int, exclude: frozenset[str] = frozenset()) -
 def sorted_digits_reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **row: Any
 ) -> float:
-    """1 when the digits are sorted and none is lost or added, else 0."""
+    """1 when the completion is the sorted digits of the prompt, else 0."""
     return float(completion == answer)
