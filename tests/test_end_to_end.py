@@ -182,7 +182,7 @@ def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 
     root = folder / "runs" / "e2e" / mark
     report = audit(root / "ledger")
     assert report.is_clean, report.lines()
-    assert report.torn is None
+    assert report.incomplete is None
     assert sum(report.counts.values()) == report.num_admitted
     steps = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return Run(root, done.returncode, done.stderr, steps, list(LedgerReader(root / "ledger").events()), report)

@@ -129,6 +129,42 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Set the environment variable AREAL_SERVER_TOKEN to a secret.",
     ),
     # ledger
+    "ledger.bad_payload": ErrorCode(
+        "The payload of an episode is missing, damaged or belongs to another episode.",
+        "Restore the ledger folder from a copy, or choose a new trial_name; the audit lists the affected episodes.",
+    ),
+    "ledger.broken_rule": ErrorCode(
+        "An event contradicts the events before it.",
+        "Report the output of the ledger audit as a defect of areal; a new trial_name starts a new ledger.",
+    ),
+    "ledger.damaged": ErrorCode(
+        "Events that were on disk are damaged or missing.",
+        "Restore the ledger folder from a copy, or choose a new trial_name.",
+    ),
+    "ledger.locked": ErrorCode(
+        "Another process writes the ledger of this run.",
+        "End the process that the message names, then start again.",
+    ),
+    "ledger.not_found": ErrorCode(
+        "There is no ledger, episode or batch at the given path or number.",
+        "Name the folder of a run whose controller has started, and an existing episode or step.",
+    ),
+    "ledger.not_writable": ErrorCode(
+        "The ledger folder cannot be opened or written, for example because the disk is full.",
+        "Free disk space or restore access, then start the same command again; no recorded data is lost.",
+    ),
+    "ledger.other_data": ErrorCode(
+        "The data settings differ from those with which the ledger of this run was started.",
+        "Restore the settings that the message names, or choose a new trial_name.",
+    ),
+    "ledger.other_run": ErrorCode(
+        "The recovery checkpoint of the trainer and the ledger belong to different runs.",
+        "Restore the matching checkpoint or ledger, or choose a new trial_name.",
+    ),
+    "ledger.unknown_event": ErrorCode(
+        "The ledger holds an event that this version of areal does not know.",
+        "Continue the run with the version of areal that wrote it, or a newer one.",
+    ),
     # loss
     "loss.custom_result": ErrorCode(
         "The function at actor.custom.path did not return a PolicyLoss with one loss per token.",

@@ -1,1 +1,1 @@
-"""The ledger of a run: events, payloads and state of all episodes; audit, statistics and recovery from its files."""
+"""The ledger of a run: events, payloads, state and recovery; and the commands audit, show and stats. No torch."""

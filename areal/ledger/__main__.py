@@ -1,4 +1,4 @@
-"""The command `python -m areal.ledger audit|show|stats RUN`. It only reads; the run may be in progress."""
+"""The command `python -m areal.ledger audit|show|stats RUN`. It only reads, also while the run is in progress."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from areal.ledger.stats import ledger_stats
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m areal.ledger",
-        description="Read the ledger of a run, which may be going on.",
-        epilog="exit status: 0 = done and clean, 1 = the audit found violations, 2 = nothing to read",
+        description="Read the ledger of a run. The run may be in progress.",
+        epilog="exit status: 0 = success, 1 = the audit found violations, 2 = no readable ledger",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     as_json = argparse.ArgumentParser(add_help=False)
-    as_json.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    as_json.add_argument("--json", action="store_true", help="print the complete result as one JSON object")
     run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("run", type=Path, help="run folder, or its ledger folder")
-    commands.add_parser("audit", parents=[run, as_json], help="prove that no episode was lost or used twice")
-    commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejection, rates")
-    show = commands.add_parser("show", parents=[run], help="the life of one episode, or the batch of one step")
+    run.add_argument("run", type=Path, help="folder of the run, or its ledger folder")
+    commands.add_parser("audit", parents=[run, as_json], help="check that no episode was lost or trained on twice")
+    commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejections and failures, rates")
+    show = commands.add_parser("show", parents=[run], help="the history of one episode, or the batch of one train step")
     what = show.add_mutually_exclusive_group(required=True)
-    what.add_argument("episode", type=int, nargs="?", help="id of an episode: its number in the order of admission")
+    what.add_argument("episode", type=int, nargs="?", help="id of an episode: its admission number")
     what.add_argument("--step", type=int, help="train step, counted from 0")
-    show.add_argument("--tokens", action="store_true", help="every token of the episode: id, version, logprob")
+    show.add_argument("--tokens", action="store_true", help="also print all tokens: id, version, logprob")
     arguments = parser.parse_args(argv)
     if arguments.command == "show" and arguments.tokens and arguments.episode is None:
-        parser.error("--tokens goes with an episode")
+        parser.error("--tokens requires an episode")
     return arguments
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit status."""
+    """The output and the exit status."""
     folder = ledger_folder(arguments.run)
     if arguments.command == "show":
         if arguments.step is not None:
@@ -58,17 +58,16 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 for a clean ledger, 1 for violations, 2 when there is nothing to read."""
     arguments = _parse(argv)
     try:
         text, status = _run(arguments)
     except LedgerError as error:
-        sys.stderr.write(f"areal: error: {error}\n")
+        sys.stderr.write(f"areal: error: {error} [{error.code}]\n")
         return 2
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head for example, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

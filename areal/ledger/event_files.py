@@ -1,14 +1,14 @@
-"""Owns the bytes of a ledger folder: the format of event files, reading them back, making a folder ready to go on.
+"""The file format of a ledger folder: encoding and reading of events, and recovery after a crash.
 
     RUN/ledger/events-000001.jsonl    one JSON object per line, in groups
-    RUN/ledger/payload-000001.bin     payload records (see payload.py), found by [segment, offset, size]
+    RUN/ledger/payload-000001.bin     payload records (see payload.py), located by [segment, offset, size]
 
-A group is written at once and is on disk before the next one is written. Its first line says how many bytes follow,
-the checksum of the group before it and its own: {"event": "group", "number": 7, "after": CRC-32 of group 6, "at":
-seconds, "bytes": 321, "crc": CRC-32 of line and bytes}. So a group counts whole or not at all, and a file that is
-missing, of another run, or of a second writer does not fit. A damaged last group was never relied on and is cut; a
-damaged group before an intact one means that durable data was harmed, which is an error. Every start of a controller
-opens new files. Payload bytes that no event points at are of a group that was not written whole; nothing reads them.
+A group is one write, and it is on disk before the next one is written. Its first line holds the number of bytes that
+follow, the checksum of the previous group and its own: {"event": "group", "number": 7, "after": CRC-32 of group 6,
+"at": seconds, "bytes": 321, "crc": CRC-32 of line and bytes}. A group is therefore valid as a whole or not at all, and
+a missing file, a file of another run and a second writer are detected. A damaged last group was incomplete, was never
+relied on, and is cut. A damaged group before a valid one means that durable data was changed, which is an error. Each
+start of a controller opens new files. Payload bytes without an event belong to an incomplete group and are not read.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, Self
 import orjson
 
 from areal.api.errors import LedgerError
+from areal.ledger.lock import not_writable
 from areal.ledger.state import Event, LedgerState
 from areal.system.durable import fsync_dir
 
@@ -42,19 +43,19 @@ def payload_path(folder: Path, number: int) -> Path:
 
 
 class GroupEnd(NamedTuple):
-    """What the next group must follow."""
+    """Identifies the group that the next one follows."""
 
     number: int
-    """Groups so far, over all files."""
+    """Number of groups so far, over all files."""
     crc: int
-    """Checksum of the last one; 0 before the first."""
+    """Checksum of the last group; 0 before the first."""
 
 
 NO_GROUP = GroupEnd(0, 0)
 
 
 def encode_group(after: GroupEnd, at: float, events: Sequence[Event]) -> tuple[bytes, GroupEnd]:
-    """The bytes of the group that follows `after`, and what follows it."""
+    """The bytes of the group that follows `after`, and the GroupEnd after it."""
     body = b"".join([orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE) for event in events])
     head = _GROUP_START + b'%d,"after":%d,"at":%.3f,"bytes":%d' % (after.number + 1, after.crc, at, len(body))
     crc = zlib.crc32(body, zlib.crc32(head))
@@ -62,7 +63,7 @@ def encode_group(after: GroupEnd, at: float, events: Sequence[Event]) -> tuple[b
 
 
 def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
-    """The events of the group at `offset`, its mark first, and the offset behind it; None when it is not whole."""
+    """The events of the group at `offset`, its mark first, and the offset of its end; None when it is not valid."""
     end = data.find(b"\n", offset)
     head, key, _ = data[offset : max(end, offset)].rpartition(_CRC_KEY)
     if not key or not head.startswith(_GROUP_START):
@@ -78,8 +79,8 @@ def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TornTail:
-    """The end of an events file: a group that was not written whole."""
+class IncompleteTail:
+    """The end of an events file: a group that was not written completely."""
 
     path: Path
     offset: int
@@ -87,9 +88,9 @@ class TornTail:
 
 
 class LedgerReader:
-    """One pass over the event files of a folder, in order. Changes nothing, and may run while a controller writes.
+    """One pass over the event files of a folder, in order. It only reads, and may run while a controller writes.
 
-    `torn`, `damage` and `end` are known once the pass is over. A missing folder is empty.
+    `incomplete`, `damage` and `end` are final once the pass is complete. A missing folder is empty.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,14 +98,14 @@ class LedgerReader:
         self.numbers = _numbers(folder, _EVENTS)
         """Numbers of the event files."""
         self.next_number = max([0, *self.numbers, *_numbers(folder, _PAYLOAD)]) + 1
-        """Number for the files of the next writer, above all that exist."""
-        self.torn: TornTail | None = None
+        """Number for the files of the next writer."""
+        self.incomplete: IncompleteTail | None = None
         self.damage = ""
-        """Why the pass ended early: durable lines are harmed."""
+        """Why the pass ended early: durable lines are damaged."""
         self.end = NO_GROUP
 
     def groups(self) -> Iterator[list[Event]]:
-        """The events of one group after the other, each with its mark first; ends at the first damage."""
+        """The events of each group, its mark first. Ends at the first damage."""
         for number in self.numbers:
             path = events_path(self._folder, number)
             try:
@@ -112,9 +113,10 @@ class LedgerReader:
             except OSError as error:
                 self.damage = f"cannot read {path}: {error.strerror or error}"
                 return
-            if data and self.torn is not None:
-                self.damage = f"{self.torn.path} is damaged at byte {self.torn.offset}, although {path.name} follows it"
-                self.torn = None
+            if data and self.incomplete is not None:
+                tail = self.incomplete
+                self.damage = f"{tail.path} is damaged at byte {tail.offset}, but {path.name} follows it"
+                self.incomplete = None
                 return
             yield from self._groups_of(path, data)
             if self.damage:
@@ -126,15 +128,15 @@ class LedgerReader:
             group = _decode_group(data, offset)
             if group is None:
                 if _has_group(data, offset + 1):
-                    self.damage = f"{path} is damaged at byte {offset}: a later group is intact, so this was on disk"
+                    self.damage = f"{path} is damaged at byte {offset}, but a later group is valid"
                 else:
-                    self.torn = TornTail(path=path, offset=offset, size=len(data) - offset)
+                    self.incomplete = IncompleteTail(path=path, offset=offset, size=len(data) - offset)
                 return
             mark = group[0][0]
             if (mark["number"], mark.get("after")) != (self.end.number + 1, self.end.crc):
                 self.damage = (
                     f"{path}: the group at byte {offset} does not follow group {self.end.number}: "
-                    "events are missing, or two controllers wrote at once"
+                    "events are missing, or two controllers wrote at the same time"
                 )
                 return
             self.end = GroupEnd(mark["number"], mark["crc"])
@@ -142,15 +144,27 @@ class LedgerReader:
             offset = group[1]
 
     def events(self) -> Iterator[Event]:
-        """All events. LedgerError when durable lines are damaged."""
+        """All events. Raises LedgerError when durable lines are damaged."""
         for group in self.groups():
             yield from group
         if self.damage:
-            raise LedgerError(f"{self.damage}; restore the ledger from a copy, or choose a new trial_name")
+            message = f"{self.damage}; restore the ledger from a copy, or choose a new trial_name"
+            raise LedgerError(message, code="ledger.damaged")
+
+
+def open_reader(folder: Path) -> LedgerReader:
+    """A reader of an existing ledger folder. Raises LedgerError when it holds no events."""
+    if not folder.is_dir():
+        raise LedgerError(f"{folder} is not a ledger folder: name the folder of a run", code="ledger.not_found")
+    reader = LedgerReader(folder)
+    if not reader.numbers:
+        message = f"{folder} holds no events: name the folder of a run whose controller has started"
+        raise LedgerError(message, code="ledger.not_found")
+    return reader
 
 
 def _has_group(data: bytes, offset: int) -> bool:
-    """Whether a whole group begins anywhere from `offset` on."""
+    """Whether a valid group starts at `offset` or later."""
     found = data.find(_GROUP_START, offset)
     while found >= 0:
         if _decode_group(data, found) is not None:
@@ -161,7 +175,7 @@ def _has_group(data: bytes, offset: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredLedger:
-    """Where the next writer of a folder goes on."""
+    """Where the next writer of a folder continues."""
 
     state: LedgerState
     end: GroupEnd
@@ -169,18 +183,20 @@ class RecoveredLedger:
 
 
 def recover_folder(folder: Path) -> RecoveredLedger:
-    """Make the ledger in `folder` ready to be written, beginning one where there is none.
+    """Prepare the ledger in `folder` for the next writer, or create it.
 
-    Reads all events, cuts a torn tail and makes sure of what was read: a controller killed between writing and
-    fsyncing leaves lines that can be read but would not survive a power cut. Any part of this may be done twice.
+    Reads all events, cuts an incomplete tail, and fsyncs what was read: a controller killed between write and fsync
+    leaves lines that can be read but would not survive a power failure. Every step may be repeated.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fsync_dir(folder.parent)
         reader = LedgerReader(folder)
         state = LedgerState.replay(reader.events())
-        if reader.torn is not None:
-            _cut(reader.torn)
+        if reader.incomplete is not None:
+            with open(reader.incomplete.path, "r+b") as file:
+                file.truncate(reader.incomplete.offset)
+                os.fsync(file.fileno())
         if reader.numbers:
             last = reader.numbers[-1]
             _fsync_file(events_path(folder, last))
@@ -188,15 +204,8 @@ def recover_folder(folder: Path) -> RecoveredLedger:
                 if number >= last:
                     _fsync_file(payload_path(folder, number))
     except OSError as error:
-        raise LedgerError(f"cannot open the ledger in {folder}: {error.strerror or error}") from error
+        raise not_writable(folder, error) from error
     return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number)
-
-
-def _cut(torn: TornTail) -> None:
-    """Remove a torn tail for good."""
-    with open(torn.path, "r+b") as file:
-        file.truncate(torn.offset)
-        os.fsync(file.fileno())
 
 
 def _fsync_file(path: Path) -> None:
@@ -214,7 +223,7 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
 
 
 class AppendFile(Protocol):
-    """A file that only grows, but for a group that could not be made durable."""
+    """A file that only grows, except that an incomplete group may be cut."""
 
     def write(self, data: bytes) -> None: ...
     def sync(self) -> None:
@@ -222,14 +231,14 @@ class AppendFile(Protocol):
         ...
 
     def cut(self, size: int) -> None:
-        """Take back all but the first `size` bytes."""
+        """Keep only the first `size` bytes."""
         ...
 
     def close(self) -> None: ...
 
 
 class OsAppendFile:
-    """An append-only file of the operating system, made durable together with its name."""
+    """An append-only file, made durable together with its directory entry."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -237,7 +246,7 @@ class OsAppendFile:
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:  # a nearly full disk takes a part first and refuses the rest
+        while rest:  # a nearly full disk accepts a part first
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
@@ -251,14 +260,14 @@ class OsAppendFile:
 
 
 class PayloadReader:
-    """Reads payload records, unchecked. Keeps the newest segment open: records are mostly asked for in order."""
+    """Reads payload records without checking them. Keeps the last segment open, since most reads are in order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: tuple[int, int] | None = None  # segment and descriptor
 
     def read(self, where: tuple[int, int, int]) -> bytes:
-        """The bytes of one record. LedgerError when the segment is not there or ends before it."""
+        """The bytes of one record. Raises LedgerError when the segment is missing or ends before it."""
         segment, offset, size = where
         try:
             if self._open is None or self._open[0] != segment:
@@ -268,10 +277,11 @@ class PayloadReader:
             data = os.pread(self._open[1], size, offset) if is_there else b""
         except OSError as error:
             path = payload_path(self._folder, segment)
-            raise LedgerError(f"cannot read {path}: {error.strerror or error}") from error
+            raise LedgerError(f"cannot read {path}: {error.strerror or error}", code="ledger.bad_payload") from error
         if not is_there or len(data) != size:
             path = payload_path(self._folder, segment)
-            raise LedgerError(f"{path} ends before byte {offset + size}: a durable payload is missing")
+            message = f"{path} ends before byte {offset + size}: a durable payload is missing"
+            raise LedgerError(message, code="ledger.bad_payload")
         return data
 
     def close(self) -> None:
@@ -287,6 +297,6 @@ class PayloadReader:
 
 
 def read_payload(folder: Path, where: tuple[int, int, int]) -> bytes:
-    """The bytes of one payload record, unchecked. LedgerError when the segment ends before it."""
+    """Like `PayloadReader.read`, for one record."""
     with PayloadReader(folder) as reader:
         return reader.read(where)

@@ -1,7 +1,7 @@
-"""Owns group commit: events and payloads are buffered and made durable together by one background task.
+"""Group commit: one background task makes buffered events and payloads durable together.
 
-Loop `_run`: waits for a wish to be durable, a full buffer or the linger time; unblocked by `append`, `durable` and
-`close`. It writes one group at a time in a thread: payloads first, then the lines that point at them.
+Its loop waits for a call of `durable`, a full buffer, the linger time or `close`. It writes one group at a time in a
+thread: first the payloads, then the event lines that refer to them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from areal.ledger.event_files import (
 from areal.ledger.state import Event
 
 LINGER_S = 0.05
-"""Longest time an event stays in memory when nobody waits for it."""
+"""Maximum time that an event stays in memory while no caller waits for it."""
 GROUP_BYTES = 4 * 2**20
-"""A buffer of this size is written without lingering."""
+"""A buffer of this size is written at once."""
 SEGMENT_BYTES = 256 * 2**20
-"""A payload segment is closed once it is this long."""
+"""A payload segment of this size is closed and the next one is started."""
 
 
 class EventLog(Protocol):
-    """Where a ledger's events and payloads go."""
+    """The destination of the events and payloads of a ledger."""
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None: ...
     def append(self, event: Event) -> None: ...
@@ -45,7 +45,7 @@ class EventLog(Protocol):
         ...
 
     async def durable(self) -> None:
-        """Return when everything appended so far is on disk. LedgerError when that failed."""
+        """Return when everything appended so far is on disk. Raises LedgerError when that failed."""
         ...
 
     async def close(self) -> None: ...
@@ -59,7 +59,7 @@ class _Group:
 
 
 class GroupWriter:
-    """The files of one writer. Used by one thread at a time, and not again after an error."""
+    """The files of one writer. For one thread at a time, and unusable after an error."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class GroupWriter:
         self._segment: tuple[int, AppendFile] | None = None
 
     def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
-        """Make one group durable. An error leaves at most a torn tail, which the next reader cuts."""
+        """Make one group durable. After an error the file may end with an incomplete group; the next writer cuts it."""
         data, end = encode_group(self._end, time.time(), events)
         position = 0
         while position < len(payloads):
@@ -96,8 +96,8 @@ class GroupWriter:
             self._events.write(data)
             self._events.sync()
         except OSError:
-            # After a failed fsync the lines may be read back now and be gone after a power cut: the next writer must
-            # not build on them. Nobody was told that they are durable.
+            # After a failed fsync the lines can be read until a power failure removes them. The next writer must not
+            # continue after them; no caller was promised that they are durable.
             with contextlib.suppress(OSError):
                 self._events.cut(self._durable_bytes)
             raise
@@ -119,7 +119,7 @@ class GroupWriter:
 
 
 class GroupCommitLog:
-    """An EventLog on files. Everything but the writing happens on the event loop, so there are no locks."""
+    """An EventLog on files. Everything except the writing runs on the event loop, so it needs no locks."""
 
     def __init__(self, writer: GroupWriter, *, first_segment: int, linger_s: float = LINGER_S) -> None:
         self._writer = writer
@@ -172,13 +172,13 @@ class GroupCommitLog:
         await waiter
 
     async def close(self) -> None:
-        """Write what is left and close the files. Raises the failure of the last write."""
+        """Write the remaining buffer and close the files. Raises the failure of the last write."""
         self._closing = True
         self._wake.set()
         if self._task is not None:
             await self._task
         self._thread.shutdown()
-        with contextlib.suppress(OSError):  # what was promised is on disk, and the rest is told by the failure below
+        with contextlib.suppress(OSError):  # all promised data is on disk; `_raise_failure` reports the rest
             self._writer.close()
         self._raise_failure()
 
@@ -195,7 +195,7 @@ class GroupCommitLog:
             try:
                 if group.events:
                     await loop.run_in_executor(self._thread, self._writer.write, group.events, group.payloads)
-            except Exception as error:  # noqa: BLE001 - whoever waits for the disk must hear of it, whatever it was
+            except Exception as error:  # noqa: BLE001 - all waiting callers must receive any error of the writer
                 self._fail(error, waiters)
                 return
             for waiter in waiters:
@@ -205,8 +205,9 @@ class GroupCommitLog:
     def _fail(self, error: Exception, waiters: list[asyncio.Future[None]]) -> None:
         cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         failure = LedgerError(
-            f"cannot write the ledger in {self._writer.folder}: {cause}; the run stops and nothing recorded is lost: "
-            "make room or restore access, then start the same command again"
+            f"cannot write the ledger in {self._writer.folder}: {cause}. The run stops and no recorded data is lost: "
+            "free disk space or restore access, then start the same command again",
+            code="ledger.not_writable",
         )
         failure.__cause__ = error
         self._failure = failure

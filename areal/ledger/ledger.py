@@ -1,9 +1,4 @@
-"""Owns the ledger of a run: every event goes through the state machine and then to the log, in this one place.
-
-python -m areal.ledger audit RUN             proves the conservation equation from the files; else exit status 1
-python -m areal.ledger show RUN EPISODE      tells the life of an episode; --step K: how a batch was made
-python -m areal.ledger stats RUN             histograms of staleness, lengths, latency; reasons; rates
-"""
+"""The ledger of a run: the single place where an event is applied to the state and appended to the log."""
 
 from __future__ import annotations
 
@@ -21,11 +16,11 @@ from areal.ledger.payload import EncodedEpisode, check_payload
 from areal.ledger.state import BatchRecord, Event, LedgerState
 
 MAX_REASON = 400
-"""Longest reason kept, in characters."""
+"""Maximum length of a recorded reason, in characters."""
 
 
 class Ledger:
-    """The accounts of a run. All changes of an episode's state go through these methods."""
+    """Records all events of a run. The state of an episode changes only through these methods."""
 
     def __init__(
         self,
@@ -40,15 +35,14 @@ class Ledger:
         self._lock = lock
         self._read_payload = read_payload
         self._clock = clock
-        self._fresh: dict[int, bytes] = {}  # payloads of episodes that wait for a batch, as far as memory holds them
+        self._cached: dict[int, bytes] = {}  # payloads of episodes that this process accepted and that wait for a batch
         self.state = state or LedgerState()
-        self._apply, self._append = self.state.apply, log.append  # looked up once: they run for every event
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Go on with the ledger in `folder`, or begin one: read all events, cut a torn tail, write to new files.
+        """Continue the ledger in `folder`, or create it. New events go to new files.
 
-        LedgerError when another process writes it.
+        Raises LedgerError when another process writes this ledger.
         """
         lock = LedgerLock(folder)
         try:
@@ -61,11 +55,11 @@ class Ledger:
         return cls(log, state=found.state, read_payload=lambda where: read_payload(folder, where), lock=lock)
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:
-        """Begin writing, on the running loop; `on_failure` hears of a write error at once."""
+        """Start writing, on the running loop. `on_failure` is called with a write error immediately."""
         self._log.start(on_failure)
 
     async def durable(self) -> None:
-        """Return when all events so far are on disk. LedgerError when they cannot be written."""
+        """Return when all events so far are on disk. Raises LedgerError when they cannot be written."""
         await self._log.durable()
 
     async def close(self) -> None:
@@ -76,11 +70,11 @@ class Ledger:
                 self._lock.release()
 
     def _record(self, event: Event) -> None:
-        self._apply(event)
-        self._append(event)
+        self.state.apply(event)
+        self._log.append(event)
 
     def started(self, rows: PromptStream[dict[str, Any]], *, total_steps: int) -> None:
-        """A controller begins or goes on. LedgerError when its prompts would not be those of the ledger."""
+        """A controller starts. Raises LedgerError when its data settings differ from those of the ledger."""
         self._record(
             {
                 "event": "started",
@@ -95,7 +89,7 @@ class Ledger:
         )
 
     def attached(self, *, step: int, version: int) -> None:
-        """A trainer begins or goes on at `step`, holding policy `version`."""
+        """A trainer starts or continues at `step` with policy `version`."""
         self._record({"event": "attached", "step": step, "version": version, "at": self._clock()})
 
     def published(self, *, version: int, kind: str, path: str) -> None:
@@ -103,13 +97,13 @@ class Ledger:
         self._record({"event": "published", "version": version, "kind": kind, "path": path, "at": self._clock()})
 
     def admit(self, *, version: int) -> int:
-        """The next episode starts; returns its id, which is its place in the prompt stream."""
+        """The next episode starts. Returns its id, which is its position in the prompt stream."""
         episode_id = len(self.state.states)
         self._record({"event": "admitted", "id": episode_id, "attempt": 0, "version": version})
         return episode_id
 
     def admit_again(self, episode_id: int, *, version: int) -> int:
-        """An episode that a dead controller left running starts anew; returns the number of the attempt."""
+        """A running episode of an earlier attempt starts again. Returns the number of the attempt."""
         attempt = self.state.running[episode_id].attempt + 1
         self._record({"event": "admitted", "id": episode_id, "attempt": attempt, "version": version})
         return attempt
@@ -124,9 +118,9 @@ class Ledger:
         replicas: Sequence[str],
         num_interruptions: int,
     ) -> None:
-        """A finished, scored episode may be trained on. Its payload is durable no later than this event."""
+        """A finished episode may be trained on. Its payload is durable no later than this event."""
         where = self._log.append_payload(episode.payload)
-        self._fresh[episode_id] = episode.payload
+        self._cached[episode_id] = episode.payload
         self._record(
             {
                 "event": "accepted",
@@ -146,18 +140,18 @@ class Ledger:
         )
 
     def reject(self, episode_id: int, reason: str) -> None:
-        """An episode is not trained on: the workflow or the filter said so, or it is too old."""
+        """An episode is not trained on: the workflow or the filter rejected it, or it is stale."""
         self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
-        self._fresh.pop(episode_id, None)
+        self._cached.pop(episode_id, None)
 
     def fail(self, episode_id: int, reason: str) -> None:
-        """An episode broke."""
+        """An episode ended with an error."""
         self._record({"event": "failed", "id": episode_id, "reason": _clean(reason)})
 
     def batched(
         self, *, step: int, version: int, mask_before: int, episode_ids: Sequence[int], stats: dict[str, float]
     ) -> BatchRecord:
-        """Fix the composition of a train batch."""
+        """Record the composition of a train batch."""
         self._record(
             {
                 "event": "batched",
@@ -182,7 +176,7 @@ class Ledger:
         self._record({"event": kind, "step": step, "version": version, "weights": weights, "at": self._clock()})
 
     def evaluated(self, *, step: int, mode: str, result: dict[str, float]) -> None:
-        """An evaluation is over: all who ask get this result, also after a death."""
+        """An evaluation is complete. Its result is final, also after a restart."""
         self._record({"event": "evaluated", "step": step, "mode": mode, "result": result, "at": self._clock()})
 
     def committed(self, *, step: int, path: str) -> None:
@@ -190,18 +184,17 @@ class Ledger:
         self._record({"event": "committed", "step": step, "path": path, "at": self._clock()})
 
     def payload(self, episode_id: int, where: tuple[int, int, int]) -> bytes:
-        """The trajectories of an accepted episode. LedgerError when they are damaged."""
-        fresh = self._fresh.get(episode_id)
-        if fresh is not None:
-            return fresh
+        """The payload of an accepted episode. Raises LedgerError when it is damaged."""
+        if (cached := self._cached.get(episode_id)) is not None:
+            return cached
         data = self._read_payload(where)
         check_payload(episode_id, data)
         return data
 
     def forget(self, episode_ids: Sequence[int]) -> None:
-        """Drop payloads from memory; they are read from disk if asked for again."""
+        """Drop payloads from memory; later reads use the disk."""
         for episode_id in episode_ids:
-            self._fresh.pop(episode_id, None)
+            self._cached.pop(episode_id, None)
 
 
 def _clean(reason: str) -> str:

@@ -1,13 +1,13 @@
-"""Owns the binary form of one episode's trajectories: written once when accepted, served from ever after.
+"""The binary format of the trajectories of one episode. A payload is written once, when the episode is accepted.
 
-Little-endian: a header, then arrays in the types of BatchShare, so that a batch is a plain concatenation:
+Little-endian: a header, then arrays in the dtypes of BatchShare, so that a batch is a concatenation:
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
-finished u1[n], and, where a greedy answer was drawn, baselines f4[n]: such a payload has a magic of its own, and all
-others are as they were before there were baselines.
+finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 import sys
@@ -16,8 +16,12 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import ArealError, LedgerError
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.state import Event
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
@@ -26,7 +30,7 @@ _MAGIC = b"ARP1"
 _MAGIC_WITH_BASELINES = b"ARP2"
 _NO_BASELINE = struct.pack("<f", math.nan)
 
-FIELDS = (
+_COLUMNS = (
     "lengths",
     "token_ids",
     "output_versions",
@@ -43,7 +47,7 @@ class TrajectoryError(ArealError, ValueError):
 
 
 class EncodedEpisode(NamedTuple):
-    """The payload and what the ledger line says about it."""
+    """The payload and the fields of its `accepted` event."""
 
     payload: bytes
     num_trajectories: int
@@ -57,7 +61,7 @@ class EncodedEpisode(NamedTuple):
 
 
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
-    """Turn a group into its payload. TrajectoryError when lengths disagree or a reward is not finite."""
+    """The payload of a group. Raises TrajectoryError for unequal lengths or a reward that is not finite."""
     if not group.trajectories:
         raise TrajectoryError(
             "the workflow returned a group without trajectories; return None to reject an episode",
@@ -116,7 +120,7 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
 
 
 def _baselines(trajectories: Sequence[Trajectory]) -> array[float]:
-    """One a trajectory, NaN where none was drawn; empty when none was drawn for any."""
+    """One per trajectory, NaN without a greedy answer; empty when no trajectory has one."""
     if all(trajectory.baseline is None for trajectory in trajectories):
         return array("f")
     given = [trajectory.baseline for trajectory in trajectories]
@@ -168,18 +172,22 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 
 def check_payload(episode_id: int, payload: bytes) -> None:
-    """LedgerError unless `payload` is the whole, undamaged record of that episode."""
+    """LedgerError unless `payload` is the complete, undamaged record of that episode."""
     if len(payload) < _DATA or payload[:4] not in (_MAGIC, _MAGIC_WITH_BASELINES):
-        raise LedgerError(f"the payload of episode {episode_id} does not start like one")
+        raise _bad_payload(episode_id, "does not start with the magic of a payload")
     if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
-        raise LedgerError(f"the payload of episode {episode_id} is damaged: its checksum does not match")
+        raise _bad_payload(episode_id, "is damaged: its checksum does not match")
     found, _, _ = _SIZES.unpack_from(payload, _START.size)
     if found != episode_id:
-        raise LedgerError(f"the payload of episode {episode_id} belongs to episode {found}")
+        raise _bad_payload(episode_id, f"belongs to episode {found}")
+
+
+def _bad_payload(episode_id: int, problem: str) -> LedgerError:
+    return LedgerError(f"the payload of episode {episode_id} {problem}", code="ledger.bad_payload")
 
 
 def has_baselines(payload: bytes) -> bool:
-    """Whether the reward of a greedy answer stands beside each trajectory's."""
+    """Whether the payload has the rewards of greedy answers."""
     return payload[:4] == _MAGIC_WITH_BASELINES
 
 
@@ -189,30 +197,50 @@ def payload_sizes(payload: bytes) -> tuple[int, int]:
     return num_trajectories, num_tokens
 
 
+class EpisodeColumns(NamedTuple):
+    """The trajectories of one episode, concatenated. n trajectories, T tokens."""
+
+    lengths: np.ndarray  # [n] int32
+    token_ids: np.ndarray  # [T] int32
+    output_versions: np.ndarray  # [T] int32, -1 where not generated
+    rewards: np.ndarray  # [n] float32
+    rollout_logprobs: np.ndarray  # [T] float32
+    loss_mask: np.ndarray  # [T] uint8
+    finished: np.ndarray  # [n] uint8
+
+
+def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
+    """The trajectories of an `accepted` event. Raises LedgerError when its payload is missing, damaged or another."""
+    segment, offset, size = event["payload"]
+    payload = reader.read((segment, offset, size))
+    check_payload(event["id"], payload)
+    n, t = payload_sizes(payload)
+    if n == 0 or t == 0 or len(payload) != _DATA + (13 if has_baselines(payload) else 9) * n + 13 * t:
+        raise _bad_payload(event["id"], f"has {len(payload)} bytes, which do not match its counts")
+    integers = np.frombuffer(payload, dtype="<i4", count=n + 2 * t, offset=_DATA)
+    floats = np.frombuffer(payload, dtype="<f4", count=n + t, offset=_DATA + integers.nbytes)
+    flags = np.frombuffer(payload, np.uint8, count=t + n, offset=_DATA + integers.nbytes + floats.nbytes)
+    lengths = integers[:n]
+    if sum(lengths.tolist()) != t:
+        raise _bad_payload(event["id"], f"has trajectory lengths whose sum is not {t}")
+    return EpisodeColumns(
+        lengths=lengths,
+        token_ids=integers[n : n + t],
+        output_versions=integers[n + t :],
+        rewards=floats[:n],
+        rollout_logprobs=floats[n:],
+        loss_mask=flags[:t],
+        finished=flags[t:],
+    )
+
+
 def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:
-    """The columns of several episodes, each joined in order, as raw bytes."""
-    pieces: list[tuple[bytes, ...]] = []
+    """The columns of several episodes as raw bytes, each concatenated in order."""
+    pieces: list[list[bytes]] = []
     for payload in payloads:
-        _, n, t = _SIZES.unpack_from(payload, _START.size)
-        a = _DATA + 4 * n
-        b = a + 4 * t
-        c = b + 4 * t
-        d = c + 4 * n
-        e = d + 4 * t
-        f = e + t
-        g = f + n
-        baselines = payload[g:] or _NO_BASELINE * n
-        pieces.append(
-            (
-                payload[_DATA:a],
-                payload[a:b],
-                payload[b:c],
-                payload[c:d],
-                payload[d:e],
-                payload[e:f],
-                payload[f:g],
-                baselines,
-            )
-        )
-    columns = zip(*pieces, strict=True) if pieces else ((),) * len(FIELDS)
-    return {name: b"".join(parts) for name, parts in zip(FIELDS, columns, strict=True)}
+        n, t = payload_sizes(payload)
+        ends = list(itertools.accumulate((4 * n, 4 * t, 4 * t, 4 * n, 4 * t, t, n), initial=_DATA))
+        columns = [payload[start:end] for start, end in itertools.pairwise(ends)]
+        pieces.append([*columns, payload[ends[-1] :] or _NO_BASELINE * n])
+    joined = zip(*pieces, strict=True) if pieces else ((),) * len(_COLUMNS)
+    return {name: b"".join(parts) for name, parts in zip(_COLUMNS, joined, strict=True)}

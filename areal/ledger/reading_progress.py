@@ -1,4 +1,4 @@
-"""Owns the line that says how far a long reading is: on standard error, once it has taken a while."""
+"""Progress output of long reads, on standard error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Self, TextIO
 
 FIRST_S = 2.0
-"""Nothing is said before."""
+"""The first line is written after this time."""
 BETWEEN_S = 1.0
-_STEPS_PER_LOOK = 256
-"""The clock is looked at once in so many steps."""
+_STEPS_PER_CHECK = 256
+"""Steps between two reads of the clock."""
 
 
 class Progress:
-    """Counts steps. A terminal gets one line that is written over, anything else a line now and then."""
+    """Counts steps. On a terminal it overwrites one line; otherwise it writes lines at increasing intervals."""
 
     def __init__(self, what: str, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
@@ -28,13 +28,13 @@ class Progress:
 
     def step(self) -> None:
         self._count += 1
-        if self._count % _STEPS_PER_LOOK == 0 and self._clock() >= self._next_s:
+        if self._count % _STEPS_PER_CHECK == 0 and self._clock() >= self._next_s:
             self._show()
 
     def _show(self) -> None:
         is_terminal = self._stream.isatty()
         if not is_terminal:
-            self._between_s *= 2  # a log file is not flooded
+            self._between_s *= 2  # keeps log files short
         self._next_s = self._clock() + self._between_s
         self._stream.write(f"\r{self._count} {self._what} ..." if is_terminal else f"{self._count} {self._what} ...\n")
         self._stream.flush()

@@ -1,4 +1,4 @@
-"""Owns telling the life of one episode, or the making of one train batch, from the ledger's files alone."""
+"""The history of one episode, or of one train batch, from the files of the ledger."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from areal.api.errors import LedgerError
-from areal.ledger.audit import open_reader
-from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload_columns import EpisodeColumns, read_columns
-from areal.ledger.state import Event
-from areal.ledger.violations import rows_of
+from areal.ledger.event_files import PayloadReader, open_reader
+from areal.ledger.payload import EpisodeColumns, read_columns
+from areal.ledger.state import Event, row_stream
 
 
 def timed_events(folder: Path) -> Iterator[tuple[float, Event]]:
-    """All events, each with the time at which its group was written. LedgerError when lines are damaged."""
+    """All events, each with the time at which its group was written. Raises LedgerError when lines are damaged."""
     at = 0.0
     for event in open_reader(folder).events():
         if event["event"] == "group":
@@ -27,7 +25,7 @@ def timed_events(folder: Path) -> Iterator[tuple[float, Event]]:
 
 
 def when(at: float) -> str:
-    """A time for people, in local time. Clocks may say anything."""
+    """Local time with milliseconds; the plain number when it is outside the range of dates."""
     try:
         whole = math.floor(at)
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(whole)) + f".{int((at - whole) * 1000):03d}"
@@ -36,30 +34,27 @@ def when(at: float) -> str:
 
 
 @dataclass(slots=True)
-class _Story:
-    """Lines with their times, and how they are told."""
+class _Timeline:
+    """Lines with their times, in the order of the events."""
 
-    told: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    entries: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
 
-    def tell(self, at: float, line: str) -> None:
-        self.told.append((at, line))
+    def add(self, at: float, line: str) -> None:
+        self.entries.append((at, line))
 
     def lines(self) -> list[str]:
-        if not self.told:
-            return []
-        began = self.told[0][0]
-        lines = [f"{when(at)}  {at - began:+11.3f} s  {line}" for at, line in self.told]
-        if any(later[0] < earlier[0] for earlier, later in zip(self.told, self.told[1:], strict=False)):
-            lines.append("(the clock went back meanwhile; the lines are in the order of what happened)")
+        lines = [f"{when(at)}  {at - self.entries[0][0]:+11.3f} s  {line}" for at, line in self.entries]
+        if any(later[0] < earlier[0] for earlier, later in pairwise(self.entries)):
+            lines.append("(the clock went back; the lines are in the order of the events)")
         return lines
 
 
 @dataclass(slots=True)
-class _Life:
-    """What is known of one episode so far."""
+class _EpisodeHistory:
+    """The state of one episode after the events so far."""
 
     episode_id: int
-    story: _Story = field(default_factory=_Story)
+    timeline: _Timeline = field(default_factory=_Timeline)
     state: str = ""
     identity: Event | None = None
     num_admitted: int = 0
@@ -86,91 +81,90 @@ class _Life:
     def _started(self, at: float, event: Event) -> None:
         self.identity = event
         if self.state == "running":
-            self.story.tell(at, "the controller was started again: the attempt is lost, the episode is kept")
+            self.timeline.add(at, "the controller restarted: this attempt is lost, the episode starts again")
 
     def _own(self, at: float, event: Event) -> None:
         kind = event["event"]
         if kind == "admitted":
             self.state = "running"
             again = f", attempt {event['attempt']}" if event["attempt"] else ""
-            self.story.tell(at, f"admitted at policy version {event['version']}{again}: {self.row()}")
+            self.timeline.add(at, f"admitted at policy version {event['version']}{again}: {self.row()}")
         elif kind == "accepted":
             self.state, self.accepted = "accepted", event
-            self.story.tell(at, _accepted_line(event))
+            self.timeline.add(at, _accepted_line(event))
         else:
             self.state = kind
-            self.story.tell(at, f"{kind}: {event['reason']}")
+            self.timeline.add(at, f"{kind}: {event['reason']}")
 
     def row(self) -> str:
-        """Where its prompt comes from."""
-        rows = None if self.identity is None else rows_of(self.identity)
+        """The dataset row of its prompt."""
+        rows = None if self.identity is None else row_stream(self.identity)
         if rows is None:
-            return "no row is known"
+            return "unknown row"
         epoch, position = divmod(self.episode_id, rows.rows_per_epoch)
-        return f"row {rows.index(self.episode_id)} of the dataset, epoch {epoch}, number {position} in its order"
+        return f"row {rows.index(self.episode_id)} of the dataset, epoch {epoch}, position {position}"
 
     def _batched(self, at: float, event: Event) -> None:
         self.state, self.step = "batched", event["step"]
         line = f"in batch {self.step}, place {event['ids'].index(self.episode_id) + 1} of {len(event['ids'])}"
-        line += f", to be trained on at version {event['version']}"
+        line += f", for policy version {event['version']}"
         low = -1 if self.accepted is None else self.accepted["min_version"]
         if low >= 0:
-            line += f": its oldest token is {event['version'] - low} versions old"
+            line += f", staleness {event['version'] - low}"
         if event["mask_before"] > 0:
             line += f"; tokens of versions below {event['mask_before']} are masked"
-        self.story.tell(at, line)
+        self.timeline.add(at, line)
 
     def _trained(self, at: float, event: Event) -> None:
         kind, step = event["event"], event["step"]
         if kind == "consumed" and step == self.step:
             self.state, self.is_trained, self.weights = "consumed", True, event.get("weights", "")
-            self.story.tell(at, f"consumed: trained on in step {step}, which led to version {event['version']}")
+            self.timeline.add(at, f"consumed: trained on in step {step}, which made version {event['version']}")
         elif kind == "trained_again" and step == self.step:
             self.is_trained = True
-            line = f"trained on again in step {step}, after a recovery; {same_weights(self.weights, event)}"
-            self.story.tell(at, line)
+            self.timeline.add(at, f"trained on again in step {step}; {same_weights(self.weights, event)}")
         elif kind == "attached" and step <= self.step and self.is_trained:
             self.is_trained = self.is_covered = False
-            self.story.tell(at, f"the trainer went back to step {step}: batch {self.step} will be trained on again")
+            self.timeline.add(at, f"the trainer recovered at step {step}: batch {self.step} is trained on again")
         elif kind == "committed" and step > self.step and self.is_trained and not self.is_covered:
             self.is_covered = True
-            self.story.tell(at, f"covered by the checkpoint after {step} steps ({event['path']})")
+            self.timeline.add(at, f"included in the checkpoint after {step} steps ({event['path']})")
 
 
 def same_weights(before: str, event: Event) -> str:
     """Whether the weights after a repeated step are those of the first time."""
     weights = event.get("weights", "")
     if not before or not weights:
-        return "whether the weights became the same is unknown"
-    return "the weights became bitwise the same" if weights == before else "the weights became others"
+        return "it is unknown whether the weights are the same"
+    return "the weights are bitwise the same" if weights == before else "the weights differ"
 
 
 def _accepted_line(event: Event) -> str:
     made = "no version" if event["max_version"] < 0 else f"versions {event['min_version']} to {event['max_version']}"
     stats = "".join(f", {name} {value:g}" for name, value in event["stats"].items())
     return (
-        f"accepted: reward {event['reward']:g}, {event['trajectories']} trajectories of {event['tokens']} tokens "
-        f"({event['generated']} to learn from) by {made}; {event['seconds']:.3f} s on "
+        f"accepted: reward {event['reward']:g}, {event['trajectories']} trajectories with {event['tokens']} tokens "
+        f"({event['generated']} in the loss) by {made}; {event['seconds']:.3f} s on "
         f"{', '.join(event['replicas']) or 'no replica'}, {event['interruptions']} interruptions{stats}"
     )
 
 
 def show_episode(folder: Path, episode_id: int, *, tokens: bool) -> list[str]:
-    """The life of one episode, line by line; `tokens` adds every token. LedgerError when there is no such episode."""
-    life = _Life(episode_id)
+    """The history of one episode; `tokens` adds every token. Raises LedgerError when there is no such episode."""
+    history = _EpisodeHistory(episode_id)
     for at, event in timed_events(folder):
-        life.take(at, event)
-    if not life.state:
-        known = f"its ids are 0 to {life.num_admitted - 1}" if life.num_admitted else "nothing was admitted yet"
-        raise LedgerError(f"there is no episode {episode_id} in {folder}: {known}")
-    lines = [f"episode {episode_id}: {life.state}", *life.story.lines()]
-    if life.accepted is None:
+        history.take(at, event)
+    if not history.state:
+        known = f"its ids are 0 to {history.num_admitted - 1}" if history.num_admitted else "it has no episodes"
+        raise LedgerError(f"there is no episode {episode_id} in {folder}: {known}", code="ledger.not_found")
+    lines = [f"episode {episode_id}: {history.state}", *history.timeline.lines()]
+    if history.accepted is None:
         return lines
     try:
         with PayloadReader(folder) as reader:
-            columns = read_columns(reader, life.accepted)
+            columns = read_columns(reader, history.accepted)
     except LedgerError as error:
-        return [*lines, f"its trajectories cannot be read: {error}"]
+        return [*lines, f"the trajectories cannot be read: {error}"]
     return lines + _trajectory_lines(columns, tokens=tokens)
 
 
@@ -180,14 +174,14 @@ def _trajectory_lines(columns: EpisodeColumns, *, tokens: bool) -> list[str]:
     for number, size in enumerate(columns.lengths.tolist()):
         begin, end = end, end + size
         versions: list[int] = columns.output_versions[begin:end].tolist()
-        ending = "finished" if columns.finished[number] else "cut by a length limit"
+        ending = "finished" if columns.finished[number] else "truncated"
         lines.append(
             f"trajectory {number}: {size} tokens ({_spans(versions)}), reward {columns.rewards[number]:g}, {ending}"
         )
         if tokens:
-            lines.append(f"{'place':>7} {'token_id':>9} {'version':>8} {'learnt':>7} {'logprob':>10}")
+            lines.append(f"{'place':>7} {'token_id':>9} {'version':>8} {'in loss':>8} {'logprob':>10}")
             lines.extend(
-                f"{place:>7} {columns.token_ids[begin + place]:>9} {version:>8} {columns.loss_mask[begin + place]:>7} "
+                f"{place:>7} {columns.token_ids[begin + place]:>9} {version:>8} {columns.loss_mask[begin + place]:>8} "
                 f"{columns.rollout_logprobs[begin + place]:>10.5f}"
                 for place, version in enumerate(versions)
             )
@@ -195,18 +189,17 @@ def _trajectory_lines(columns: EpisodeColumns, *, tokens: bool) -> list[str]:
 
 
 def _spans(versions: Sequence[int]) -> str:
-    """Who made the tokens, run by run."""
-    return ", ".join(
-        f"{len(list(run))} {'given' if version < 0 else f'by version {version}'}" for version, run in groupby(versions)
-    )
+    """The numbers of consecutive tokens with the same version."""
+    runs = [(version, len(list(run))) for version, run in groupby(versions)]
+    return ", ".join(f"{size} {'not generated' if version < 0 else f'by version {version}'}" for version, size in runs)
 
 
 def show_step(folder: Path, step: int) -> list[str]:
-    """How the batch of a train step was made and used. LedgerError when there is none."""
+    """The history of the batch of a train step. Raises LedgerError when there is none."""
     identity: Event | None = None
     accepted: dict[int, Event] = {}
     batch: Event | None = None
-    story, weights, steps = _Story(), "", list[int]()
+    timeline, weights, steps = _Timeline(), "", list[int]()
     for at, event in timed_events(folder):
         kind = event["event"]
         if kind == "started":
@@ -217,30 +210,30 @@ def show_step(folder: Path, step: int) -> list[str]:
             steps.append(event["step"])
             if event["step"] == step:
                 batch = event
-                story.tell(at, f"made of {len(event['ids'])} episodes, for version {event['version']}")
+                timeline.add(at, f"composed of {len(event['ids'])} episodes for policy version {event['version']}")
             elif batch is None:
                 for episode_id in event["ids"]:
                     accepted.pop(episode_id, None)
         elif kind == "consumed" and event["step"] == step:
             weights = event.get("weights", "")
-            checksum = f"; checksum of the weights {weights}" if weights else ""
-            story.tell(at, f"consumed, which led to version {event['version']}{checksum}")
+            checksum = f" with checksum {weights}" if weights else ""
+            timeline.add(at, f"consumed, which made version {event['version']}{checksum}")
         elif kind == "trained_again" and event["step"] == step:
-            story.tell(at, f"trained on again after a recovery; {same_weights(weights, event)}")
+            timeline.add(at, f"trained on again; {same_weights(weights, event)}")
         elif kind == "evaluated" and event["step"] == step + 1:
             result = ", ".join(f"{name} {value:g}" for name, value in event["result"].items())
-            story.tell(at, f"evaluated ({event['mode']}) with the weights after it: {result}")
+            timeline.add(at, f"evaluated after this step ({event['mode']}): {result}")
     if batch is None:
-        known = f"batches are recorded for steps {min(steps)} to {max(steps)}" if steps else "no batch was made yet"
-        raise LedgerError(f"there is no batch of step {step} in {folder}: {known}")
-    head = [f"batch of step {step}", *story.lines()]
+        known = f"batches are recorded for steps {min(steps)} to {max(steps)}" if steps else "it has no batches"
+        raise LedgerError(f"there is no batch of step {step} in {folder}: {known}", code="ledger.not_found")
+    head = [f"batch of step {step}", *timeline.lines()]
     if batch["mask_before"] > 0:
         head.append(f"tokens of versions below {batch['mask_before']} are masked")
     return head + _batch_table(batch, accepted, identity)
 
 
 def _batch_table(batch: Event, accepted: dict[int, Event], identity: Event | None) -> list[str]:
-    rows = None if identity is None else rows_of(identity)
+    rows = None if identity is None else row_stream(identity)
     lines = [f"{'place':>6} {'episode':>8} {'row':>8} {'epoch':>6} {'reward':>10} {'tokens':>8}  versions"]
     for place, episode_id in enumerate(batch["ids"]):
         row = "?" if rows is None else str(rows.index(episode_id))
@@ -248,7 +241,7 @@ def _batch_table(batch: Event, accepted: dict[int, Event], identity: Event | Non
         start = f"{place + 1:>6} {episode_id:>8} {row:>8} {epoch:>6}"
         event = accepted.get(episode_id)
         if event is None:
-            lines.append(f"{start}  never accepted")
+            lines.append(f"{start}  not accepted")
             continue
         versions = f"{event['min_version']} to {event['max_version']}"
         lines.append(f"{start} {event['reward']:>10.5g} {event['tokens']:>8}  {versions}")

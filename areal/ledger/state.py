@@ -1,14 +1,14 @@
-"""Owns the life of episodes as a pure state machine: what a sequence of ledger events means, and what it forbids.
+"""The state machine of episodes: what the events of a ledger mean, and which events it refuses. Pure.
 
-The same `apply` serves the running controller, its rebuilding after a death, and the audit: the state of a live
-controller is by construction what its files say. No clock, no files, no tasks.
+The running controller, its recovery and the audit use the same `apply`, so the state of a running controller always
+equals the state that its files describe.
 
     admitted -> running -> accepted (waiting) -> batched(step) -> consumed(step)
                    |           `-> rejected("stale")
-                   |-> rejected(reason)            a workflow returns scored trajectories: finished and scored
-                   `-> failed(reason)              are one line with the verdict
+                   |-> rejected(reason)
+                   `-> failed(reason)
 
-At every instant admitted = running + waiting + rejected + failed + batched + consumed.
+At any time admitted = running + waiting + rejected + failed + batched + consumed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from areal.api.errors import LedgerError
+from areal.api.errors import ConfigError, LedgerError
+from areal.data.prompt_stream import PromptStream
 
 Event = dict[str, Any]
 """One line of the ledger, JSON-ready; key "event" names its kind."""
@@ -27,11 +28,11 @@ RUNNING, WAITING, REJECTED, FAILED, BATCHED, CONSUMED = range(6)
 STATE_NAMES = ("running", "waiting", "rejected", "failed", "batched", "consumed")
 
 IDENTITY = ("seed", "batch_size", "num_rows", "rows_per_epoch", "shuffle")
-"""What decides which row admission k gets: a ledger may only go on with the same values."""
+"""The settings that decide the row of admission k. A ledger may only be continued with the same values."""
 
 
 class RunningEpisode(NamedTuple):
-    """An episode in flight."""
+    """A running episode."""
 
     attempt: int
     version: int
@@ -39,27 +40,27 @@ class RunningEpisode(NamedTuple):
 
 
 class AcceptedEpisode(NamedTuple):
-    """A finished, scored and accepted episode and where its trajectories lie."""
+    """An accepted episode and the location of its trajectories."""
 
     episode_id: int
     payload: tuple[int, int, int]
     """Segment number, offset and size in bytes."""
     min_version: int
-    """Oldest policy version that made one of its tokens."""
+    """Oldest policy version among its tokens."""
     num_tokens: int
     stats: dict[str, float]
-    """What the workflow reported."""
+    """Statistics of the workflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """The composition of one train batch: everything needed to make its bytes again."""
+    """The composition of one train batch, sufficient to rebuild its bytes."""
 
     step: int
     version: int
-    """Policy version at which it is consumed."""
+    """Policy version that trains on it."""
     mask_before: int
-    """Tokens made by versions below this are taken out of the loss; 0 = none."""
+    """Tokens of versions below this are excluded from the loss; 0 = none."""
     episode_ids: tuple[int, ...]
     payloads: tuple[tuple[int, int, int], ...]
     stats: dict[str, float]
@@ -67,10 +68,10 @@ class BatchRecord:
 
 @dataclass(slots=True, kw_only=True)
 class LedgerState:
-    """What is known after a number of events. Episode ids are admission numbers, counted from 0."""
+    """The state after a sequence of events. Episode ids are admission numbers, counted from 0."""
 
     states: bytearray = field(default_factory=bytearray)
-    """State of every episode ever admitted, by id."""
+    """State of every admitted episode, by id."""
     counts: list[int] = field(default_factory=lambda: [0] * len(STATE_NAMES))
     """Episodes per state."""
     running: dict[int, RunningEpisode] = field(default_factory=dict[int, RunningEpisode])
@@ -80,23 +81,23 @@ class LedgerState:
     evaluations: dict[tuple[int, str], dict[str, float]] = field(
         default_factory=dict[tuple[int, str], dict[str, float]]
     )
-    """Results by (train steps done, mode)."""
+    """Results by (completed train steps, mode)."""
     committed_step: int = 0
-    """Train steps covered by the newest recovery checkpoint."""
+    """Train steps in the newest recovery checkpoint."""
     version: int = 0
-    """Policy version of the trainer: the newest one published, or the one it attached with since."""
+    """Policy version of the trainer: the last one published, or the one of its last attach."""
     highest_version: int = 0
-    """The newest version ever published. Above `version` while a trainer that went back catches up."""
+    """The highest version published so far. Above `version` while a recovered trainer catches up."""
     last_published: Event | None = None
     trained_steps: int | None = None
-    """Train steps the trainer has done, as it said when it attached and after each step; None = no trainer yet."""
+    """Completed train steps, reported by the trainer at its attach and after each step; None = no trainer so far."""
     skipped_steps: int = 0
-    """Train steps done before this ledger began (its folder was lost or is new)."""
+    """Train steps completed before this ledger started (its folder is new)."""
     identity: Event | None = None
     reasons: Counter[str] = field(default_factory=Counter[str])
     """How often each "rejected: reason" and "failed: reason" occurred."""
     first_open: int = field(default=0, compare=False)
-    """No episode below this id is running or waiting."""
+    """All episodes below this id have ended."""
 
     def counts_by_name(self) -> dict[str, int]:
         """Episodes per state, by the state's name."""
@@ -104,7 +105,7 @@ class LedgerState:
 
     @property
     def is_catching_up(self) -> bool:
-        """The trainer went back and has yet to make again a version that was published before."""
+        """A recovered trainer has yet to make a version again that was published before."""
         return self.version < self.highest_version
 
     @property
@@ -113,7 +114,7 @@ class LedgerState:
 
     @property
     def num_accepted(self) -> int:
-        """All ever accepted, less those dropped as stale."""
+        """All accepted episodes except those dropped as stale."""
         counts = self.counts
         return counts[WAITING] + counts[BATCHED] + counts[CONSUMED]
 
@@ -124,32 +125,32 @@ class LedgerState:
 
     @classmethod
     def replay(cls, events: Iterable[Event]) -> Self:
-        """The state after `events`. LedgerError at the first one that the rules forbid."""
+        """The state after `events`. Raises LedgerError at the first one that breaks a rule."""
         state = cls()
         for event in events:
             state.apply(event)
         return state
 
     def apply(self, event: Event) -> None:
-        """Take one event. One that breaks a rule raises LedgerError and changes nothing."""
-        handler = _HANDLERS.get(event["event"])
+        """Apply one event. An event that breaks a rule raises LedgerError and changes nothing."""
+        handler = self._HANDLERS.get(event["event"])
         if handler is None:
-            raise LedgerError(f"unknown ledger event {event['event']!r}: written by a newer areal?")
+            raise LedgerError(f"unknown ledger event {event['event']!r}", code="ledger.unknown_event")
         handler(self, event)
 
     def check_integrity(self) -> None:
-        """Recount everything; LedgerError when a counter disagrees. For tests and the audit."""
+        """Recount all episodes. Raises LedgerError when a counter differs. For tests and the audit."""
         counted = [self.states.count(state) for state in range(len(STATE_NAMES))]
         if counted != self.counts:
-            raise LedgerError(f"episode counters {self.counts} differ from a recount {counted}")
+            raise _broken(f"episode counters {self.counts} differ from a recount {counted}")
         if len(self.running) != counted[RUNNING] or len(self.waiting) != counted[WAITING]:
-            raise LedgerError("the tables of running and waiting episodes differ from the episode states")
+            raise _broken("the tables of running and waiting episodes differ from the episode states")
         batched = sum(len(batch.episode_ids) for batch in self.batches.values())
         if batched != counted[BATCHED] + counted[CONSUMED]:
-            raise LedgerError(f"{batched} episodes in batches, {counted[BATCHED] + counted[CONSUMED]} by state")
+            raise _broken(f"{batched} episodes in batches, {counted[BATCHED] + counted[CONSUMED]} by state")
 
     def oldest_waiting(self, limit: int, *, in_order: bool) -> list[int]:
-        """Ids of at most `limit` waiting episodes, oldest admitted first; `in_order` stops at the first running one."""
+        """Ids of at most `limit` waiting episodes in order of admission; `in_order` stops at the first running one."""
         end = len(self.states)
         self._advance_first_open()
         if in_order and (first_running := self.states.find(RUNNING, self.first_open)) >= 0:
@@ -181,10 +182,10 @@ class LedgerState:
 
     def _require(self, episode_id: int, wanted: int, verb: str) -> None:
         if not 0 <= episode_id < len(self.states):
-            raise LedgerError(f"episode {episode_id} {verb}, but it was never admitted")
+            raise _broken(f"episode {episode_id} {verb}, but it was never admitted")
         if self.states[episode_id] != wanted:
             found = STATE_NAMES[self.states[episode_id]]
-            raise LedgerError(f"episode {episode_id} {verb}, but it is {found}, not {STATE_NAMES[wanted]}")
+            raise _broken(f"episode {episode_id} {verb}, but it is {found}, not {STATE_NAMES[wanted]}")
 
     def _started(self, event: Event) -> None:
         identity = {name: event[name] for name in IDENTITY}
@@ -195,20 +196,22 @@ class LedgerState:
                 if identity[name] != self.identity[name]
             )
             raise LedgerError(
-                f"this run's ledger was begun with other data settings ({changed}): "
-                "restore them, or choose a new trial_name"
+                f"the ledger of this run was started with other data settings ({changed}): "
+                "restore them, or choose a new trial_name",
+                code="ledger.other_data",
             )
         self.identity = identity
 
     def _attached(self, event: Event) -> None:
         step: int = event["step"]
-        if not self.batches:  # nothing is recorded with which it could catch up
+        if not self.batches:  # no recorded batch leads to an earlier version again
             self.skipped_steps = step
             self.highest_version = event["version"]
         elif not self.skipped_steps <= step <= self.next_step:
             raise LedgerError(
-                f"the trainer goes on at step {step}, but this ledger holds the batches of steps "
-                f"{self.skipped_steps} to {self.next_step - 1}: they belong to different runs"
+                f"the trainer continues at step {step}, but this ledger holds the batches of steps "
+                f"{self.skipped_steps} to {self.next_step - 1}: they belong to different runs",
+                code="ledger.other_run",
             )
         self.trained_steps = step
         self.version = event["version"]
@@ -223,14 +226,14 @@ class LedgerState:
         attempt: int = event["attempt"]
         if attempt == 0:
             if episode_id != len(self.states):
-                raise LedgerError(f"episode {episode_id} admitted, but the next id is {len(self.states)}")
+                raise _broken(f"episode {episode_id} admitted, but the next id is {len(self.states)}")
             self.states.append(RUNNING)
             self.counts[RUNNING] += 1
         else:
             self._require(episode_id, RUNNING, f"started again (attempt {attempt})")
             if attempt != self.running[episode_id].attempt + 1:
                 previous = self.running[episode_id].attempt
-                raise LedgerError(f"episode {episode_id}: attempt {attempt} follows attempt {previous}")
+                raise _broken(f"episode {episode_id}: attempt {attempt} follows attempt {previous}")
         self.running[episode_id] = RunningEpisode(attempt, event["version"])
 
     def _accepted(self, event: Event) -> None:
@@ -267,10 +270,10 @@ class LedgerState:
         step: int = event["step"]
         ids: list[int] = event["ids"]
         if step != self.next_step:
-            raise LedgerError(f"batch of step {step} composed, but step {self.next_step} is next")
+            raise _broken(f"batch of step {step} composed, but step {self.next_step} is next")
         if len(set(ids)) != len(ids):
             twice = sorted(episode_id for episode_id, times in Counter(ids).items() if times > 1)
-            raise LedgerError(f"batch of step {step} holds episodes {twice} more than once")
+            raise _broken(f"batch of step {step} holds episodes {twice} more than once")
         for episode_id in ids:
             if episode_id not in self.waiting:
                 self._require(episode_id, WAITING, f"batched (step {step})")
@@ -289,9 +292,9 @@ class LedgerState:
     def _consumed(self, event: Event) -> None:
         step: int = event["step"]
         if step not in self.batches:
-            raise LedgerError(f"step {step} consumed, but no batch was recorded for it")
+            raise _broken(f"step {step} consumed, but no batch was recorded for it")
         if step in self.consumed_steps:
-            raise LedgerError(f"step {step} consumed twice without a trainer going back to it")
+            raise _broken(f"step {step} consumed twice without a trainer going back to it")
         self._move_all(self.batches[step].episode_ids, BATCHED, CONSUMED)
         self.consumed_steps.add(step)
         self.trained_steps = step + 1
@@ -299,7 +302,7 @@ class LedgerState:
     def _trained_again(self, event: Event) -> None:
         step: int = event["step"]
         if step not in self.consumed_steps:
-            raise LedgerError(f"step {step} trained again, but it was never consumed")
+            raise _broken(f"step {step} trained again, but it was never consumed")
         self.trained_steps = step + 1
 
     def _evaluated(self, event: Event) -> None:
@@ -308,23 +311,40 @@ class LedgerState:
     def _committed(self, event: Event) -> None:
         self.committed_step = event["step"]
 
+    def _ignore(self, event: Event) -> None:
+        """A group mark is for readers and changes no state."""
 
-def _ignore(_state: LedgerState, _event: Event) -> None:
-    """Group marks tell a reader where durable data ends and change nothing."""
+    _HANDLERS: ClassVar[dict[str, Callable[[LedgerState, Event], None]]] = {
+        "started": _started,
+        "attached": _attached,
+        "published": _published,
+        "admitted": _admitted,
+        "accepted": _accepted,
+        "rejected": _rejected,
+        "failed": _failed,
+        "batched": _batched,
+        "consumed": _consumed,
+        "evaluated": _evaluated,
+        "committed": _committed,
+        "trained_again": _trained_again,
+        "group": _ignore,
+    }
 
 
-_HANDLERS: dict[str, Callable[[LedgerState, Event], None]] = {
-    "started": LedgerState._started,  # pyright: ignore[reportPrivateUsage] - the table of this class's own handlers
-    "attached": LedgerState._attached,  # pyright: ignore[reportPrivateUsage]
-    "published": LedgerState._published,  # pyright: ignore[reportPrivateUsage]
-    "admitted": LedgerState._admitted,  # pyright: ignore[reportPrivateUsage]
-    "accepted": LedgerState._accepted,  # pyright: ignore[reportPrivateUsage]
-    "rejected": LedgerState._rejected,  # pyright: ignore[reportPrivateUsage]
-    "failed": LedgerState._failed,  # pyright: ignore[reportPrivateUsage]
-    "batched": LedgerState._batched,  # pyright: ignore[reportPrivateUsage]
-    "consumed": LedgerState._consumed,  # pyright: ignore[reportPrivateUsage]
-    "evaluated": LedgerState._evaluated,  # pyright: ignore[reportPrivateUsage]
-    "committed": LedgerState._committed,  # pyright: ignore[reportPrivateUsage]
-    "trained_again": LedgerState._trained_again,  # pyright: ignore[reportPrivateUsage]
-    "group": _ignore,
-}
+def _broken(message: str) -> LedgerError:
+    return LedgerError(message, code="ledger.broken_rule")
+
+
+def row_stream(identity: Event) -> PromptStream[int] | None:
+    """The stream of row indices of an identity; None when there is none, because the identity is damaged."""
+    try:
+        stream = PromptStream(
+            range(identity["num_rows"]),
+            seed=identity["seed"],
+            batch_size=identity["batch_size"],
+            shuffle=identity["shuffle"],
+            drop_last=identity["rows_per_epoch"] != identity["num_rows"],
+        )
+    except (ConfigError, ArithmeticError, TypeError, ValueError):
+        return None
+    return stream if stream.rows_per_epoch == identity["rows_per_epoch"] else None

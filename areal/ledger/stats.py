@@ -1,4 +1,4 @@
-"""Owns what a ledger says in numbers: histograms of ages, lengths and times, reasons, rates, sizes."""
+"""Statistics of a ledger: histograms of staleness, length and latency, reasons, rates and sizes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from typing import Any
 import numpy as np
 
 from areal.api.errors import LedgerError
-from areal.ledger.audit import open_reader
-from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload_columns import read_columns
+from areal.ledger.event_files import PayloadReader, open_reader
+from areal.ledger.payload import read_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.state import Event
 
 BAR_WIDTH = 40
 MAX_SINGLE = 16
-"""Values up to here have a line each; where there are larger ones, every line covers twice what the one before did."""
+"""Values up to this one have a line each. With larger values, each line covers twice the range of the previous one."""
 MAX_GAP_S = 86400.0
-"""Longest time between two groups of events that is believed: more is a clock that jumped."""
+"""A longer time between two groups of events is a jump of the clock."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """How often each whole number occurred."""
+    """Counts of whole numbers."""
 
     title: str
     unit: str = ""
     scale: float = 1.0
-    """What one stands for in `unit`."""
+    """The value of 1 in `unit`."""
     counts: Counter[int] = field(default_factory=Counter[int])
 
     def quantile(self, share: float) -> float:
-        """Smallest value that at least this share of all is not above."""
+        """Smallest value that is not below this share of all values."""
         wanted, seen = share * self.counts.total(), 0
         for value in sorted(self.counts):
             seen += self.counts[value]
@@ -43,7 +42,7 @@ class Histogram:
         return 0.0
 
     def bins(self) -> list[tuple[int, int, int]]:
-        """Smallest and largest value of each bin, and how often they occurred; from the first bin to the last."""
+        """Smallest value, largest value and count of each bin, in order."""
         if not self.counts:
             return []
         if max(self.counts) <= MAX_SINGLE:
@@ -64,13 +63,13 @@ class Histogram:
     def lines(self) -> list[str]:
         total, bins = self.counts.total(), self.bins()
         if not total:
-            return [f"{self.title}: nothing yet"]
+            return [f"{self.title}: no values"]
         mean = sum(value * times for value, times in self.counts.items()) / total * self.scale
         quantiles = ", ".join(f"{name} {self.quantile(share):g}" for name, share in (("median", 0.5), ("99%", 0.99)))
         head = f"{self.title}{f' ({self.unit})' if self.unit else ''}: {total}, mean {mean:.4g}, {quantiles}"
         labels = [self._label(low, high) for low, high, _ in bins]
         width, most = max(map(len, labels)), max(times for _, _, times in bins)
-        return [f"{head}, most {max(self.counts) * self.scale:g}"] + [
+        return [f"{head}, maximum {max(self.counts) * self.scale:g}"] + [
             f"  {label:>{width}} {'#' * -(-times * BAR_WIDTH // most):<{BAR_WIDTH}} {times} ({times / total:.1%})"
             for label, (_, _, times) in zip(labels, bins, strict=True)
         ]
@@ -93,20 +92,18 @@ class Histogram:
 
 @dataclass(slots=True)
 class LedgerStats:
-    """The numbers of one ledger."""
+    """The statistics of one ledger."""
 
-    staleness: Histogram = field(
-        default_factory=lambda: Histogram("age of generated tokens when trained on", "versions")
-    )
+    staleness: Histogram = field(default_factory=lambda: Histogram("staleness of trained tokens", "versions"))
     length: Histogram = field(default_factory=lambda: Histogram("length of trajectories", "tokens"))
-    latency: Histogram = field(default_factory=lambda: Histogram("time of an accepted attempt", "s", scale=0.001))
-    interruptions: Histogram = field(default_factory=lambda: Histogram("interruptions of an accepted episode"))
-    attempts: Histogram = field(default_factory=lambda: Histogram("attempts until an episode ended"))
+    latency: Histogram = field(default_factory=lambda: Histogram("duration of accepted episodes", "s", scale=0.001))
+    interruptions: Histogram = field(default_factory=lambda: Histogram("interruptions per accepted episode"))
+    attempts: Histogram = field(default_factory=lambda: Histogram("attempts per ended episode"))
     reasons: Counter[str] = field(default_factory=Counter[str])
     num_accepted: int = 0
     generated_tokens: int = 0
     seconds: float = 0.0
-    """Between the first and the last event of each controller, added up."""
+    """Sum over the controllers of the time between their first and last event."""
     clock_jumps: int = 0
     event_bytes: int = 0
     payload_bytes: int = 0
@@ -115,16 +112,10 @@ class LedgerStats:
     damage: str = ""
 
     def histograms(self) -> dict[str, Histogram]:
-        return {
-            "staleness": self.staleness,
-            "length": self.length,
-            "latency": self.latency,
-            "interruptions": self.interruptions,
-            "attempts": self.attempts,
-        }
+        return {name: getattr(self, name) for name in ("staleness", "length", "latency", "interruptions", "attempts")}
 
     def rates(self) -> dict[str, float]:
-        """Per second and per episode; without what cannot be known yet."""
+        """Rates per second and per episode, as far as they are defined."""
         rates: dict[str, float] = {"seconds": self.seconds}
         if self.seconds > 0:
             rates["episodes_per_s"] = self.num_accepted / self.seconds
@@ -135,35 +126,35 @@ class LedgerStats:
         return rates
 
     def lines(self) -> list[str]:
-        """For people to read."""
+        """The statistics for people."""
         lines: list[str] = []
         for histogram in self.histograms().values():
             lines += [*histogram.lines(), ""]
         lines += [f"{reason}: {times}" for reason, times in self.reasons.most_common()] or [
-            "nothing rejected or failed"
+            "no episode was rejected or failed"
         ]
         rates = self.rates()
-        lines.append(f"{self.num_accepted} accepted episodes, {self.generated_tokens} tokens of theirs generated")
+        lines.append(f"{self.num_accepted} accepted episodes with {self.generated_tokens} generated tokens")
         if "episodes_per_s" in rates:
             lines.append(
-                f"{rates['episodes_per_s']:.4g} accepted episodes/s and {rates['generated_tokens_per_s']:.4g} of these "
-                f"tokens/s over {self.seconds:.1f} s with a controller"
+                f"{rates['episodes_per_s']:.4g} accepted episodes/s and {rates['generated_tokens_per_s']:.4g} "
+                f"generated tokens/s during {self.seconds:.1f} s of controller time"
             )
         if "event_bytes_per_episode" in rates:
             lines.append(
                 f"{rates['event_bytes_per_episode']:.0f} bytes of events and {rates['payload_bytes_per_episode']:.0f} "
-                "of trajectories per accepted episode"
+                "of payload per accepted episode"
             )
         if self.clock_jumps:
-            lines.append(f"the clock jumped {self.clock_jumps} times: these times count as nothing")
+            lines.append(f"the clock jumped {self.clock_jumps} times; these times are not counted")
         if self.unreadable:
-            lines.append(f"{len(self.unreadable)} payloads cannot be read and are left out: the audit names them")
+            lines.append(f"{len(self.unreadable)} payloads cannot be read and are not counted; the audit lists them")
         if self.damage:
             lines.append(f"incomplete: {self.damage}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """For programs, JSON-ready."""
+        """The statistics, JSON-ready."""
         return {
             "histograms": {name: histogram.to_json() for name, histogram in self.histograms().items()},
             "reasons": dict(self.reasons),
@@ -177,23 +168,19 @@ class LedgerStats:
 
 
 def ledger_stats(folder: Path) -> LedgerStats:
-    """The numbers of the ledger in `folder`, read in one pass. LedgerError when there is nothing to read."""
+    """The statistics of the ledger in `folder`. Raises LedgerError when it holds no events."""
     reader = open_reader(folder)
     with PayloadReader(folder) as payloads, Progress("episodes read") as progress:
         reading = _Reading(payloads, progress)
         for mark, *events in reader.groups():
-            reading.count_time(mark["at"], begins=bool(events) and events[0]["event"] == "started")
+            reading.count_time(mark["at"], is_start=bool(events) and events[0]["event"] == "started")
             for event in events:
                 reading.take(event)
     stats = reading.stats
     stats.damage = reader.damage
-    stats.event_bytes = _size(folder, "events-*.jsonl")
-    stats.payload_bytes = _size(folder, "payload-*.bin")
+    stats.event_bytes = sum(path.stat().st_size for path in folder.glob("events-*.jsonl"))
+    stats.payload_bytes = sum(path.stat().st_size for path in folder.glob("payload-*.bin"))
     return stats
-
-
-def _size(folder: Path, pattern: str) -> int:
-    return sum(path.stat().st_size for path in folder.glob(pattern))
 
 
 @dataclass(slots=True)
@@ -204,8 +191,8 @@ class _Reading:
     progress: Progress
     stats: LedgerStats = field(default_factory=LedgerStats)
     _attempts: dict[int, int] = field(default_factory=dict[int, int])
-    _made_by: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
-    """Versions of an episode that waits for a batch, and how many tokens each made."""
+    _versions: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
+    """Version and number of tokens, for each episode that waits for a batch."""
     _last_s: float | None = None
 
     def take(self, event: Event) -> None:
@@ -217,19 +204,16 @@ class _Reading:
         elif kind in ("rejected", "failed"):
             reason = event["reason"] if kind == "rejected" else event["reason"].partition(":")[0]
             self.stats.reasons[f"{kind}: {reason}"] += 1
-            self._made_by.pop(event["id"], None)
+            self._versions.pop(event["id"], None)
             self._ended(event["id"])
         elif kind == "batched":
             for episode_id in event["ids"]:
-                for version, times in self._made_by.pop(episode_id, []):
+                for version, times in self._versions.pop(episode_id, []):
                     self.stats.staleness.counts[event["version"] - version] += times
 
-    def count_time(self, at: float, *, begins: bool) -> None:
-        """A group was written; `begins`: by a new controller, before which nobody worked.
-
-        Times are what a wall clock said: one that jumps must not spoil the rates.
-        """
-        if self._last_s is not None and not begins:
+    def count_time(self, at: float, *, is_start: bool) -> None:
+        """Count the time since the previous group unless a controller started (`is_start`) or the clock jumped."""
+        if self._last_s is not None and not is_start:
             passed = at - self._last_s
             if 0 <= passed <= MAX_GAP_S:
                 self.stats.seconds += passed
@@ -239,7 +223,7 @@ class _Reading:
 
     def _ended(self, episode_id: int) -> None:
         attempts = self._attempts.pop(episode_id, None)
-        if attempts is not None:  # one dropped as stale had ended before
+        if attempts is not None:  # an episode dropped as stale has ended before
             self.stats.attempts.counts[attempts] += 1
 
     def _accepted(self, event: Event) -> None:
@@ -258,5 +242,5 @@ class _Reading:
         made = columns.output_versions[columns.output_versions >= 0]
         low = int(made.min()) if len(made) else 0
         times: list[int] = np.bincount(made - low).tolist() if len(made) else []
-        self._made_by[event["id"]] = [(low + above, count) for above, count in enumerate(times) if count]
+        self._versions[event["id"]] = [(low + above, count) for above, count in enumerate(times) if count]
         stats.generated_tokens += len(made)

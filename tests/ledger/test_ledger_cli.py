@@ -60,6 +60,7 @@ def test_the_exit_status_tells_clean_from_broken_from_nothing(forge, capsys, tmp
             status, out, err = run(capsys, command[0], nothing, *command[1:])
             assert (status, out) == (2, "")
             assert err.startswith("areal: error: ")
+            assert err.endswith("[ledger.not_found]\n")
             assert err.count("\n") == 1
 
 
@@ -80,29 +81,29 @@ def test_json_holds_everything(forge, capsys, tmp_path):
     assert (status, found["clean"], found["num_admitted"], found["trained_again"]) == (0, True, 7, [1])
 
 
-def test_the_life_of_an_episode_is_told_line_by_line(forge, capsys, tmp_path):
+def test_show_prints_the_history_of_an_episode(forge, capsys, tmp_path):
     a_life(forge)
     status, out, _ = run(capsys, "show", tmp_path, 3)
     assert status == 0
     told = [line.partition(" s  ")[2] or line for line in out.splitlines()]
     assert told[0] == "episode 3: consumed"
     assert told[1].startswith("admitted at policy version 0: row ")
-    assert told[1].endswith(" of the dataset, epoch 0, number 3 in its order")
+    assert told[1].endswith(" of the dataset, epoch 0, position 3")
     assert told[2] == (
-        "accepted: reward 3, 1 trajectories of 2 tokens (1 to learn from) by versions 0 to 0; 0.250 s on server-0, "
+        "accepted: reward 3, 1 trajectories with 2 tokens (1 in the loss) by versions 0 to 0; 0.250 s on server-0, "
         "0 interruptions, num_turns 1"
     )
     assert told[3:] == [
-        "in batch 1, place 2 of 2, to be trained on at version 1: its oldest token is 1 versions old",
-        "consumed: trained on in step 1, which led to version 2",
-        "covered by the checkpoint after 2 steps (recover/step2)",
-        "the trainer went back to step 1: batch 1 will be trained on again",
-        "trained on again in step 1, after a recovery; the weights became others",
-        "covered by the checkpoint after 2 steps (recover/step2)",
-        "trajectory 0: 2 tokens (1 given, 1 by version 0), reward 3, finished",
+        "in batch 1, place 2 of 2, for policy version 1, staleness 1",
+        "consumed: trained on in step 1, which made version 2",
+        "included in the checkpoint after 2 steps (recover/step2)",
+        "the trainer recovered at step 1: batch 1 is trained on again",
+        "trained on again in step 1; the weights differ",
+        "included in the checkpoint after 2 steps (recover/step2)",
+        "trajectory 0: 2 tokens (1 not generated, 1 by version 0), reward 3, finished",
     ]
     _, out, _ = run(capsys, "show", tmp_path, 5)
-    assert "the controller was started again: the attempt is lost, the episode is kept" in out
+    assert "the controller restarted: this attempt is lost" in out
     assert "admitted at policy version 2, attempt 1: row " in out
     assert "0.250 s on server-0, server-1, 3 interruptions" in out
     _, out, _ = run(capsys, "show", tmp_path, 6)
@@ -110,40 +111,41 @@ def test_the_life_of_an_episode_is_told_line_by_line(forge, capsys, tmp_path):
     assert "failed: ValueError: no" in out
     _, out, _ = run(capsys, "show", tmp_path, 3, "--tokens")
     assert [line.split() for line in out.splitlines()[-3:]] == [
-        ["place", "token_id", "version", "learnt", "logprob"],
+        ["place", "token_id", "version", "in", "loss", "logprob"],
         ["0", "3", "-1", "0", "0.00000"],
         ["1", "7", "0", "1", "-0.50000"],
     ]
     payload_path(forge.folder, 1).unlink()
     status, out, _ = run(capsys, "show", tmp_path, 3)
     assert status == 0
-    assert "its trajectories cannot be read: " in out
+    assert "the trajectories cannot be read: " in out
 
 
-def test_the_batch_of_a_step_is_told(forge, capsys, tmp_path):
+def test_show_prints_the_batch_of_a_step(forge, capsys, tmp_path):
     a_life(forge)
     status, out, _ = run(capsys, "show", tmp_path, "--step", 2)
     assert status == 0
     lines = out.splitlines()
     assert lines[0] == "batch of step 2"
     assert [line.partition(" s  ")[2] for line in lines[1:4]] == [
-        "made of 2 episodes, for version 2",
-        "consumed, which led to version 3; checksum of the weights dd",
-        "evaluated (accuracy) with the weights after it: reward 0.5, num 8",
+        "composed of 2 episodes for policy version 2",
+        "consumed, which made version 3 with checksum dd",
+        "evaluated after this step (accuracy): reward 0.5, num 8",
     ]
     assert [line.split()[:2] for line in lines[5:]] == [["1", "4"], ["2", "5"]]
     assert lines[5].endswith(" 4        2  0 to 0")
     _, out, _ = run(capsys, "show", tmp_path, "--step", 1)
-    assert "trained on again after a recovery; the weights became others" in out
+    assert "trained on again; the weights differ" in out
 
 
 def test_what_is_not_there_is_named_in_one_line(forge, capsys, tmp_path):
     a_life(forge)
     status, _, err = run(capsys, "show", tmp_path, 7)
-    assert (status, err) == (2, f"areal: error: there is no episode 7 in {forge.folder}: its ids are 0 to 6\n")
+    assert status == 2
+    assert err.endswith(f"no episode 7 in {forge.folder}: its ids are 0 to 6 [ledger.not_found]\n")
     status, _, err = run(capsys, "show", tmp_path, "--step", 3)
     assert status == 2
-    assert err.endswith("batches are recorded for steps 0 to 2\n")
+    assert err.endswith("batches are recorded for steps 0 to 2 [ledger.not_found]\n")
     for wrong in (["show", tmp_path], ["show", tmp_path, "--step", 1, "--tokens"], ["audit"]):
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, wrong)))
@@ -163,7 +165,7 @@ def test_the_numbers_of_a_ledger(forge, capsys, tmp_path):
     assert stats.rates()["payload_bytes_per_episode"] == len(forge.payloads) / 6
     status, out, _ = run(capsys, "stats", tmp_path)
     assert status == 0
-    assert "age of generated tokens when trained on (versions): 6, mean 0.6667, median 0, 99% 2, most 2" in out
+    assert "staleness of trained tokens (versions): 6, mean 0.6667, median 0, 99% 2, maximum 2" in out
     assert "  0 ######################################## 3 (50.0%)\n" in out
     assert "  2 ##############                           1 (16.7%)\n" in out
     status, out, _ = run(capsys, "stats", tmp_path, "--json")
@@ -181,7 +183,7 @@ def test_numbers_leave_out_what_cannot_be_read(forge, capsys, tmp_path):
     path.write_bytes(b"?" + path.read_bytes()[1:])
     status, out, _ = run(capsys, "stats", tmp_path)
     assert status == 0
-    assert "age of generated tokens when trained on: nothing yet" in out
+    assert "staleness of trained tokens: no values" in out
     assert "incomplete: " in out
 
 
@@ -227,3 +229,12 @@ def test_a_reader_that_goes_away_is_no_error(forge, tmp_path):
     command = f"{sys.executable} -m areal.ledger show {tmp_path} 3 --tokens | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)
     assert done.stderr == ""
+
+
+def test_the_former_module_names_the_command(tmp_path):
+    command = [sys.executable, "-m", "areal.rollout.ledger", "audit", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "python -m areal.ledger audit|show|stats RUN" in done.stderr

@@ -85,10 +85,10 @@ def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
         intact = [end for end in ends if end <= size]
         found = go_on(forge.folder, forge.events[0])
         assert found.end.number == len(intact)
-        assert events_path(forge.folder, 1).stat().st_size == (intact or [0])[-1], "the torn tail is cut for good"
+        assert events_path(forge.folder, 1).stat().st_size == (intact or [0])[-1], "the incomplete tail is cut"
         reader = LedgerReader(forge.folder)
         again = list(reader.events())
-        assert reader.torn is None
+        assert reader.incomplete is None
         assert is_prefix(again[:-2], said)
         assert found.state == LedgerState.replay(again[:-2])
         if len(intact) not in audited:
@@ -104,12 +104,13 @@ def test_a_payload_cut_at_any_byte_is_named_by_the_audit_and_never_served(forge)
     wheres = {event["id"]: tuple(event["payload"]) for event in forge.events if event["event"] == "accepted"}
     for size in range(len(forge.payloads)):
         path.write_bytes(forge.payloads[:size])
-        torn = [number for number, (_, offset, length) in wheres.items() if offset + length > size]
+        cut = [number for number, (_, offset, length) in wheres.items() if offset + length > size]
         violations = audit(forge.folder).violations
         assert {violation.rule for violation in violations} == {"payload"}
-        assert [number for violation in violations for number in violation.episodes] == torn
-        with pytest.raises(LedgerError, match="a durable payload is missing"):
-            read_payload(forge.folder, wheres[torn[0]])
+        assert [number for violation in violations for number in violation.episodes] == cut
+        with pytest.raises(LedgerError) as error:
+            read_payload(forge.folder, wheres[cut[0]])
+        assert error.value.code == "ledger.bad_payload"
 
 
 def test_a_payload_cut_short_whose_event_was_not_written_is_ignored(forge):
@@ -148,15 +149,16 @@ def test_a_flip_at_any_byte_of_the_events_is_refused_or_cuts_the_last_group(forg
         assert is_prefix(found, said)
         if offset < last_group:
             assert reader.damage
-            assert reader.torn is None
+            assert reader.incomplete is None
         else:
             assert not reader.damage
-            assert reader.torn.offset == last_group
+            assert reader.incomplete.offset == last_group
     path.write_bytes(whole[:50] + b"?" + whole[51:])
     assert [violation.rule for violation in audit(forge.folder).violations] == ["damage"]
-    with pytest.raises(LedgerError, match=r"damaged at byte 0.*; restore the ledger from a copy, or choose"):
+    with pytest.raises(LedgerError, match=r"events-000001.jsonl is damaged at byte 0") as error:
         recover_folder(forge.folder)
-    assert len(path.read_bytes()) == len(whole), "what was durable is not cut, so that it can be mended"
+    assert error.value.code == "ledger.damaged"
+    assert len(path.read_bytes()) == len(whole), "durable data is not cut, so that it can be repaired"
 
 
 def test_a_flip_at_any_byte_of_the_payloads_is_named_by_the_audit_and_never_served(forge):
@@ -203,7 +205,7 @@ def test_garbage_behind_the_events_is_cut(forge, garbage):
     end = forge.write()
     with events_path(forge.folder, 1).open("ab") as file:
         file.write(garbage)
-    assert audit(forge.folder).torn.size == len(garbage)
+    assert audit(forge.folder).incomplete.size == len(garbage)
     assert go_on(forge.folder, forge.events[0]).end == end
     assert audit(forge.folder).is_clean
 
@@ -225,8 +227,9 @@ def test_a_missing_events_file_is_refused_unless_it_is_the_last(forge):
     for number in (1, 2):
         restore(forge.folder, files)
         events_path(forge.folder, number).unlink()
-        with pytest.raises(LedgerError, match="does not follow group"):
+        with pytest.raises(LedgerError, match=f"events-00000{number + 1}.jsonl") as error:
             recover_folder(forge.folder)
+        assert error.value.code == "ledger.damaged"
         assert "damage" in {violation.rule for violation in audit(forge.folder).violations}
     restore(forge.folder, files)
     events_path(forge.folder, 3).unlink()
@@ -238,25 +241,30 @@ def test_a_file_of_another_ledger_or_of_a_second_writer_is_refused(forge, tmp_pa
     three_files(forge)
     files = contents_of(forge.folder)
     shutil.copy(events_path(forge.folder, 2), events_path(forge.folder, 3))
-    with pytest.raises(LedgerError, match="does not follow group"):
+    with pytest.raises(LedgerError, match=r"events-000003.jsonl") as error:
         recover_folder(forge.folder)
+    assert error.value.code == "ledger.damaged"
     restore(forge.folder, files)
     found = recover_folder(forge.folder)
     first, second = (GroupWriter(forge.folder, number, after=found.end) for number in (4, 5))
     for writer in (first, second):
         writer.write([forge.events[0]], [])
         writer.close()
-    with pytest.raises(LedgerError, match="two controllers wrote at once"):
+    with pytest.raises(LedgerError, match=r"events-000005.jsonl") as error:
         recover_folder(forge.folder)
+    assert error.value.code == "ledger.damaged"
 
 
 def test_harm_before_a_later_file_is_refused(forge):
     three_files(forge)
     path = events_path(forge.folder, 2)
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(LedgerError, match=r"damaged at byte .*, although events-000003.jsonl follows"):
+    with pytest.raises(
+        LedgerError, match=r"events-000002.jsonl is damaged at byte \d+, .*events-000003.jsonl"
+    ) as error:
         recover_folder(forge.folder)
-    assert audit(forge.folder).torn is None
+    assert error.value.code == "ledger.damaged"
+    assert audit(forge.folder).incomplete is None
 
 
 class Killed(BaseException):
@@ -284,7 +292,7 @@ def test_a_recovery_killed_at_any_point_is_done_again(forge, monkeypatch):
             monkeypatch.setattr(os, "fsync", lambda descriptor: None)
             again = recover_folder(forge.folder)
             assert again.end.number == len(group_ends(whole)) - 1
-            assert audit(forge.folder).torn is None
+            assert audit(forge.folder).incomplete is None
             continue
         break
     assert die_at >= 3

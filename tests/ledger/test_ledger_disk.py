@@ -180,8 +180,9 @@ async def test_after_a_failed_fsync_nothing_is_ever_durable_again(tmp_path):
     ledger.admit(version=0)
     waiting = [asyncio.ensure_future(ledger.durable()) for _ in range(3)]
     for waiter in waiting:
-        with pytest.raises(LedgerError, match="Input/output error; the run stops"):
+        with pytest.raises(LedgerError, match="Input/output error") as error:
             await asyncio.wait_for(waiter, 200)
+        assert error.value.code == "ledger.not_writable"
     for _ in range(2):
         with pytest.raises(LedgerError, match="Input/output error"):
             await ledger.durable()
@@ -198,13 +199,14 @@ async def test_an_event_that_cannot_be_written_fails_those_who_wait_for_it(tmp_p
     ledger = Ledger.open(tmp_path)
     ledger.start(lambda failure: None)
     ledger.published(version=2**70, kind="disk", path="v")
-    with pytest.raises(LedgerError, match="cannot write the ledger"):
+    with pytest.raises(LedgerError) as error:
         await asyncio.wait_for(ledger.durable(), 200)
+    assert error.value.code == "ledger.not_writable"
     with pytest.raises(LedgerError):
         await ledger.close()
 
 
-async def test_a_folder_that_may_not_be_written_is_told_in_one_line(tmp_path, monkeypatch):
+async def test_a_folder_that_may_not_be_written_has_one_error_code(tmp_path, monkeypatch):
     def refuse(path, *_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
@@ -212,14 +214,16 @@ async def test_a_folder_that_may_not_be_written_is_told_in_one_line(tmp_path, mo
     ledger = Ledger(log, read_payload=lambda where: b"")
     ledger.start(lambda failure: None)
     ledger.attached(step=0, version=0)
-    with pytest.raises(LedgerError, match=r"Read-only file system.*restore access, then start the same command again"):
+    with pytest.raises(LedgerError, match="Read-only file system") as error:
         await ledger.durable()
+    assert error.value.code == "ledger.not_writable"
     with pytest.raises(LedgerError):
         await ledger.close()
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(LedgerError, match=r"cannot open the ledger in .*file"):
+    with pytest.raises(LedgerError, match=str(file)) as error:
         Ledger.open(file / "ledger")
+    assert error.value.code == "ledger.not_writable"
 
 
 async def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path, monkeypatch, capsys):
@@ -242,7 +246,7 @@ async def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path, monkeypatc
         assert main([command[0], str(tmp_path), *command[1:]]) == 0
     assert main(["show", str(tmp_path), "--step", "1"]) == 0
     out = capsys.readouterr().out
-    assert "(the clock went back meanwhile" in out
+    assert "(the clock went back" in out
     assert "the clock jumped" in out
 
 

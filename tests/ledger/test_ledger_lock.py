@@ -25,8 +25,9 @@ def test_a_second_controller_is_refused_until_the_first_is_gone(tmp_path):
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"open\n"
-        with pytest.raises(LedgerError, match=rf"written by the controller with pid {holder.pid} on host .*end that"):
+        with pytest.raises(LedgerError, match=rf"pid {holder.pid} on host ") as error:
             Ledger.open(folder)
+        assert error.value.code == "ledger.locked"
         assert list(LedgerReader(folder).events()) == [], "readers need no lock"
         holder.kill()
     Ledger.open(folder)
@@ -39,7 +40,8 @@ async def test_closing_a_ledger_gives_it_free(tmp_path):
     assert done.returncode == 0
 
 
-def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "ledger").write_text("a file")
-    with pytest.raises(LedgerError, match=rf"cannot open the ledger in {os.fspath(tmp_path)}/ledger: "):
+    with pytest.raises(LedgerError, match=rf"{os.fspath(tmp_path)}/ledger: ") as error:
         Ledger.open(tmp_path / "ledger")
+    assert error.value.code == "ledger.not_writable"
