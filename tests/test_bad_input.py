@@ -1,4 +1,4 @@
-"""What a user gets wrong ends in one line that says what to change: no traceback, no process left, nothing started."""
+"""Each user error ends in one line with a code: no traceback, no process, nothing started."""
 
 import fcntl
 import json
@@ -12,7 +12,9 @@ import pytest
 from areal.api.errors import ConfigError
 from areal.api.functions import parse_function_path
 from areal.api.workflow import RolloutWorkflow
+from areal.launcher import local
 from areal.launcher.preflight import disk_problem
+from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,11 @@ def folder(tmp_path_factory) -> Path:
     (folder / "two.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
     (folder / "mine.py").write_text("def score(prompt, completion, prompt_ids, completion_ids, answer): return 1.0\n")
     (folder / "broken.py").write_text("import os\ndef main(:\n")
+    (folder / "deep.yaml").write_text("a: " + "[" * 200 + "]" * 200)
+    (folder / "digits.yaml").write_text("seed: " + "1" * 5000)
+    (folder / "latin.yaml").write_bytes("trial_name: \u00e4".encode("latin-1"))
+    (folder / "list.yaml").write_text("- seed: 1")
+    (folder / "empty.yaml").write_text("# nothing")
     (folder / "c.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
     return folder
 
@@ -56,32 +63,86 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "code", "values"),
     [
-        (["rollout.max_head_offpolicynes=2"], "did you mean rollout.max_head_offpolicyness?"),
-        (["train_dataset.batch_size=four"], "train_dataset.batch_size: 'four' was given where integer is expected"),
-        (["allocation_mode=native:d1+fsdp:q1"], "column 16 of 'native:d1+fsdp:q1': 'q' is no size of fsdp"),
-        (["allocation_mode=native:d1+fsdp:d8"], "train_dataset.batch_size: 4 is below the 8 data-parallel ranks"),
-        (["actor.path=/no/model"], "actor.path: /no/model is no folder"),
-        (["actor.path=FOLDER/cut"], "cut/model.safetensors is cut short"),
-        (["train_dataset.path=/no/rows.jsonl"], "train_dataset.path: /no/rows.jsonl does not exist"),
-        (["train_dataset.path=FOLDER/two.jsonl"], "train_dataset.batch_size=4 is more than the 2 rows of"),
-        (["reward_fn=FOLDER/mine.py:scored"], "mine.py defines no scored; did you mean score?"),
-        (["reward.by_source={a: {FOLDER/mine.py:scored: 1}}"], "defines no scored; did you mean score?"),
-        (["workflow=FOLDER/none.py:Mine"], "there is no file"),
-        (["FOLDER/broken.py"], "broken.py:2 is not valid Python"),
+        (["rollout.max_head_offpolicynes=2"], "config.unknown_key", ["rollout.max_head_offpolicyness?"]),
+        (["train_dataset.batch_size=four"], "config.wrong_type", ["train_dataset.batch_size: 'four'"]),
+        (["allocation_mode=native:d1+fsdp:q1"], "config.conflict", ["column 16 of 'native:d1+fsdp:q1'"]),
+        (["allocation_mode=native:d1+fsdp:d8"], "config.conflict", ["train_dataset.batch_size: 4", "8"]),
+        (["actor.path=/no/model"], "launch.missing_inputs", ["actor.path: /no/model"]),
+        (["actor.path=FOLDER/cut"], "launch.missing_inputs", ["cut/model.safetensors"]),
+        (["train_dataset.path=/no/rows.jsonl"], "launch.missing_inputs", ["train_dataset.path: /no/rows.jsonl"]),
+        (["train_dataset.path=FOLDER/two.jsonl"], "launch.missing_inputs", ["train_dataset.batch_size=4", "2 rows"]),
+        (["reward_fn=nope"], "config.bad_reference", ["reward_fn: 'nope'", "gsm8k"]),
+        (["reward_fn=gms8k"], "config.bad_reference", ["reward_fn: 'gms8k'", "did you mean 'gsm8k'?"]),
+        (["reward_fn=nowhere.at.all:f"], "config.bad_reference", ["nowhere.at.all"]),
+        (["reward_fn=areal.reward.text:exact_rewards"], "config.bad_reference", ["did you mean 'exact_reward'?"]),
+        (["reward_fn=areal.reward.texts:f"], "config.bad_reference", ["areal.reward.texts"]),
+        (["workflow=nope"], "config.bad_reference", ["workflow: 'nope'", "multi_turn, rlvr"]),
+        (["workflow=FOLDER/none.py:Mine"], "config.bad_reference", ["none.py"]),
+        (["rollout.should_accept_fn=nope"], "config.bad_reference", ["rollout.should_accept_fn: 'nope'"]),
+        (["train_dataset.map_fn=nope"], "config.bad_reference", ["train_dataset.map_fn: 'nope'"]),
+        (["reward_fn=FOLDER/mine.py:scored"], "config.bad_reference", ["mine.py", "did you mean 'score'?"]),
+        (["reward.by_source={a: {FOLDER/mine.py:scored: 1}}"], "config.bad_reference", ["did you mean 'score'?"]),
+        (["FOLDER/mine.py", "rollout.should_accept_fn=nope"], "config.bad_reference", ["rollout.should_accept_fn"]),
+        (["FOLDER/mine.py", "rollouts.on_stale=drop"], "config.unknown_key", ["rollouts", "did you mean rollout?"]),
+        (["FOLDER/mine.py", "++rollout.on_stale=nope"], "config.not_a_choice", ["rollout.on_stale: 'nope'"]),
+        (["FOLDER/broken.py"], "launch.missing_inputs", ["broken.py:2"]),
+        (["trial_name=\udcff"], "config.bad_override", ["trial_name: '\\udcff'"]),
+        (["tokenizer_path=${actor.path"], "config.bad_override", ["tokenizer_path: '${actor.path'"]),
+        (["~trial"], "config.bad_override", ["trial", "~trial"]),
+        (["--config=FOLDER"], "config.unreadable_file", ["directory"]),
+        (["--config=FOLDER/deep.yaml"], "config.unreadable_file", ["deep.yaml"]),
+        (["--config=FOLDER/digits.yaml"], "config.unreadable_file", ["digits.yaml"]),
+        (["--config=FOLDER/latin.yaml"], "config.unreadable_file", ["latin.yaml", "UTF-8"]),
+        (["--config=FOLDER/list.yaml"], "config.unreadable_file", ["list.yaml", "list"]),
+        (["--config=FOLDER/empty.yaml"], "config.unreadable_file", ["empty.yaml", "empty"]),
     ],
-    ids=lambda value: value[0].rpartition("/")[2] if isinstance(value, list) else "",
+    ids=lambda value: value[-1].rpartition("/")[2] if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_one_line_before_anything_starts(folder, words, expected):
-    done = launch(folder, *[word.replace("FOLDER", str(folder)) for word in words])
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+def test_what_is_wrong_is_one_line_before_anything_starts(folder, capsys, words, code, values):
+    words = [word.replace("FOLDER", str(folder)) for word in words]
+    error = dry_run(folder, capsys, *words)
+    lines = error.strip().splitlines()
+    assert len(lines) == 1, error
     assert lines[0].startswith("areal: error: ")
-    assert expected in lines[0]
-    assert done.stdout == ""
+    assert lines[0].endswith(f"[{code}]")
+    assert [value for value in values if value not in lines[0]] == []
     assert not (folder / "runs").exists()
+
+
+def dry_run(folder: Path, capsys, *words: str) -> str:
+    """Runs the command in this process, where exit status 2 is expected, and returns what it printed as error."""
+    scripts = [word for word in words if word.endswith(".py")]
+    rest = [word for word in words if word not in scripts]
+    argv = [*scripts, "--config", str(folder / "c.yaml"), *rest, "--dry-run"]
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: sys.exit(local.launch(local.read_command_line(argv), local.this_machine())))
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_process_of_its_own_prints_the_same_line_and_exits_with_2(folder):
+    done = launch(folder, "reward_fn=nope", os.fsdecode(b"trial_name=t"), "--dry-run")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.strip().endswith("[config.bad_reference]")
+    assert done.stdout == ""
+    done = launch(folder, os.fsdecode(b"trial_name=\xff"), "--dry-run")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("[config.bad_override]")
+
+
+def test_a_dry_run_lists_the_keys_that_only_the_script_reads(folder, capsys):
+    argv = [str(folder / "mine.py"), "--config", str(folder / "c.yaml"), "game.rounds=3", "~gconfig", "--dry-run"]
+    assert local.launch(local.read_command_line(argv), local.this_machine()) == 0
+    assert "keys that only the script reads: game\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["reward_fn=mine:score"], ["reward_fn=nope", "workflow=nope"]])
+def test_a_script_may_use_the_names_of_functions_in_its_own_way(folder, words):
+    argv = [str(folder / "mine.py"), "--config", str(folder / "c.yaml"), *words]
+    assert local.read_command_line(argv).config.reward_fn == words[0].partition("=")[2]
 
 
 def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
@@ -106,8 +167,11 @@ def test_a_function_file_is_read_and_not_run(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("raise SystemExit('run at import')\ntry:\n    from x import score\nexcept ImportError:\n    pass\n")
     assert parse_function_path(f"{file}:score", key="reward_fn").name == "score"
-    with pytest.raises(ConfigError, match=r"reward_fn='.*': .*mine.py defines no reward"):
+    with pytest.raises(ConfigError) as caught:
         parse_function_path(f"{file}:reward", key="reward_fn")
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [
+        ("reward_fn", "config.bad_reference")
+    ]
     file.write_text("from somewhere import *\n")  # may define anything
     assert parse_function_path(f"{file}:score", key="reward_fn").file == str(file)
 

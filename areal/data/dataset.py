@@ -10,7 +10,7 @@ import orjson
 
 from areal.api.config import DatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import FunctionRef, load_function, resolve_function
+from areal.api.functions import MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.hub import load_hub_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
@@ -31,8 +31,6 @@ __all__ = [
 Row = dict[str, Any]
 AnyT = TypeVar("AnyT")
 EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
-
-MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset")}
 
 _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only #### and the final number, like: #### 42"
 

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
 from areal.api.config.relevance import notice_of
+from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
@@ -32,6 +34,7 @@ from areal.launcher.preflight import (
     count_rows,
     disk_problem,
     earlier_run,
+    function_problems,
     make_run_folder,
     missing_inputs,
     newest_checkpoint,
@@ -87,7 +90,11 @@ def read_command_line(argv: Sequence[str]) -> Launch:
             code="launch.several_nodes",
         )
     config = with_attached_servers(config, os.environ)
-    extras = script_keys(words) if script is not None else {}
+    extras: dict[str, Any] = {}
+    if script is not None:
+        path = Path(script)
+        extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+    raise_problems(list(function_problems(config, has_script=script is not None)))
     return Launch(config=config, extras=extras, script=script, dry_run="--dry-run" in argv)
 
 
@@ -137,6 +144,8 @@ def launch(request: Launch, machine: Machine) -> int:
         problems += server_problems(config, plan, line.say)
     if request.dry_run:
         sys.stdout.write(plan_text(plan))
+        if request.extras:
+            sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:
         raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
     if request.dry_run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import json
 import os
 import re
@@ -11,14 +10,22 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.errors import ConfigError, LaunchError
-from areal.api.functions import parse_function_path, parse_python
+from areal.api.errors import ConfigError, ConfigProblem, LaunchError
+from areal.api.functions import (
+    ACCEPT_FUNCTIONS,
+    MAP_FUNCTIONS,
+    REWARD_FUNCTIONS,
+    WORKFLOWS,
+    FunctionRef,
+    parse_python,
+    resolve_function,
+)
 from areal.fleet.backends import backend_named
 from areal.system.durable import is_complete
 from areal.system.model_shape import ModelShape
@@ -40,7 +47,7 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     if script is not None and not Path(script).is_file():
         problems.append(f"{script}: no such script")
     elif script is not None:
-        problems += _said(lambda: parse_python(Path(script), given="script"))
+        problems += _said(lambda: parse_python(Path(script), key="script"))
     for key, model in config.models.items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
     if isinstance(config, PPOConfig):
@@ -60,7 +67,7 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
             problems.append(f"{key}.path: {data.path} does not exist")
     if script is None:  # a script may bring its own rows
         problems += _row_problems(config)
-    return problems + list(_function_problems(config))
+    return problems
 
 
 def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
@@ -90,20 +97,33 @@ def _workflow_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _function_problems(config: BaseExperimentConfig) -> Iterator[str]:
-    """What is wrong with functions given by file. Names and modules are looked up by the processes that use them."""
-    given = [("train_dataset.map_fn", config.train_dataset.map_fn)]
+def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iterator[ConfigProblem]:
+    """Functions and classes that the configuration names and that cannot be found. Runs none of their code.
+
+    A script may use these options in its own way, so with one only files and `should_accept_fn` are checked.
+    """
+    given: list[tuple[str, str, Mapping[str, FunctionRef]]] = [
+        (f"{name}.map_fn", data.map_fn, MAP_FUNCTIONS)
+        for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
+        if data is not None
+    ]
     if isinstance(config, PPOConfig):
+        tables = [(f"reward.{path}", name, REWARD_FUNCTIONS) for path, fns in config.reward.tables() for name in fns]
+        accept_fn = config.rollout.should_accept_fn
         given += [
-            ("reward_fn", config.reward_fn),
-            *((f"reward.{path}", name) for path, fns in config.reward.tables() for name in fns),
-            ("workflow", config.workflow),
-            ("rollout.should_accept_fn", config.rollout.should_accept_fn),
+            ("reward_fn", config.reward_fn, REWARD_FUNCTIONS),
+            *tables,
+            ("workflow", config.workflow, WORKFLOWS),
+            ("rollout.should_accept_fn", accept_fn, ACCEPT_FUNCTIONS),
         ]
-    for key, text in given:
-        if not text.rpartition(":")[0].endswith(".py"):
+    for key, text, registered in given:
+        is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text
+        if not text or (has_script and not is_file and (is_path or registered is not ACCEPT_FUNCTIONS)):
             continue
-        yield from _said(functools.partial(parse_function_path, text, key=key))
+        try:
+            resolve_function(text, registered, key=key)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _said(check: Callable[[], object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The registered reward functions, and which of them score a row, with which weights and metric names."""
+"""Which reward functions score a row, with which weights and metric names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ from areal.api.config import RewardConfig
 from areal.api.config.fields import below
 from areal.api.config.reward import selection_problems, short_names
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import FunctionRef, function_ref, resolve_function
+from areal.api.functions import REWARD_FUNCTIONS, FunctionRef, function_ref, resolve_function
 from areal.api.workflow import RewardFn
-
-REWARD_FUNCTIONS: dict[str, FunctionRef] = {
-    "none": FunctionRef(name="no_reward", module="areal.reward.text"),
-    "exact": FunctionRef(name="exact_reward", module="areal.reward.text"),
-    "format": FunctionRef(name="format_reward", module="areal.reward.text"),
-    "choice": FunctionRef(name="choice_reward", module="areal.reward.choice"),
-    "gsm8k": FunctionRef(name="math_reward", module="areal.reward.math_answer"),
-    "math": FunctionRef(name="symbolic_math_reward", module="areal.reward.math_symbolic"),
-    "code": FunctionRef(name="code_reward", module="areal.reward.code"),
-}
 
 
 def resolve_reward_fn(reward_fn: RewardFn | str, *, key: str = "reward_fn") -> FunctionRef:

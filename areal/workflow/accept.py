@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from areal.api.data import TrajectoryGroup
-from areal.api.functions import FunctionRef, load_function, resolve_function
+from areal.api.functions import ACCEPT_FUNCTIONS, load_function, resolve_function
 from areal.api.workflow import AcceptFn
-
-ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
-    "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
-}
 
 
 def mixed_rewards(group: TrajectoryGroup) -> bool:

@@ -8,14 +8,9 @@ from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.errors import ConfigError
-from areal.api.functions import FunctionRef, load_function, resolve_function
+from areal.api.functions import WORKFLOWS, load_function, resolve_function
 from areal.api.workflow import RolloutWorkflow
 from areal.data.tokenizer import Tokenizer
-
-WORKFLOWS: dict[str, FunctionRef] = {
-    "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
-    "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
-}
 
 
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:

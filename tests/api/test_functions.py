@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from areal.api.errors import ConfigError
-from areal.api.functions import FunctionRef, function_ref, load_function, parse_function_path, resolve_function
+from areal.api.functions import (
+    ACCEPT_FUNCTIONS,
+    MAP_FUNCTIONS,
+    REWARD_FUNCTIONS,
+    WORKFLOWS,
+    FunctionRef,
+    function_ref,
+    load_function,
+    parse_function_path,
+    resolve_function,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +39,9 @@ def test_functions_nobody_else_can_find_are_refused():
         if function is print:
             assert function_ref(print).module == "builtins"
             continue
-        with pytest.raises(ConfigError, match="top level of a module"):
+        with pytest.raises(ConfigError) as caught:
             function_ref(function)
+        assert caught.value.code == "config.bad_reference"
 
 
 def test_paths_of_modules_and_files(tmp_path):
@@ -42,10 +53,11 @@ def test_paths_of_modules_and_files(tmp_path):
     assert ref == FunctionRef(name="score", file=str(file))
     assert load_function(ref)() == 5
     assert load_function(ref) is load_function(ref)
-    with pytest.raises(ConfigError, match="did you mean score"):
-        load_function(FunctionRef(name="scores", file=str(file)))
-    with pytest.raises(ConfigError, match="defines no function VALUE"):
-        load_function(FunctionRef(name="VALUE", file=str(file)))
+    for name, values in (("scores", ["did you mean 'score'?"]), ("VALUE", ["VALUE"])):
+        with pytest.raises(ConfigError) as caught:
+            load_function(FunctionRef(name=name, file=str(file)))
+        assert caught.value.code == "config.bad_reference"
+        assert [value for value in values if value not in str(caught.value)] == []
 
 
 def test_a_file_that_breaks_at_import_is_tried_again(tmp_path):
@@ -54,14 +66,40 @@ def test_a_file_that_breaks_at_import_is_tried_again(tmp_path):
     ref = FunctionRef(name="f", file=str(file))
     with pytest.raises(ValueError, match="once"):
         load_function(ref)
-    file.write_text("def f():\n    return 'mended'\n")
-    assert load_function(ref)() == "mended"
+    file.write_text("def f():\n    return 'fixed'\n")
+    assert load_function(ref)() == "fixed"
 
 
 @pytest.mark.parametrize("text", ["unknown", "a:b:", ":f", "f:", "nowhere.at.all:f", "gone.py:f", "areal.nothing:f"])
 def test_bad_names_name_their_key(text):
-    with pytest.raises(ConfigError, match="the_key="):
+    with pytest.raises(ConfigError) as caught:
         resolve_function(text, {"known": function_ref(load_function)}, key="the_key")
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [("the_key", "config.bad_reference")]
+
+
+@pytest.mark.parametrize("table", [REWARD_FUNCTIONS, WORKFLOWS, ACCEPT_FUNCTIONS, MAP_FUNCTIONS])
+def test_every_registered_name_stands_for_something(table):
+    for name, ref in table.items():
+        assert resolve_function(str(ref), {}, key=name) == ref
+        assert callable(load_function(ref))
+
+
+def test_a_path_is_looked_up_without_importing_anything(tmp_path, monkeypatch):
+    package = tmp_path / "shop_of_tests"
+    (package / "inner").mkdir(parents=True)
+    for file in (package / "__init__.py", package / "inner" / "__init__.py", package / "inner" / "prices.py"):
+        file.write_text("raise SystemExit('imported')\ndef score(): ...\n")
+    (package / "lazy.py").write_text("def __getattr__(name):\n    return print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ref = parse_function_path("shop_of_tests.inner.prices:score", key="k")
+    assert ref == FunctionRef(name="score", module="shop_of_tests.inner.prices")
+    assert parse_function_path("shop_of_tests.lazy:anything", key="k").name == "anything"
+    assert parse_function_path("math:sqrt", key="k").module == "math"
+    for text in ("shop_of_tests.inner.prices:price", "shop_of_tests.outer:f", "math.sqrt:f"):
+        with pytest.raises(ConfigError) as caught:
+            parse_function_path(text, key="k")
+        assert caught.value.code == "config.bad_reference"
+    assert not [name for name in sys.modules if name.startswith("shop_of_tests")]
 
 
 SCRIPT = """

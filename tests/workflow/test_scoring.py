@@ -162,8 +162,8 @@ def test_what_does_not_say_what_scores_an_answer_is_refused():
         ("", RewardConfig(), "reward_fn and reward.fns"),
         ("exact", RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
         (math.log, RewardConfig(fns={"gsm8k": 1.0}), "keep one"),
-        ("", RewardConfig(fns={"exactt": 1.0}), r"reward.fns='exactt' .*did you mean 'exact'"),
-        ("", RewardConfig(by_source={"a": {"exactt": 1.0}}), r"reward.by_source.a='exactt'"),
+        ("", RewardConfig(fns={"exactt": 1.0}), r"reward.fns: 'exactt' .*did you mean 'exact'"),
+        ("", RewardConfig(by_source={"a": {"exactt": 1.0}}), r"reward.by_source.a: 'exactt'"),
         ("", RewardConfig(fns={"exact": 0.0}), "reward.fns: gives every function the weight 0"),
         ("exact", RewardConfig(filter_on=["format"]), "'format' is none of the reward functions"),
     ]:

@@ -25,7 +25,7 @@ def test_registered_workflows_are_built(tokenizer):
 def test_functions_with_weights_take_the_place_of_the_short_form(tokenizer):
     weighted = RewardConfig(by_source={"a": {"exact": 1.0}})
     assert isinstance(build_workflow(config(reward=weighted), tokenizer), RLVRWorkflow)
-    with pytest.raises(ConfigError, match=r"reward.by_source.a='exactt'.*did you mean 'exact'"):
+    with pytest.raises(ConfigError, match=r"reward.by_source.a: 'exactt'.*did you mean 'exact'"):
         build_workflow(config(reward=RewardConfig(by_source={"a": {"exactt": 1.0}})), tokenizer)
 
 

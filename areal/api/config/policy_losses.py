@@ -6,7 +6,6 @@ its own (a field of its name), the function in `areal/algorithm/losses/NAME.py`,
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,9 +197,6 @@ class PolicyLossOptions:
             yield Problem("custom.path", text, "config.missing_requirement")
             return
         try:
-            ref = parse_function_path(self.custom.path, key="custom.path")
-            spec = importlib.util.find_spec(ref.module) if ref.module else None
-            if spec is not None and (spec.origin or "").endswith(".py"):  # the name too, without running the module
-                parse_function_path(f"{spec.origin}:{ref.name}", key="custom.path")
+            parse_function_path(self.custom.path, key="custom.path")
         except ConfigError as error:
-            yield "custom.path", str(error).removeprefix("custom.path=")
+            yield from error.problems
