@@ -279,9 +279,25 @@ ERROR_CODES: dict[str, ErrorCode] = {
     ),
     # weights
     # workflow
+    "workflow.invalid_args": ErrorCode(
+        "workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.",
+        "Correct the argument that the message names.",
+    ),
     "workflow.loss_mask": ErrorCode(
         "A trajectory has a loss_mask with values other than 0 and 1, without a 1, or with a 1 at the first token.",
         "Fix the loss_mask that the workflow returns.",
+    ),
+    "workflow.missing_column": ErrorCode(
+        "A dataset row lacks a column that the workflow needs.",
+        "Add the column to the dataset, or add it with train_dataset.map_fn.",
+    ),
+    "workflow.missing_parameter": ErrorCode(
+        "An option needs a parameter that the constructor of the workflow does not have.",
+        "Use a built-in workflow, add the parameter, or remove the option.",
+    ),
+    "workflow.not_a_workflow": ErrorCode(
+        "The class or function at `workflow` does not create a RolloutWorkflow.",
+        "Derive the class from areal.api.workflow.RolloutWorkflow.",
     ),
     "workflow.not_finite": ErrorCode(
         "A workflow returned a reward, baseline or statistic that is not a finite number.",
@@ -290,6 +306,18 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "workflow.output_versions": ErrorCode(
         "A trajectory trains on a token without the policy version that generated it.",
         "Copy output_versions of the response, or set loss_mask to 0 for tokens that the policy did not generate.",
+    ),
+    "workflow.prompt_too_long": ErrorCode(
+        "A prompt leaves no room for an answer within gconfig.max_tokens.",
+        "Increase gconfig.max_tokens, or drop long rows with train_dataset.max_length.",
+    ),
+    "workflow.reward_failed": ErrorCode(
+        "A reward function failed: it raised, exceeded reward.timeout_s, or cannot be called.",
+        "Fix the function that the message names, or set reward.on_error=zero.",
+    ),
+    "workflow.reward_timeout": ErrorCode(
+        "reward.timeout_s is shorter than the time limit of the tests of a row.",
+        "Increase reward.timeout_s, lower the column total_time_limit_s, or set reward.on_error=zero.",
     ),
     "workflow.rollout_logprobs": ErrorCode(
         "A trajectory has a value in rollout_logprobs that is not a log-probability, or not 0.0 where loss_mask is 0.",

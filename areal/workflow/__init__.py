@@ -1,1 +1,1 @@
-"""Owns the built-in workflows."""
+"""The built-in workflows."""

@@ -1,4 +1,4 @@
-"""Owns the filters that decide after scoring whether a group is trained on."""
+"""Filters that decide after scoring whether a group is trained on."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from areal.api.workflow import AcceptFn
 
 
 def mixed_rewards(group: TrajectoryGroup) -> bool:
-    """False when all answers scored alike: such a group has no advantage within itself and teaches nothing.
+    """False when all answers have the same score: the advantages within such a group are zero.
 
-    The scores are the rewards, or the part of them that reward.filter_on names.
+    The scores are the rewards, or their part from the functions in reward.filter_on.
     """
     rewards = group.filter_rewards or [trajectory.reward for trajectory in group.trajectories]
     return min(rewards) < max(rewards)
 
 
 def resolve_accept_fn(name: str) -> AcceptFn | None:
-    """The filter of rollout.should_accept_fn: None when empty, else a registered name or the path of a function."""
+    """The filter of rollout.should_accept_fn, a registered name or the path of a function; None when empty."""
     if not name:
         return None
     return load_function(resolve_function(name, ACCEPT_FUNCTIONS, key="rollout.should_accept_fn"))

@@ -1,14 +1,11 @@
-"""Owns what workflows share when they ask for answers: settings of a request, ids, trajectories from responses.
-
-Waits for: the inference engine.
-"""
+"""Functions that the workflows share: sampling settings, request ids, and trajectories from responses."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from areal.api.config import GenerationHyperparameters
@@ -21,7 +18,7 @@ T = TypeVar("T")
 
 
 def request_settings(gconfig: GenerationHyperparameters, tokenizer: Tokenizer) -> GenerationHyperparameters:
-    """The sampling settings of one request: one sample, and the tokenizer's end and pad tokens end an answer too."""
+    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer also end an answer."""
     ends = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
     return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *ends])))
 
@@ -29,13 +26,14 @@ def request_settings(gconfig: GenerationHyperparameters, tokenizer: Tokenizer) -
 def settings_for_length(
     settings: GenerationHyperparameters, num_prompt_tokens: int, columns: Sequence[str]
 ) -> GenerationHyperparameters:
-    """Settings with no more new tokens than `max_tokens` leaves room for. InputError when it leaves none."""
+    """Settings whose max_new_tokens fits into `max_tokens`. Raises InputError when the prompt leaves no room."""
     room = settings.max_tokens - num_prompt_tokens
     if room < 1:
         raise InputError(
-            f"a prompt has {num_prompt_tokens} tokens, and gconfig.max_tokens={settings.max_tokens} for prompt and "
-            f"answer leaves no room (row with columns {sorted(columns)}): raise it, or leave out long rows with "
-            "train_dataset.max_length"
+            f"a prompt has {num_prompt_tokens} tokens, so gconfig.max_tokens={settings.max_tokens} leaves no room for "
+            f"an answer (row with columns {sorted(columns)}): increase it, or drop long rows with "
+            "train_dataset.max_length",
+            code="workflow.prompt_too_long",
         )
     if room >= settings.max_new_tokens:
         return settings
@@ -43,7 +41,7 @@ def settings_for_length(
 
 
 def new_group_id() -> str:
-    """An id for the requests of one episode; of fixed length, like the request ids made from it."""
+    """An id of fixed length for the requests of one episode."""
     return uuid4().hex
 
 
@@ -63,7 +61,7 @@ async def generate(
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """All results; when one fails the others are cancelled before its exception goes on."""
+    """All results. When one fails, the others are cancelled before its exception is raised."""
     if len(awaitables) == 1:
         return [await awaitables[0]]
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
@@ -77,14 +75,14 @@ async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 def answer_text(response: GenerationResponse, tokenizer: Tokenizer) -> str:
-    """The answer as its reader sees it, without special tokens."""
+    """The text of the answer, without special tokens."""
     return tokenizer.decode(response.output_ids, skip_special_tokens=True)
 
 
 def single_turn_trajectory(
     response: GenerationResponse, prompt_ids: list[int], reward: float, *, baseline: float | None = None
 ) -> Trajectory:
-    """Prompt and one answer. `baseline`: reward of the greedy answer, if one was drawn."""
+    """A prompt with one answer. `baseline`: reward of the greedy answer, if there is one."""
     num_prompt, num_output = len(prompt_ids), len(response.output_ids)
     return Trajectory(
         token_ids=prompt_ids + response.output_ids,
@@ -98,12 +96,11 @@ def single_turn_trajectory(
 
 
 def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:
-    """Scalars that every workflow reports."""
+    """The statistics that every workflow reports."""
     size = len(trajectories)
-    stats: dict[str, Any] = {
+    return {
         "reward": sum(t.reward for t in trajectories) / size,
         "reward_errors": float(num_errors),
         "output_tokens": sum(sum(t.loss_mask) for t in trajectories) / size,
         "finished": sum(t.finished for t in trajectories) / size,
     }
-    return stats

@@ -1,12 +1,7 @@
-"""Owns the workflow of several attempts: after a wrong answer the user says so, and the policy answers again.
-
-Waits for: the inference engine and the reward pool, in turns.
-"""
+"""Several attempts in one dialogue: a wrong answer is followed by a user message, and the policy answers again."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +9,7 @@ from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import ConfigError, InputError
-from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt, tokens_between_turns
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.generate import (
@@ -23,19 +18,19 @@ from areal.workflow.generate import (
     generate,
     group_stats,
     new_group_id,
-    request_settings,
     settings_for_length,
 )
-from areal.workflow.scoring import Score, Scorer
+from areal.workflow.scored import ScoredWorkflow
+from areal.workflow.scoring import Score
 
 RETRY_MESSAGE = (
-    "Your answer is either wrong or not in the form that was asked for. Read the question again and answer once more."
+    "Your answer is either wrong or not in the required format. Read the question again and answer once more."
 )
 
 
 @dataclass(slots=True)
 class _Dialogue:
-    """One conversation as it grows. Tokens are only ever appended: what the policy said is never tokenised again."""
+    """A growing conversation. Tokens are only appended; an answer of the policy is never tokenised again."""
 
     text: str
     token_ids: list[int]
@@ -45,12 +40,12 @@ class _Dialogue:
     num_turns: int = 0
     finished: bool = False
     scores: list[Score] = field(default_factory=list[Score])
-    """Of each attempt."""
+    """One per attempt."""
     discount: float = 1.0
-    """What the score of the last attempt is multiplied by."""
+    """Factor of the score of the last attempt."""
 
     @classmethod
-    def begin(cls, text: str, prompt_ids: list[int]) -> _Dialogue:
+    def start(cls, text: str, prompt_ids: list[int]) -> _Dialogue:
         size = len(prompt_ids)
         return cls(text, list(prompt_ids), [0] * size, [0.0] * size, [-1] * size)
 
@@ -65,7 +60,7 @@ class _Dialogue:
         self.text += text
 
     def add_fixed(self, token_ids: list[int], text: str) -> None:
-        """Tokens that nobody generated and nobody is trained on."""
+        """Append tokens that the policy did not generate; they are not trained on."""
         size = len(token_ids)
         self.token_ids += token_ids
         self.loss_mask += [0] * size
@@ -84,13 +79,13 @@ class _Dialogue:
         )
 
 
-class MultiTurnWorkflow(RolloutWorkflow):
-    """Up to `max_turns` attempts at a row's `messages`: an attempt with reward 0 is followed by `retry_message`.
+class MultiTurnWorkflow(ScoredWorkflow):
+    """Up to `max_turns` attempts at the `messages` of a row. An attempt with reward 0 is followed by `retry_message`.
 
-    With several reward functions `reward.filter_on` names those that tell a wrong answer: their part must be 0. So a
-    wrong answer in good form is tried again although its form is worth something.
-    The reward of a dialogue is that of its last attempt times `turn_discount` for every attempt before it. All
-    attempts are one trajectory, trained on what the policy generated. `gconfig.n_samples` dialogues make a group.
+    With several reward functions, only those in `reward.filter_on` decide: an attempt is wrong if their part of the
+    reward is 0, so a wrong answer with a reward for its format is tried again.
+    The reward of a dialogue is that of its last attempt, multiplied by `turn_discount` for each earlier attempt. A
+    dialogue is one trajectory; only generated tokens are trained on. A group has `gconfig.n_samples` dialogues.
     """
 
     def __init__(
@@ -106,25 +101,21 @@ class MultiTurnWorkflow(RolloutWorkflow):
         retry_message: str = RETRY_MESSAGE,
     ) -> None:
         if max_turns < 1:
-            raise ConfigError(f"workflow_args.max_turns={max_turns} must be at least 1")
+            raise ConfigError(f"workflow_args.max_turns={max_turns} must be at least 1", code="workflow.invalid_args")
         if not 0 < turn_discount <= 1:
-            raise ConfigError(f"workflow_args.turn_discount={turn_discount} must be above 0 and at most 1")
-        self._scorer = Scorer(reward_fn, reward or RewardConfig())
-        self._owns_scorer = True
-        self._num_samples = gconfig.n_samples
-        self._settings = request_settings(gconfig, tokenizer)
-        self._tokenizer = tokenizer
+            message = f"workflow_args.turn_discount={turn_discount} must be above 0 and at most 1"
+            raise ConfigError(message, code="workflow.invalid_args")
+        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
         self._max_turns = max_turns
         self._turn_discount = turn_discount
-        self._enable_thinking = enable_thinking
         self._between_turns = tokens_between_turns(tokenizer, retry_message, enable_thinking=enable_thinking)
         self._retry_text = tokenizer.decode(self._between_turns)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of dialogues about row `data`."""
+        """One group of dialogues on row `data`."""
         prompt = self._prompt(data)
         group_id = new_group_id()
-        dialogues = [_Dialogue.begin(prompt.text, prompt.token_ids) for _ in range(self._num_samples)]
+        dialogues = [_Dialogue.start(prompt.text, prompt.token_ids) for _ in range(self._num_samples)]
         await gather_or_cancel(
             [
                 self._converse(engine, dialogue, data, group_id=group_id, first_number=index * self._max_turns)
@@ -150,7 +141,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ) -> None:
         """Run one dialogue to its end."""
         while True:
-            # The engine keeps the list it is given while this one grows.
+            # Copied, because the engine keeps the list of the request while the dialogue grows.
             context_ids, context_text = list(dialogue.token_ids), dialogue.text
             settings = settings_for_length(self._settings, len(context_ids), list(row))
             number = first_number + dialogue.num_turns
@@ -165,7 +156,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             dialogue.add_fixed(self._retry_ids(response), self._retry_text)
 
     def _retry_ids(self, response: GenerationResponse) -> list[int]:
-        """What comes between the answer and the next: an end token the policy generated is not written twice."""
+        """The tokens between two answers, without the end token if the policy generated it."""
         fixed = self._between_turns
         if response.output_ids and fixed and response.output_ids[-1] == fixed[0]:
             return fixed[1:]
@@ -174,33 +165,11 @@ class MultiTurnWorkflow(RolloutWorkflow):
     def _has_room(self, dialogue: _Dialogue) -> bool:
         return len(dialogue.token_ids) + len(self._between_turns) < self._settings.max_tokens
 
-    def check_row(self, row: dict[str, Any]) -> None:
-        """Raise InputError when no episode could be run on `row`: no messages, no room for an answer, no reward."""
-        self._scorer.check_row(row)
-        settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
-
-    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Raise InputError when the first row could not be run, or any row has no reward function."""
-        self._scorer.check_rows(rows)
-        super().check_rows(rows)
-
     def _prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if "messages" not in row:
             raise InputError(
-                f"the multi_turn workflow needs a column 'messages', a row has only {sorted(row)}: name a map_fn "
-                "that makes one (train_dataset.map_fn)"
+                f"the multi_turn workflow needs a column 'messages', but a row has only {sorted(row)}: use a "
+                "train_dataset.map_fn that adds it",
+                code="workflow.missing_column",
             )
         return encode_prompt(row, self._tokenizer, enable_thinking=self._enable_thinking)
-
-    def for_evaluation(self, gconfig: GenerationHyperparameters) -> MultiTurnWorkflow:
-        """The same workflow and reward pool with other sampling settings, one dialogue a prompt."""
-        clone = copy.copy(self)
-        clone._owns_scorer = False
-        clone._num_samples = 1
-        clone._settings = request_settings(gconfig, self._tokenizer)
-        return clone
-
-    async def aclose(self) -> None:
-        """End the reward pool. An evaluation workflow leaves it to the workflow it was made from."""
-        if self._owns_scorer:
-            await self._scorer.aclose()

@@ -1,4 +1,4 @@
-"""Owns the names of workflows, and how a configuration becomes a workflow object."""
+"""The registered workflows, and the construction of a workflow from a configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from areal.data.tokenizer import Tokenizer
 
 
 def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
-    """The workflow a configuration names. It gets reward_fn, gconfig, tokenizer, reward and greedy_baseline if its
-    constructor takes them, and `workflow_args`."""
+    """The workflow of a configuration. Its constructor receives `workflow_args`, and those of reward_fn, gconfig,
+    tokenizer, reward and greedy_baseline that it has a parameter for. Raises ConfigError."""
     made = load_function(resolve_function(config.workflow, WORKFLOWS, key="workflow"))
     parameters = inspect.signature(made).parameters
     given: dict[str, Any] = {
@@ -28,22 +28,24 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if config.reward.names_functions and not takes_all and "reward" not in parameters:
         raise ConfigError(
-            f"reward.fns and reward.by_source name functions, but workflow={config.workflow} takes no argument "
-            "`reward`, so nothing would run them: let it take one and give it to areal.workflow.scoring.Scorer, or "
-            "remove them"
+            f"reward.fns and reward.by_source have no effect, because workflow={config.workflow} has no parameter "
+            "`reward`: add it and pass it to areal.workflow.scoring.Scorer, or remove these options",
+            code="workflow.missing_parameter",
         )
     if given["greedy_baseline"] and not takes_all and "greedy_baseline" not in parameters:
         raise ConfigError(
-            f"actor.adv_estimator=remax compares answers with a greedy one, and workflow={config.workflow} draws none: "
-            "use workflow=rlvr, or let its constructor take greedy_baseline and set Trajectory.baseline"
+            f"actor.adv_estimator=remax needs a greedy answer, which workflow={config.workflow} does not generate: use "
+            "workflow=rlvr, or add a parameter greedy_baseline to its constructor and set Trajectory.baseline",
+            code="workflow.missing_parameter",
         )
     names_none = not config.reward_fn and not config.reward.names_functions
     if names_none and config.reward_model is not None:
-        given["reward_fn"] = "none"  # the reward model scores, in the trainer
+        given["reward_fn"] = "none"  # the reward model scores the answers, in the trainer
     elif "reward_fn" in parameters and names_none:
         raise ConfigError(
-            f"reward_fn is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k, or several with "
-            "weights in reward.fns"
+            f"reward_fn is empty, but workflow={config.workflow} needs one: set it, e.g. to gsm8k, or set several "
+            "functions with weights in reward.fns",
+            code="reward.none_given",
         )
     for name in config.workflow_args:
         if name in given or (name not in parameters and not takes_all):
@@ -51,15 +53,18 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
             near = get_close_matches(name, allowed, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"workflow_args.{name}: {config.workflow} takes no such argument from here; {hint}it takes "
-                f"{', '.join(allowed) or 'none'}"
+                f"workflow_args.{name}: {config.workflow} has no such parameter; {hint}allowed: "
+                f"{', '.join(allowed) or 'none'}",
+                code="workflow.invalid_args",
             )
     for name, parameter in parameters.items():
         variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not variadic and name not in {*given, *config.workflow_args}:
-            raise ConfigError(f"workflow={config.workflow} needs workflow_args.{name}: give it")
+            message = f"workflow={config.workflow} needs workflow_args.{name}: set it"
+            raise ConfigError(message, code="workflow.invalid_args")
     arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
     workflow = made(**arguments, **config.workflow_args)
     if not isinstance(workflow, RolloutWorkflow):
-        raise ConfigError(f"workflow={config.workflow} makes a {type(workflow).__name__}, not a RolloutWorkflow")
+        message = f"workflow={config.workflow} is a {type(workflow).__name__}, not a RolloutWorkflow"
+        raise ConfigError(message, code="workflow.not_a_workflow")
     return workflow

@@ -1,19 +1,15 @@
-"""Owns the workflow of verifiable rewards: one prompt, several answers, each scored by a reward function.
-
-Waits for: the inference engine, then the reward pool.
-"""
+"""RL with verifiable rewards: one prompt, several answers, each scored by reward functions."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.generate import (
@@ -22,23 +18,21 @@ from areal.workflow.generate import (
     generate,
     group_stats,
     new_group_id,
-    request_settings,
     settings_for_length,
     single_turn_trajectory,
 )
-from areal.workflow.scoring import Scorer
+from areal.workflow.scored import ScoredWorkflow
 
 InputIdsFn = Callable[[dict[str, Any], Tokenizer, bool], list[int]]
 """`f(row, tokenizer, enable_thinking) -> prompt token ids`."""
 
 
-class RLVRWorkflow(RolloutWorkflow):
-    """Asks for `gconfig.n_samples` answers to a row's prompt and scores each.
+class RLVRWorkflow(ScoredWorkflow):
+    """Generates `gconfig.n_samples` answers to the prompt of a row and scores each.
 
-    The prompt is the row's `messages` through the chat template, or its `prompt` as plain text; `get_input_ids_fn`
-    replaces that. `reward_fn` is a function defined at the top level of a file, a registered name, module:function
-    or file.py:function; empty = the functions that `reward` names. `greedy_baseline` (ReMax, actor.adv_estimator=remax)
-    draws one greedy answer more, whose reward the sampled ones are compared with; it is not trained on.
+    The prompt is the column `messages`, rendered with the chat template, or the column `prompt` as plain text;
+    `get_input_ids_fn` replaces both. `greedy_baseline` (ReMax, actor.adv_estimator=remax) generates one more answer
+    greedily; its reward is the baseline of the others, and it is not trained on.
     """
 
     def __init__(
@@ -52,17 +46,12 @@ class RLVRWorkflow(RolloutWorkflow):
         get_input_ids_fn: InputIdsFn | None = None,
         greedy_baseline: bool = False,
     ) -> None:
-        self._scorer = Scorer(reward_fn, reward or RewardConfig())
-        self._owns_scorer = True
-        self._num_samples = gconfig.n_samples
-        self._settings = request_settings(gconfig, tokenizer)
-        self._tokenizer = tokenizer
-        self._enable_thinking = enable_thinking
+        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
         self._get_input_ids_fn = get_input_ids_fn
         self._greedy_baseline = greedy_baseline
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
-        """One group of answers to row `data`."""
+        """One group of answers to the prompt of row `data`."""
         prompt = self._prompt(data)
         prompt_ids = prompt.token_ids
         settings = settings_for_length(self._settings, len(prompt_ids), list(data))
@@ -82,7 +71,7 @@ class RLVRWorkflow(RolloutWorkflow):
         baseline = None if greedy is None else greedy.reward
         trajectories = [
             single_turn_trajectory(response, prompt_ids, score.reward, baseline=baseline)
-            for response, score in zip(responses, scores, strict=False)  # the greedy answer is left out
+            for response, score in zip(responses, scores, strict=False)  # the greedy answer is not trained on
         ]
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
@@ -97,26 +86,7 @@ class RLVRWorkflow(RolloutWorkflow):
         token_ids = self._get_input_ids_fn(row, self._tokenizer, self._enable_thinking)
         return EncodedPrompt(self._tokenizer.decode(token_ids), token_ids)
 
-    def check_row(self, row: dict[str, Any]) -> None:
-        """Raise InputError when no episode could be run on `row`: no prompt, no room for an answer, no reward."""
-        self._scorer.check_row(row)
-        settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
-
-    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Raise InputError when the first row could not be run, or any row has no reward function."""
-        self._scorer.check_rows(rows)
-        super().check_rows(rows)
-
-    def for_evaluation(self, gconfig: GenerationHyperparameters) -> RLVRWorkflow:
-        """The same workflow and reward pool with other sampling settings, one sample a prompt."""
-        clone = copy.copy(self)
-        clone._owns_scorer = False
-        clone._num_samples = 1
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
+        clone = super().for_evaluation(gconfig)
         clone._greedy_baseline = False
-        clone._settings = request_settings(gconfig, self._tokenizer)
         return clone
-
-    async def aclose(self) -> None:
-        """End the reward pool. An evaluation workflow leaves it to the workflow it was made from."""
-        if self._owns_scorer:
-            await self._scorer.aclose()

@@ -1,7 +1,6 @@
-"""Owns how a workflow scores answers: the functions of a row's source, one pool, and what a failed call means.
+"""Scores the answers of a workflow with the reward functions of the row's source.
 
-Waits for: the reward pool. The pool is started by the first answer, since workflow objects are made in processes
-that never score anything (trainer ranks).
+The reward pool starts at the first answer, because trainer ranks also create workflows and score nothing.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from areal.workflow.generate import gather_or_cancel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the reward functions say about one answer."""
+    """The result of the reward functions for one answer."""
 
     reward: float
     """The sum of weight x score over the functions of the row's source."""
     filter_reward: float
-    """The same sum over those in reward.filter_on; the reward itself when that is empty."""
+    """The same sum over the functions in reward.filter_on; the reward when that is empty."""
     num_errors: int
-    """Calls that failed and count 0 (reward.on_error=zero)."""
+    """Failed calls, which count 0 (reward.on_error=zero)."""
     metrics: Mapping[str, float]
-    """By function name its score without weight (not in the short form), by name/key what else it returned."""
+    """The score of each function without weight (not in the short form), and its further results as name/key."""
 
 
 class Scorer:
     """Scores answers under one configuration. Shared by a workflow and its evaluations.
 
-    `reward_fn` is the short form, one function of weight 1; empty = what `config` names.
+    `reward_fn` is the short form: one function of weight 1. Empty: the functions in `config`.
     """
 
     def __init__(self, reward_fn: RewardFn | str, config: RewardConfig) -> None:
@@ -48,34 +47,36 @@ class Scorer:
         self._errors_logged: set[tuple[FunctionRef, str]] = set()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise InputError when no reward function is given for the source of `row`, or `code` has too little time."""
+        """InputError when `row` has no reward function, or reward.timeout_s is too short for its tests."""
         terms = self._table.of(row)
         if self._config.on_error == "fail" and any(term.function == REWARD_FUNCTIONS["code"] for term in terms):
             tests_s, limit_s = row.get("total_time_limit_s"), self._config.timeout_s
             tests_s = CODE_TESTS_S if tests_s is None else tests_s
             if isinstance(tests_s, int | float) and tests_s + CODE_STARTS_S > limit_s:
                 raise InputError(
-                    f"the tests of a row may take {tests_s:g} s (total_time_limit_s) and starting them "
-                    f"{CODE_STARTS_S:g} s, but reward.timeout_s={limit_s:g} ends the call before, and with "
-                    "reward.on_error=fail the episode: raise it, lower that column, or set reward.on_error=zero"
+                    f"reward.timeout_s={limit_s:g} is shorter than the tests of a row ({tests_s:g} s, column "
+                    f"total_time_limit_s) and their start ({CODE_STARTS_S:g} s), so the episode fails with "
+                    "reward.on_error=fail: increase reward.timeout_s, lower that column, or set reward.on_error=zero",
+                    code="workflow.reward_timeout",
                 )
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Raise InputError, with its index, for the first row whose source has no reward function."""
+        """InputError with the index of the first row whose source has no reward function."""
         if self._table.by_source:
             for index, row in enumerate(rows):
                 try:
                     self._table.of(row)
                 except InputError as error:
-                    raise InputError(f"row {index} of a dataset cannot be scored: {error}") from None
+                    message = f"row {index} of a dataset cannot be scored: {error}"
+                    raise InputError(message, code=error.code) from None
 
     async def score(
         self, prompt: str, prompt_ids: list[int], answers: Sequence[tuple[str, list[int]]], row: dict[str, Any]
     ) -> list[Score]:
-        """The scores of `answers` (text, ids), in their order.
+        """The scores of `answers` (text, token ids), in order.
 
-        RewardError, naming the function, when a call failed and reward.on_error=fail; InputError when the row's
-        source has no reward function.
+        Raises RewardError when a call failed and reward.on_error=fail, and InputError when the source of the row has
+        no reward function.
         """
         if self._pool is None:
             self._pool = RewardPool(self._config)
@@ -86,17 +87,17 @@ class Scorer:
             results = await pool.score_many(term.function, prompt, prompt_ids, answers, row, fail_fast=fail_fast)
             for result in results:
                 if result.status != "ok":
-                    self._complain(term.function, result)
+                    self._handle_failure(term.function, result)
             return results
 
-        if len(terms) == 1:  # the usual case pays for no task
+        if len(terms) == 1:  # the usual case, without the cost of tasks
             columns = [await results_of(terms[0])]
         else:
             columns = await gather_or_cancel([results_of(term) for term in terms])
         return [self._score(terms, results) for results in zip(*columns, strict=True)]
 
     def _score(self, terms: Sequence[WeightedReward], results: Sequence[RewardResult]) -> Score:
-        """Put the results of all functions on one answer together; those that failed hold 0."""
+        """Combine the results of all functions for one answer; failed ones have the value 0."""
         reward = filter_reward = 0.0
         num_errors = 0
         metrics: dict[str, float] = {}
@@ -112,7 +113,7 @@ class Scorer:
         return Score(reward=reward, filter_reward=filter_reward, num_errors=num_errors, metrics=metrics)
 
     def stats(self, row: Mapping[str, Any], scores: Sequence[Score], *, reward: float) -> dict[str, float]:
-        """Means over `scores`, of each metric over those that have it; `reward`, that of the group, by source."""
+        """Mean of each metric over the scores that have it, and the `reward` of the group under its source."""
         found: dict[str, list[float]] = {}
         for score in scores:
             for name, value in score.metrics.items():
@@ -121,17 +122,18 @@ class Scorer:
         source = self._table.source(row)
         return stats | {f"reward_by_source/{source}": reward} if source else stats
 
-    def _complain(self, function: FunctionRef, result: RewardResult) -> None:
+    def _handle_failure(self, function: FunctionRef, result: RewardResult) -> None:
         text = f"reward function {function} {result.message}"
-        if result.status == "unusable":  # no answer of any row could be scored: nothing to count 0
-            raise RewardError(f"{text}: mend it")
+        if result.status == "unusable":  # the function fails for every answer
+            raise RewardError(f"{text}: fix this function", code="workflow.reward_failed")
         if self._config.on_error == "fail":
-            raise RewardError(f"{text}: mend it, or set reward.on_error=zero to count such calls 0")
+            message = f"{text}: fix this function, or set reward.on_error=zero to count failed calls as 0"
+            raise RewardError(message, code="workflow.reward_failed")
         if (function, result.status) not in self._errors_logged:
             self._errors_logged.add((function, result.status))
-            get_logger(__name__).warning("%s; counted 0, and so will others like it", text)
+            get_logger(__name__).warning("%s; this call and later failures like it count as 0", text)
 
     async def aclose(self) -> None:
-        """End the pool's processes."""
+        """Stop the processes of the reward pool."""
         if self._pool is not None:
             await self._pool.aclose()

@@ -85,12 +85,15 @@ async def test_samples_are_dialogues_of_their_own(workflow_of, engine_of, tokeni
 
 
 async def test_wrong_arguments_and_rows(workflow_of, engine_of):
-    with pytest.raises(ConfigError, match="max_turns=0"):
+    with pytest.raises(ConfigError, match="max_turns=0") as error:
         workflow_of(max_turns=0)
-    with pytest.raises(ConfigError, match=r"turn_discount=1\.5"):
+    assert error.value.code == "workflow.invalid_args"
+    with pytest.raises(ConfigError, match=r"turn_discount=1\.5") as error:
         workflow_of(turn_discount=1.5)
-    with pytest.raises(InputError, match="needs a column 'messages'"):
+    assert error.value.code == "workflow.invalid_args"
+    with pytest.raises(InputError, match=r"'messages'.*\['prompt'\]") as error:
         await workflow_of().arun_episode(engine_of([]), {"prompt": "2+2="})
+    assert error.value.code == "workflow.missing_column"
 
 
 async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_part_discounted(workflow_of, engine_of):
@@ -101,8 +104,9 @@ async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_
     assert group.filter_rewards == [0.5]
     assert (group.stats["reward/exact"], group.stats["reward/format"], group.stats["num_turns"]) == (1.0, 0.0, 2.0)
     assert group.stats["reward_by_source/sums"] == 0.5
-    with pytest.raises(InputError, match="row 0 of a dataset"):
+    with pytest.raises(InputError, match=r"row 0 .*poems") as unknown:
         workflow_of(reward=reward).check_rows([ROW | {"data_source": "poems"}])
+    assert unknown.value.code == "reward.unknown_source"
 
 
 async def test_a_wrong_answer_in_good_form_is_tried_again(workflow_of, engine_of, tmp_path):

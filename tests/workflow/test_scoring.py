@@ -83,28 +83,32 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
         scorer.check_row({"prompt": "?", "answer": "!"})
     rows = [{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}]
     scorer.check_rows(rows[:2])
-    with pytest.raises(InputError, match=r"row 2 of a dataset cannot be scored: a row's data_source is 'c'"):
+    with pytest.raises(InputError, match=r"row 2 .*'c'") as error:
         scorer.check_rows(rows)
+    assert error.value.code == "reward.unknown_source"
     scorer_of(LENGTH).check_row({"prompt": "no source, and none needed"})
     scorer_of(LENGTH).check_rows(1 / 0 for _ in "not looked at where sources do not matter: it may be long")
-    with pytest.raises(InputError, match="no column"):  # a typing error in source_key must not mean the default
+    with pytest.raises(InputError) as error:  # a typing error in source_key must not mean the default
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"source": "a"})
+    assert error.value.code == "reward.unknown_source"
 
 
 async def test_null_is_no_source(scorer_of):
-    with pytest.raises(InputError, match="a row's data_source is null"):
+    with pytest.raises(InputError, match="null") as error:
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"data_source": None})
+    assert error.value.code == "reward.unknown_source"
 
 
 async def test_code_whose_tests_may_outlast_the_time_limit_is_refused_before_anything_starts(scorer_of):
-    with pytest.raises(InputError, match=r"may take 10 s .* starting them 5 s, but reward.timeout_s=12 ends the call"):
-        scorer_of("code", timeout_s=12.0).check_row({"tests": []})
-    with pytest.raises(InputError, match=r"may take 30 s"):
-        scorer_of(by_source={"a": {"code": 1.0}}, timeout_s=15.0).check_row(
-            {"data_source": "a", "total_time_limit_s": 30}
-        )
-    with pytest.raises(InputError, match=r"may take 10 s"):
-        scorer_of("code", timeout_s=12.0).check_row({"tests": [], "total_time_limit_s": None})
+    def refuse(values, row, timeout_s, fns):
+        with pytest.raises(InputError, match=values) as error:
+            scorer_of(timeout_s=timeout_s, **fns).check_row(row)
+        assert error.value.code == "workflow.reward_timeout"
+
+    code = {"reward_fn": "code"}
+    refuse(r"reward.timeout_s=12 .*\(10 s.*\(5 s", {"tests": []}, 12.0, code)
+    refuse(r"30 s", {"data_source": "a", "total_time_limit_s": 30}, 15.0, {"by_source": {"a": {"code": 1.0}}})
+    refuse(r"10 s", {"tests": [], "total_time_limit_s": None}, 12.0, code)
     scorer_of("code", timeout_s=15.0).check_row({"tests": []})
     scorer_of("code", timeout_s=8.0).check_row({"tests": [], "total_time_limit_s": 3})
     scorer_of("code", timeout_s=8.0, on_error="zero").check_row({"tests": []})
@@ -117,41 +121,46 @@ async def test_a_function_that_cannot_be_loaded_ends_the_episode_whatever_on_err
     for text in ("import a_library_that_is_not_here\n", "\n"):
         file.write_text(f"{text}async def f(*answer): return 1.0")
         scorer = scorer_of(fns={LENGTH: 1.0, f"{file}:f": 1.0}, on_error="zero")
-        with pytest.raises(RewardError, match=r"cannot be called: .*(a_library_that_is_not_here|async).*: mend it$"):
+        with pytest.raises(RewardError, match=r"a_library_that_is_not_here|async") as error:
             await score(scorer, "a")
+        assert error.value.code == "workflow.reward_failed"
 
 
 async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(scorer_of, caplog):
     fns = {LENGTH: 1.0, f"{FILE}:fails_on_bad": 10.0, f"{FILE}:hangs_on_bad": 100.0}
-    with pytest.raises(
-        RewardError, match=r"rewards_for_scoring.py:fails_on_bad raised ValueError: bad answer .*: mend"
-    ):
+    with pytest.raises(RewardError, match=r"rewards_for_scoring.py:fails_on_bad .*ValueError: bad answer") as error:
         await score(scorer_of(fns=dict(list(fns.items())[:2])), "good", "bad")
+    assert error.value.code == "workflow.reward_failed"
     with caplog.at_level(logging.WARNING):
         scores = await score(scorer_of(fns=fns, on_error="zero", timeout_s=3.0), "good", "bad", "fine")
     assert [found.reward for found in scores] == [4.0 + 110.0, 3.0, 4.0 + 110.0]
     assert [found.num_errors for found in scores] == [0, 2, 0]
     assert scores[1].metrics == {"length": 3.0, "fails_on_bad": 0.0, "hangs_on_bad": 0.0}
-    told = [text for text in caplog.messages if "counted 0" in text]
-    assert sum("fails_on_bad raised" in text for text in told) == 1
-    assert sum("hangs_on_bad" in text and "3 s" in text for text in told) == 1
+    warnings = [text for text in caplog.messages if "count as 0" in text]
+    assert sum("fails_on_bad" in text for text in warnings) == 1
+    assert sum("hangs_on_bad" in text and "3 s" in text for text in warnings) == 1
 
 
-async def test_a_failure_is_told_once_for_each_function_and_way_to_fail(scorer_of, caplog):
+async def test_a_failure_is_logged_once_for_each_function_and_way_to_fail(scorer_of, caplog):
     lenient = scorer_of(
         fns={f"{FILE}:{name}": 1.0 for name in ("fails_on_bad", "fails_too", "nan_on_bad")}, on_error="zero"
     )
     with caplog.at_level(logging.WARNING):
         assert [found.num_errors for found in await score(lenient, "bad", "bad", "bad")] == [3, 3, 3]
-    told = [text for text in caplog.messages if "counted 0, and so will others like it" in text]
-    assert sorted(text.split()[2].rpartition(":")[2] for text in told) == ["fails_on_bad", "fails_too", "nan_on_bad"]
+    warnings = [text for text in caplog.messages if "count as 0" in text]
+    names = sorted(text.split()[2].rpartition(":")[2] for text in warnings)
+    assert names == [
+        "fails_on_bad",
+        "fails_too",
+        "nan_on_bad",
+    ]
 
 
 async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_path):
     """With one worker behind each: the episode must not wait for a function whose number nobody needs."""
     fns = {f"{FILE}:waits": 1.0, f"{FILE}:fails_after_the_other_began": 1.0}
     scorer = scorer_of(fns=fns, workers=2)
-    with pytest.raises(RewardError, match="fails_after_the_other_began raised ValueError: too bad"):
+    with pytest.raises(RewardError, match=r"fails_after_the_other_began .*ValueError: too bad"):
         await asyncio.wait_for(score(scorer, "x", folder=str(tmp_path)), 200.0)
     (tmp_path / "go").touch()
     assert (await score(scorer_of(LENGTH), "abc"))[0].reward == 3.0

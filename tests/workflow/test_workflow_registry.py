@@ -35,10 +35,12 @@ def test_remax_has_a_greedy_answer_drawn(tokenizer):
     assert not build_workflow(config(reward_fn="exact"), tokenizer)._greedy_baseline
     turns = {"workflow": "multi_turn", "workflow_args": {"max_turns": 2, "turn_discount": 0.9}}
     build_workflow(config(reward_fn="exact", **turns), tokenizer)
-    with pytest.raises(ConfigError, match="workflow=multi_turn draws none: use workflow=rlvr"):
+    with pytest.raises(ConfigError, match="workflow=multi_turn") as error:
         build_workflow(config(reward_fn="exact", actor=remax, **turns), tokenizer)
-    with pytest.raises(ConfigError, match="greedy_baseline: rlvr takes no such argument from here"):
+    assert error.value.code == "workflow.missing_parameter"
+    with pytest.raises(ConfigError, match=r"workflow_args.greedy_baseline: rlvr") as error:
         build_workflow(config(reward_fn="exact", workflow_args={"greedy_baseline": True}), tokenizer)
+    assert error.value.code == "workflow.invalid_args"
 
 
 def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
@@ -60,26 +62,29 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
     assert isinstance(workflow, RolloutWorkflow)
     assert (workflow.depth, workflow.gconfig.n_samples) == (3, 2)
     weighted = RewardConfig(fns={"exact": 1.0})
-    with pytest.raises(ConfigError, match="takes no argument `reward`, so nothing would run them"):
+    with pytest.raises(ConfigError, match="`reward`") as error:
         build_workflow(config(workflow=f"{file}:Scores", reward=weighted), tokenizer)
-    with pytest.raises(ConfigError, match="not a RolloutWorkflow"):
+    assert error.value.code == "workflow.missing_parameter"
+    with pytest.raises(ConfigError, match="Other") as error:
         build_workflow(config(workflow=f"{file}:Other"), tokenizer)
+    assert error.value.code == "workflow.not_a_workflow"
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "value", "code"),
     [
-        ({}, "reward_fn is empty"),
-        ({"reward_fn": "exactt"}, "did you mean 'exact'"),
-        ({"reward_fn": "exact", "workflow": "rlvrr"}, "did you mean 'rlvr'"),
-        ({"reward_fn": "exact", "workflow_args": {"enable_thinkin": True}}, "did you mean enable_thinking"),
-        ({"reward_fn": "exact", "workflow_args": {"gconfig": 1}}, "takes no such argument from here"),
-        ({"reward_fn": "exact", "workflow": "multi_turn"}, "max_turns"),
+        ({}, "workflow=rlvr", "reward.none_given"),
+        ({"reward_fn": "exactt"}, "did you mean 'exact'", "config.bad_reference"),
+        ({"reward_fn": "exact", "workflow": "rlvrr"}, "did you mean 'rlvr'", "config.bad_reference"),
+        ({"reward_fn": "exact", "workflow_args": {"enable_thinkin": True}}, "enable_thinking", "workflow.invalid_args"),
+        ({"reward_fn": "exact", "workflow_args": {"gconfig": 1}}, "workflow_args.gconfig", "workflow.invalid_args"),
+        ({"reward_fn": "exact", "workflow": "multi_turn"}, "workflow_args.max_turns", "workflow.invalid_args"),
     ],
 )
-def test_wrong_names_say_what_to_do(fields, message, tokenizer):
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_names_say_what_to_do(fields, value, code, tokenizer):
+    with pytest.raises(ConfigError, match=value) as error:
         build_workflow(config(**fields), tokenizer)
+    assert error.value.code == code
 
 
 def group(*rewards):

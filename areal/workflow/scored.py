@@ -1,0 +1,65 @@
+"""The base of the built-in workflows: a prompt from the row, sampling settings, and one shared scorer."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.chat import EncodedPrompt
+from areal.data.tokenizer import Tokenizer
+from areal.workflow.generate import request_settings, settings_for_length
+from areal.workflow.scoring import Scorer
+
+
+class ScoredWorkflow(RolloutWorkflow):
+    """A workflow that scores its answers with reward functions.
+
+    `reward_fn` is a top-level function, a registered name, module:function or file.py:function; empty = the functions
+    in `reward`.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        reward: RewardConfig | None,
+        enable_thinking: bool,
+    ) -> None:
+        self._scorer = Scorer(reward_fn, reward or RewardConfig())
+        self._owns_scorer = True
+        self._num_samples = gconfig.n_samples
+        self._settings = request_settings(gconfig, tokenizer)
+        self._tokenizer = tokenizer
+        self._enable_thinking = enable_thinking
+
+    @abstractmethod
+    def _prompt(self, row: dict[str, Any]) -> EncodedPrompt: ...
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        """InputError when `row` has no prompt, no room for an answer, or no reward function."""
+        self._scorer.check_row(row)
+        settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """InputError when the first row cannot be run, or any row has no reward function."""
+        self._scorer.check_rows(rows)
+        super().check_rows(rows)
+
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
+        """The same workflow with other sampling settings and one sample per prompt. It shares the scorer."""
+        clone = copy.copy(self)
+        clone._owns_scorer = False
+        clone._num_samples = 1
+        clone._settings = request_settings(gconfig, self._tokenizer)
+        return clone
+
+    async def aclose(self) -> None:
+        """Stop the reward pool, unless this workflow was made by `for_evaluation`."""
+        if self._owns_scorer:
+            await self._scorer.aclose()
