@@ -1,12 +1,12 @@
-"""Owns the choice of tokens by covariance: those whose update would cost the most entropy, over a whole batch.
+"""Clip-Cov and KL-Cov: the choice of the tokens whose update reduces the entropy most, over a whole batch.
 
-Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617) treat a few tokens apart whose
+Both (Cui et al. 2025, arXiv 2505.22617) treat a few tokens differently, those whose
 
     Cov_t = (log pi(t) - mean of log pi) * (A_t - mean of A)
 
-is high, the means over the N tokens of the batch. verl takes the means and the choice within a micro-batch, so that
-its update depends on how the batch is cut, and draws with the process's generator. Here all of it is decided once, over
-the whole batch on all ranks, with the policy before the update: any cut gives the same choice, and so does a replay.
+is high, with means over the N tokens of the batch. The choice is made once, over the batch on all ranks, with the
+policy before the update and draws that are hashes: no cut of the batch changes it, and a replay repeats it. verl
+chooses within a micro-batch, with the policy in training and the random generator of the process.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor, *, red
 def highest_covariances(covariances: Tensor, draw: Tensor, mask: Tensor, *, ratio: float, reduce: Reduce) -> Tensor:
     """KL-Cov: the max(1, int(ratio N)) trained tokens of highest covariance on all ranks, [T] bool.
 
-    `draw` [T] int64 below 2^31 decides among equal covariances (told apart in float32). Tokens equal in both are
-    chosen together.
+    `draw` [T] int64 below 2^31 decides among covariances that are equal in float32. Tokens equal in both are chosen
+    together.
     """
-    bits = covariances.float().view(torch.int32).long() & _LOW_32_BITS
-    negative = bits > _LOW_31_BITS
-    ordered = torch.where(negative, ~bits & _LOW_32_BITS, bits + _LOW_31_BITS + 1)
-    return _largest((ordered << 31) | draw, mask, _part_of(mask, ratio, reduce), reduce=reduce)
+    return largest_keys((ordered_bits(covariances) << 31) | draw, mask, _part_of(mask, ratio, reduce), reduce=reduce)
 
 
 def drawn_between(
@@ -49,26 +46,32 @@ def drawn_between(
 ) -> Tensor:
     """Clip-Cov: max(1, int(ratio N)) of the trained tokens with low < Cov < high on all ranks, [T] bool.
 
-    Those with the largest `draw`, [T] int64 below 2^31: a draw that looks random and needs no generator.
+    Those with the largest `draw`, [T] int64 below 2^31, see `token_draws`.
     """
     eligible = mask & (covariances > low) & (covariances < high)
-    return _largest(draw, eligible, _part_of(mask, ratio, reduce), reduce=reduce)
+    return largest_keys(draw, eligible, _part_of(mask, ratio, reduce), reduce=reduce)
 
 
 def token_draws(input_ids: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, sequence_index: Tensor) -> Tensor:
-    """A number from 0 to 2^31 - 1 for each token, [T] int64, that looks random and depends on its record alone.
+    """A pseudo-random number from 0 to 2^31 - 1 for each token, [T] int64.
 
-    A function of its place in its sequence, of the token before it and of its log-probability when it was sampled: the
-    same however the batch is cut, and in every replay. Two records equal in all three draw alike.
+    A hash of its position in its sequence, of the token before it and of its log-probability when it was sampled: the
+    same for every cut of the batch and in every replay. Records equal in all three have equal numbers.
     """
     place = torch.arange(input_ids.numel(), device=input_ids.device) - cu_seqlens.long()[sequence_index]
     sampled = rollout_logprobs.float().contiguous().view(torch.int32).long()
-    mixed = _mix(_mix(_mix(place) ^ input_ids) ^ (sampled & _LOW_32_BITS))
+    mixed = mixed_bits(mixed_bits(mixed_bits(place) ^ input_ids) ^ (sampled & _LOW_32_BITS))
     return mixed & _LOW_31_BITS
 
 
-def _mix(values: Tensor) -> Tensor:
-    """Scatter the bits of 64-bit integers; products wrap around."""
+def ordered_bits(values: Tensor) -> Tensor:
+    """Integers from 0 to 2^32 - 1 in the order of `values` as float32. [N] float -> [N] int64."""
+    bits = values.float().view(torch.int32).long() & _LOW_32_BITS
+    return torch.where(bits > _LOW_31_BITS, ~bits & _LOW_32_BITS, bits + _LOW_31_BITS + 1)
+
+
+def mixed_bits(values: Tensor) -> Tensor:
+    """Hash of 64-bit integers; products wrap around."""
     values = (values ^ ((values >> 32) & _LOW_32_BITS)) * 0x2545F4914F6CDD1D + 0x14057B7EF767814F
     values = (values ^ ((values >> 29) & ((1 << 35) - 1))) * 0x369DEA0F31A53F85
     return values ^ ((values >> 32) & _LOW_32_BITS)
@@ -80,11 +83,11 @@ def _part_of(mask: Tensor, ratio: float, reduce: Reduce) -> int:
     return max(1, int(ratio * total))
 
 
-def _largest(keys: Tensor, eligible: Tensor, count: int, *, reduce: Reduce) -> Tensor:
-    """The eligible tokens whose key is among the `count` largest of all ranks, ties at the end included. [T] bool.
+def largest_keys(keys: Tensor, eligible: Tensor, count: int, *, reduce: Reduce) -> Tensor:
+    """The eligible entries whose key is among the `count` largest of all ranks, with ties at the end. [N] bool.
 
-    keys [T] int64, not negative. The threshold is found digit by digit, from the histograms of four rounds, so
-    that ranks exchange 512 KiB a round and never the keys. All eligible tokens when there are no more than `count`.
+    keys [N] int64, not negative. The threshold is found digit by digit, from the histograms of four rounds: ranks
+    exchange 512 KiB per round and never the keys. All eligible entries when there are at most `count`.
     """
     base = 1 << _DIGIT_BITS
     threshold, wanted = 0, float(count)

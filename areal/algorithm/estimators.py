@@ -1,4 +1,4 @@
-"""Owns the advantage estimators by name: which baseline, normalisation and recursion each one stands for."""
+"""The advantage estimators by name: the baseline, normalisation and recursion of each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 from areal.api.config import AdvantageOptions, NormConfig
 
 Baseline = Literal["none", "greedy", "length_weighted", "best_of_group"]
+TokenBaseline = Literal["none", "token", "trained_token"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +16,15 @@ class AdvantageRecipe:
     """From the shaped reward r of a sequence to the advantages of its tokens, in this order."""
 
     baseline: Baseline = "none"
-    """What is taken off r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
+    """Subtracted from r first: nothing, the reward of the prompt's greedy answer, or one of `baselines`."""
     reward_norm: NormConfig | None = None
     """Then r is centred and scaled."""
     rescale_valid: bool = False
     """Then r is multiplied by `valid_sample_scale` (GPG)."""
     gae_lambda: float = 1.0
-    """Then the token rewards go through GAE; 1 and no critic = the discounted sum of what follows."""
+    """Then GAE runs over the token rewards; 1 without a critic = the discounted sum of the rewards that follow."""
+    token_baseline: TokenBaseline = "none"
+    """Then `optimal_token_baseline` is subtracted, with positions by token or by trained token."""
     adv_norm: NormConfig | None = None
     """Last, the advantages of the tokens are centred and scaled."""
 
@@ -39,12 +42,14 @@ _RECIPES = {
     "gpg": AdvantageRecipe(reward_norm=_GROUP_MEAN, rescale_valid=True),
     "opo": AdvantageRecipe(baseline="length_weighted"),
     "grpo_passk": AdvantageRecipe(baseline="best_of_group"),
+    "otb": AdvantageRecipe(token_baseline="token"),
+    "otb_tir": AdvantageRecipe(token_baseline="trained_token"),
     "remax": AdvantageRecipe(baseline="greedy"),
 }
 
 
 def recipe_of(options: AdvantageOptions) -> AdvantageRecipe:
-    """What `options.adv_estimator` stands for; "gae" is whatever reward_norm, gae_lambda and adv_norm say."""
+    """The recipe of `options.adv_estimator`; "gae" is composed of reward_norm, gae_lambda and adv_norm."""
     if options.adv_estimator == "gae":
         return AdvantageRecipe(
             reward_norm=options.reward_norm, gae_lambda=options.gae_lambda, adv_norm=options.adv_norm

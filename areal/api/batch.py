@@ -45,6 +45,7 @@ class TrainBatch:
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher
     values: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, critic before the update
+    score_norms: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, see optimal_token_baseline
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
@@ -128,6 +129,8 @@ class OutputSpec:
     entropy_clamp: float = 0.0
     """Above 0: also `clamped_entropy`, of the distribution renormalised without the int(V * entropy_clamp) least likely
     tokens of each position (AEnt, arXiv 2509.03493); below 1."""
+    squared_sums: bool = False
+    """`TokenOutputs.squared_sums` are given."""
     candidates: int | None = None
     """k > 0: log-probabilities of k tokens at every position: those of `TrainBatch.candidate_ids` when the batch has
     them, of any width, else the k most likely. The choice is made in `forward` only; `forward_backward` wants the ids.
@@ -154,6 +157,7 @@ class TokenOutputs:
     values: Tensor | None = None  # [T] critic only
     scores: Tensor | None = None  # [T] reward model only: of the text up to and with token t
     clamped_entropy: Tensor | None = None  # [T] OutputSpec.entropy_clamp
+    squared_sums: Tensor | None = None  # [T] sum of p^2 over the vocabulary, no gradient; OutputSpec.squared_sums
     candidate_ids: Tensor | None = None  # [T, k] int64, OutputSpec.candidates; most likely first where chosen here
     candidate_logprobs: Tensor | None = None  # [T, k]; k = V for the whole vocabulary
 

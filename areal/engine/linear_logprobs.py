@@ -6,7 +6,8 @@ its entropy:
 
     d log p_i / d z_j = [i = j] - p_j            d H / d z_j = -p_j (log p_j + H)
 
-What the forward pass keeps of the blocks is max z, sum exp(z - max) and sum exp(z - max) (z - max) of each token.
+What the forward pass keeps of the blocks is max z, sum exp(z - max) and sum exp(z - max) (z - max) of each token, and
+with OutputSpec.squared_sums sum exp(2 (z - max)).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class HeadOutputs:
     clamped_entropy: Tensor | None = None  # [T]
     candidate_logprobs: Tensor | None = None  # [T, k]
     candidate_ids: Tensor | None = None  # [T, k] int64; None when all tokens are candidates
+    squared_sums: Tensor | None = None  # [T] sum of p^2, no gradient
 
 
 def linear_logprobs(
@@ -80,6 +82,7 @@ def linear_logprobs(
         entropy_grad=outputs.entropy_grad,
         num_clamped=int(vocab_size * outputs.entropy_clamp),
         clamps=outputs.entropy_clamp > 0,
+        squares=outputs.squared_sums,
         top_k=min(count or 0, vocab_size),
         all_tokens=count == 0,
         max_logits=max_logits or default,
@@ -88,7 +91,7 @@ def linear_logprobs(
     if valid is None:
         valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device)
     found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
-    logprobs, entropy, clamped, candidates, top_ids = found
+    logprobs, entropy, clamped, candidates, top_ids, squared_sums = found
     ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
     return HeadOutputs(
         logprobs=logprobs,
@@ -96,6 +99,7 @@ def linear_logprobs(
         clamped_entropy=clamped,
         candidate_logprobs=candidates,
         candidate_ids=None if candidates is None else ids,
+        squared_sums=squared_sums,
     )
 
 
@@ -105,6 +109,7 @@ class _Plan:
     entropy_grad: bool
     num_clamped: int  # tokens left out of the clamped entropy
     clamps: bool
+    squares: bool
     top_k: int
     all_tokens: bool
     max_logits: int
@@ -122,7 +127,7 @@ class _Plan:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """-> log-probabilities [T], entropy [T], clamped entropy [T], candidates [T, k], their ids [T, k]; or None."""
+    """-> log-probabilities, entropy, clamped entropy [T], candidates, their ids [T, k], sums of p^2 [T]; or None."""
 
     @staticmethod
     def forward(
@@ -143,7 +148,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.plan = plan
         saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
         ctx.save_for_backward(hidden, weight, bias, *saved)
-        constants = [found[4]] if found[4] is not None else []
+        constants = [values for values in found[4:] if values is not None]
         ctx.mark_non_differentiable(*constants, *([] if plan.entropy_grad else [found[1]]))
         ctx.set_materialize_grads(False)
         return found
@@ -188,6 +193,7 @@ class _Forward:
         self._highest = torch.full((size,), torch.finfo(_exact(hidden.dtype)).min, **options)
         self._total = torch.zeros(size, **options)
         self._product = torch.zeros(size, **options)
+        self._squares = torch.zeros(size, **options) if plan.squares else None
         self._found = torch.zeros(wanted.shape, **options)
         self.clamp = torch.zeros((5, size), **options) if plan.clamps else None
         self._all = torch.empty((size, weight.shape[0]), **options) if plan.all_tokens else None
@@ -210,6 +216,8 @@ class _Forward:
         decay = shift.exp()
         logits.sub_(highest.unsqueeze(1))
         weights = logits.exp()
+        if self._squares is not None:
+            self._squares[tokens] = self._squares[tokens] * decay.square() + weights.square().sum(-1)
         moved = product + shift * total  # of the blocks before, about the new maximum
         self._highest[tokens] = highest
         self._total[tokens] = total * decay + weights.sum(-1)
@@ -239,8 +247,11 @@ class _Forward:
             clamped = self.clamp[-1].masked_fill(left_out, 0.0)
             if is_less_highest:
                 self.clamp[:3] -= self._highest
+        squares = None
+        if self._squares is not None:
+            squares = (self._squares / self._total.square()).masked_fill(left_out, 0.0)
         # copies, since FSDP warns of outputs that are views
-        return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids
+        return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids, squares
 
     def _merge_top(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         count = self._plan.top_k
@@ -263,7 +274,7 @@ class _Backward:
         upstream: tuple[Tensor | None, ...],
         plan: _Plan,
     ) -> None:
-        on_label, self._on_entropy, self._on_clamped, on_candidates, _ = upstream
+        on_label, self._on_entropy, self._on_clamped, on_candidates = upstream[:4]
         self._logsumexp, self._entropy, self._clamp, self._plan = logsumexp, entropy, clamp, plan
         self._on_all = on_candidates if plan.all_tokens else None
         parts = [torch.zeros_like(logsumexp) if on_label is None else on_label.to(logsumexp.dtype)]

@@ -80,6 +80,8 @@ class PolicyModel(TokenModel):
         names = ["logprobs", "entropy"]
         if self._spec.entropy_clamp > 0:
             names.append("clamped_entropy")
+        if self._spec.squared_sums:
+            names.append("squared_sums")
         if self._spec.candidates is not None:
             names += ["candidate_logprobs", "candidate_ids"]
         found = dict(zip(names, values, strict=False))
@@ -105,7 +107,7 @@ class PolicyModel(TokenModel):
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
         )
-        more = (found.clamped_entropy, found.candidate_logprobs, found.candidate_ids)
+        more = (found.clamped_entropy, found.squared_sums, found.candidate_logprobs, found.candidate_ids)
         return (found.logprobs, found.entropy, *(values for values in more if values is not None))
 
 

@@ -7,13 +7,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.covariance import token_draws
 from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
+from areal.algorithm.resampling import resampled_counts, resampling_weights, sequence_draws
+from areal.algorithm.token_baseline import score_norms
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
+from areal.data.split import take
 from areal.trainer.advantages import penalty_metrics, with_advantages
 from areal.trainer.filters import with_filters
 from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
@@ -79,14 +83,19 @@ class PPOActor:
 
     def with_prox_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add what the policy says at the start of the update, when the loss or the KL to the reference needs it."""
-        is_needed = needs_prox_logprobs(self._config)
-        if not is_needed and num_candidates(self._config) is None:
+        config = self._config
+        is_needed = needs_prox_logprobs(config)
+        if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
             return batch
         outputs = self._engine.forward(batch)
         if outputs.logprobs is None:
             raise ValueError("the actor's engine gave no log-probabilities: it was built as a critic")
+        if config.has_token_baseline:
+            if outputs.squared_sums is None:
+                raise ValueError("the actor's engine gave no squared_sums: build it with output_spec(config)")
+            batch = replace(batch, score_norms=score_norms(outputs.logprobs, outputs.squared_sums))
         batch = replace(batch, prox_logprobs=outputs.logprobs) if is_needed else batch
-        return with_candidates(batch, outputs, self._config)
+        return with_candidates(batch, outputs, config)
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """What is done about stale tokens, decided over the whole batch, and what to log of it; a collective."""
@@ -116,6 +125,22 @@ class PPOActor:
     def with_filters(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Take what the policy shall not learn from out of its loss, and say how much that was."""
         return with_filters(batch, self._config)
+
+    def with_resampling(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """The sequences to train on: each as often as pf_ppo resamples it; the batch itself without; a collective."""
+        options = self._config.pf_ppo
+        if options is None:
+            return batch, {}
+        reduce = self._engine.all_reduce
+        draws = token_draws(batch.input_ids, batch.rollout_logprobs, batch.cu_seqlens, batch.sequence_index)
+        uniform = sequence_draws(draws, batch.sequence_index, batch.num_sequences, seed=self._seed, step=batch.version)
+        counts = resampled_counts(resampling_weights(batch.rewards, options, reduce=reduce), uniform, reduce=reduce)
+        chosen: list[int] = torch.repeat_interleave(torch.arange(batch.num_sequences), counts).tolist()
+        metrics = {
+            "pf_ppo/distinct_sequences": Metric(float((counts > 0).sum()), 1.0, "sum"),
+            "pf_ppo/sequences": Metric(float(len(chosen)), 1.0, "sum"),
+        }
+        return take(batch, chosen), metrics
 
     def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
         """`ppo_epochs` times `ppo_n_minibatches` optimiser steps on this batch in train step `step`; a collective.

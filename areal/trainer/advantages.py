@@ -19,8 +19,10 @@ from areal.algorithm.advantage import (
 )
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics, trained_counts
 from areal.algorithm.baselines import best_of_group, length_weighted, valid_sample_scale
+from areal.algorithm.correction_rules import Spans
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.normalise import normalise
+from areal.algorithm.token_baseline import optimal_token_baseline
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
 from areal.api.metrics import Metrics
@@ -64,6 +66,17 @@ def with_advantages(
         policy_lambda = adaptive_lambda(lengths, config.gae_length_alpha)
     result = estimate(gae_lambda=policy_lambda)
     advantages = result.advantages
+    if recipe.token_baseline != "none":
+        if batch.score_norms is None:
+            raise ValueError("the batch has no score_norms: call with_prox_logprobs before with_advantages")
+        advantages = optimal_token_baseline(
+            advantages,
+            batch.score_norms,
+            batch.group_ids,
+            Spans(mask, sequence_index, batch.num_sequences),
+            over_trained=recipe.token_baseline == "trained_token",
+            weights=batch.behaviour_weights,
+        )
     if recipe.adv_norm is not None:
         groups = batch.group_ids[sequence_index]
         advantages = normalise(advantages, recipe.adv_norm, groups, mask=mask, reduce=reduce)

@@ -33,10 +33,11 @@ from areal.trainer.teacher import distillation_loss
 def output_spec(config: PPOActorConfig) -> OutputSpec:
     """What the loss needs of the policy's engine beside log-probabilities."""
     candidates = num_candidates(config)
+    squared_sums = config.has_token_baseline
     if not config.has_entropy_bonus:
-        return OutputSpec(candidates=candidates)
+        return OutputSpec(squared_sums=squared_sums, candidates=candidates)
     clamp = config.entropy_clamp
-    return OutputSpec(entropy_grad=clamp == 0, entropy_clamp=clamp, candidates=candidates)
+    return OutputSpec(entropy_grad=clamp == 0, entropy_clamp=clamp, squared_sums=squared_sums, candidates=candidates)
 
 
 class PolicyUpdate:

@@ -102,8 +102,9 @@ class PPOLoop:
                 batch = actor.with_advantages(batch)
                 batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
             with phase("update"):
-                metrics = actor.update(batch, step=info.step)
-                metrics |= critic.update(batch, step=info.step) if critic else {}
+                chosen, resampled = actor.with_resampling(batch)
+                metrics = resampled | actor.update(chosen, step=info.step)
+                metrics |= critic.update(chosen, step=info.step) if critic else {}
                 metrics |= reference.after_update(info.step + 1) if reference else {}
             with phase("publish_weights"):
                 checksum = self._weights.publish(info.step + 1)

@@ -26,9 +26,9 @@ from areal.system.process import ProcessContext
 VOCAB = 23  # odd, so that two shards are uneven
 LENGTHS = [5, 9, 2, 9, 1, 14, 5, 7, 3]
 ALL = list(range(len(LENGTHS)))
-RICH_NAMES = ("logprobs", "entropy", "clamped_entropy", "candidate_logprobs", "candidate_ids")
+RICH_NAMES = ("logprobs", "entropy", "clamped_entropy", "squared_sums", "candidate_logprobs", "candidate_ids")
 SGD = OptimizerConfig(type="sgd", lr=1.0, weight_decay=0.0, gradient_clipping=1e9)
-RICH = OutputSpec(entropy_grad=True, entropy_clamp=0.3, candidates=4)
+RICH = OutputSpec(entropy_grad=True, entropy_clamp=0.3, squared_sums=True, candidates=4)
 ADAM = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3, gradient_clipping=0.5)
 
 

@@ -72,6 +72,23 @@ def test_equals_a_softmax_over_all_logits(monkeypatch, max_logits, temperature, 
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("max_logits", [None, 1, 7, 50])
+@pytest.mark.parametrize("clamp", [0.0, 0.3])
+def test_squared_sums_equal_those_of_all_probabilities(max_logits, clamp):
+    hidden, weight, bias, labels = inputs()
+    valid = torch.arange(T) != 3
+    spec = OutputSpec(squared_sums=True, entropy_clamp=clamp)
+    found = linear_logprobs(
+        hidden, weight, bias, labels, temperature=0.7, outputs=spec, valid=valid, max_logits=max_logits
+    )
+    expected = ((hidden @ weight.T + bias) / 0.7).softmax(-1).square().sum(-1).masked_fill(~valid, 0.0)
+    torch.testing.assert_close(found.squared_sums, expected.detach(), rtol=0, atol=1e-12)
+    assert not found.squared_sums.requires_grad
+    plain = linear_logprobs(hidden, weight, bias, labels, temperature=0.7, valid=valid)
+    assert plain.squared_sums is None
+    found.logprobs.sum().backward()  # one output more does not disturb the others
+
+
 @pytest.mark.parametrize("max_logits", [None, 40])
 @pytest.mark.parametrize("output", range(4))
 def test_gradients_by_finite_differences(max_logits, output):

@@ -28,6 +28,7 @@ def by_transformers(cases, path, batch, ids=None, temperature=1.0):
             "logprobs": every.gather(1, tokens[1:, None])[:, 0],
             "entropy": -(every.exp() * every).sum(-1),
             "clamped_entropy": -(stay.exp() * stay).sum(-1),
+            "squared_sums": every.exp().square().sum(-1).detach(),
             "candidate_logprobs": every.gather(1, chosen),
             "candidate_ids": chosen,
         }
@@ -103,7 +104,7 @@ def test_an_empty_batch_gives_empty_outputs_of_the_right_shape(cases, models):
     engine = cases.make_engine(models / "qwen3", outputs=cases.RICH)
     nothing = take(cases.make_batch(), [])
     outputs = engine.forward(nothing)
-    assert [tuple(getattr(outputs, name).shape) for name in cases.RICH_NAMES] == [(0,), (0,), (0,), (0, 4), (0, 4)]
+    assert [tuple(getattr(outputs, name).shape) for name in cases.RICH_NAMES] == [(0,)] * 4 + [(0, 4)] * 2
     nothing = replace(nothing, candidate_ids=torch.zeros(0, 2, dtype=torch.int64))
     assert engine.forward(nothing).candidate_logprobs.shape == (0, 2)
     assert engine.forward_backward(nothing, cases.rich_loss, denominator=1.0) == {}

@@ -58,8 +58,13 @@ class TableEngine:
             return TokenOutputs(values=torch.where(last, 0.0, self.table[ids]))
         distribution = self.table[ids].log_softmax(-1)
         logprobs = distribution.gather(1, ids.roll(-1)[:, None]).squeeze(1)
+        squared_sums = torch.where(last, 0.0, distribution.exp().square().sum(-1).detach())
         entropy = -(distribution.exp() * distribution).sum(-1).detach()
-        return TokenOutputs(logprobs=torch.where(last, 0.0, logprobs), entropy=torch.where(last, 0.0, entropy))
+        return TokenOutputs(
+            logprobs=torch.where(last, 0.0, logprobs),
+            entropy=torch.where(last, 0.0, entropy),
+            squared_sums=squared_sums,
+        )
 
     def forward(self, batch):
         self.num_forwards += 1
@@ -69,6 +74,7 @@ class TableEngine:
             logprobs=None if self.critic else found.logprobs.float(),
             entropy=None if self.critic else found.entropy.float(),
             values=found.values.float() if self.critic else None,
+            squared_sums=None if self.critic else found.squared_sums.float(),
         )
 
     def forward_backward(self, batch, loss_fn, *, denominator):

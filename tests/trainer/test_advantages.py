@@ -100,8 +100,11 @@ def make_case(toolbox, seed, size=11):
     return replace(batch, baselines=greedy)
 
 
+TOKEN_BASELINES = ("otb", "otb_tir")
+
+
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "gae"])
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in ("gae", *TOKEN_BASELINES)])
 def test_every_estimator_equals_its_formula(toolbox, name, seed):
     batch = make_case(toolbox, seed)
     actor = PPOActor(toolbox.TableEngine(), config(adv_estimator=name, discount=DISCOUNT))
@@ -118,10 +121,11 @@ def test_ranks_share_their_statistics(toolbox, name):
 
     def rank_main(rank):
         engine = toolbox.TableEngine(rank=rank, group=group)
-        share = toolbox.select(batch, shares[rank])
-        return PPOActor(engine, config(adv_estimator=name)).with_advantages(share).advantages
+        actor = PPOActor(engine, config(adv_estimator=name))
+        return actor.with_advantages(actor.with_prox_logprobs(toolbox.select(batch, shares[rank]))).advantages
 
-    alone = PPOActor(toolbox.TableEngine(), config(adv_estimator=name)).with_advantages(batch)
+    actor = PPOActor(toolbox.TableEngine(), config(adv_estimator=name))
+    alone = actor.with_advantages(actor.with_prox_logprobs(batch))
     for rank, found in enumerate(group.run(rank_main)):
         expected = toolbox.select(alone, shares[rank]).advantages
         assert torch.allclose(found, expected, rtol=0, atol=1e-6)
@@ -133,6 +137,39 @@ def test_grpo_is_the_composition_that_the_docs_give(toolbox):
     norm = NormConfig(mean_level="group", std_level="group")
     composed = PPOActor(toolbox.TableEngine(), config(reward_norm=norm)).with_advantages(batch)
     assert torch.equal(named.advantages, composed.advantages)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("name", TOKEN_BASELINES)
+def test_the_token_baseline_reads_the_policy_before_the_update(toolbox, name, decoupled):
+    """W = 1 - 2 p + sum p^2 of the trainer's policy, times w^2 with decoupled weights; no KL is added by the pass."""
+    batch = make_case(toolbox, 5)
+    options = config(adv_estimator=name, discount=DISCOUNT, use_decoupled_loss=decoupled)
+    engine = toolbox.TableEngine()
+    actor = PPOActor(engine, options)
+    batch = actor.with_prox_logprobs(batch)
+    assert (batch.prox_logprobs is not None) == decoupled
+    found = actor.with_advantages(actor.with_correction(batch)[0])
+    table = engine.table.detach().log_softmax(-1).exp()
+    ids = batch.input_ids
+    probability = table[ids, ids.roll(-1)]
+    norms = 1 - 2 * probability + table[ids].square().sum(-1)
+    if decoupled:
+        norms = norms * (probability.log() - batch.rollout_logprobs.double()).exp().square()
+    gains, path, places = torch.zeros(batch.num_tokens).double(), torch.zeros(batch.num_tokens).double(), {}
+    for s, (reward, group, _, trained) in enumerate(sequences_of(batch)):
+        for count, t in enumerate(trained):
+            gains[t] = reward * DISCOUNT ** (len(trained) - 1 - count)
+            path[t] = norms[trained[: count + 1]].sum()
+            places.setdefault((group, count), []).append((s, t))
+    expected = gains.clone()
+    for (group, count), members in places.items():
+        ends = sorted(len(row[3]) for row in sequences_of(batch) if row[1] == group)
+        for _, t in members:
+            in_tail = len(ends) == 1 or count >= ends[-2]
+            total = sum(path[u] for _, u in members)
+            expected[t] -= 0.0 if in_tail else sum(gains[u] * path[u] for _, u in members) / (total + 1e-8)
+    assert found.advantages.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
 
 
 def test_remax_by_hand(toolbox):

@@ -24,7 +24,18 @@ MODEL = {"path": "x", "optimizer": {}, "ppo_n_minibatches": 1}
 GROUP = {"mean_level": "group", "std_level": "group"}
 CHOICES = {
     "actor": {
-        "adv_estimator": ["grpo", "rloo", "gpg", "opo", "grpo_passk", "remax", "lite_ppo", "reinforce_plus_plus"],
+        "adv_estimator": [
+            "grpo",
+            "rloo",
+            "gpg",
+            "opo",
+            "grpo_passk",
+            "remax",
+            "lite_ppo",
+            "reinforce_plus_plus",
+            "otb",
+            "otb_tir",
+        ],
         "reward_norm": [GROUP, {}],
         "adv_norm": [GROUP, {}, {"mean_leave1out": True}],
         "mask_no_eos_with_zero": [True],
@@ -46,7 +57,11 @@ CHOICES = {
             {"upper": 1.2, "batch_normalize": True, "veto_threshold": 0.5},
             {"rules": [{"metric": "k3", "level": "sequence_mean", "upper": 0.05}]},
             {"mode": "mask", "lower": 1.0, "upper": 1.001, "renormalize": True},
+            {"level": "sequence", "upper": 1.5, "batch_normalize": True, "normalize_by": "units"},
+            {"mode": "mask", "upper": 1.2, "drop_from_ratio": True},
+            {"mode": "mask", "upper": 1.2, "numerator": "training", "apply_weights": False},
         ],
+        "pf_ppo": [{}, {"method": "max_min"}, {"method": "max_random"}],
         "policy_loss": ["gspo", "sapo", "cispo", "aipo", "gmpo", "clip_cov", "kl_cov", "topr", "kimi15", "dppo"],
         "ppo_epochs": [2],
         "loss_aggregation": ["token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
@@ -146,7 +161,9 @@ def train(toolbox, config: GRPOConfig, *, ranks: int, num_micro_batches: int):
             batch, mismatch = actor.with_correction(batch)
             batch = actor.with_advantages(batch)
             batch, taught = teacher.with_advantages(batch) if teacher else (batch, {})
-            found = actor.update(batch, step=step) | (values.update(batch, step=step) if values else {})
+            chosen, resampled = actor.with_resampling(batch)
+            found = resampled | actor.update(chosen, step=step)
+            found |= values.update(chosen, step=step) if values else {}
             found = merge_metrics(found, filtered, mismatch, taught, batch_metrics(batch))
             logged.append(metric_values(reduce_metrics(found, policy)))
         return policy.table.detach(), logged, actor.state()

@@ -8,7 +8,7 @@ from areal.api.config.inference import GenerationHyperparameters, NativeServerCo
 from areal.api.config.kl import KLControlConfig, KLOptions
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
-from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions
+from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions, ResamplingConfig
 from areal.api.config.observe import (
     Cadence,
     EvaluatorConfig,
@@ -78,6 +78,7 @@ __all__ = [
     "RWConfig",
     "RWOptions",
     "RecoverConfig",
+    "ResamplingConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutCorrectionConfig",

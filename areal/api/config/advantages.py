@@ -50,6 +50,8 @@ ADV_ESTIMATORS = (
     "gpg",
     "opo",
     "grpo_passk",
+    "otb",
+    "otb_tir",
     "remax",
 )
 """`areal.algorithm.estimators` says what each stands for."""
@@ -114,6 +116,11 @@ class AdvantageOptions:
                 yield name, "is needed with overlong_reward_penalty=true: give it"
             elif not self.overlong_reward_penalty and value is not None:
                 yield name, "has an effect only with overlong_reward_penalty=true: set that or remove it"
+
+    @property
+    def has_token_baseline(self) -> bool:
+        """Whether the baseline needs the score norms of tokens from a forward pass before the update."""
+        return self.adv_estimator in ("otb", "otb_tir")
 
     @property
     def scales_advantages(self) -> bool:

@@ -34,10 +34,12 @@ class PPOActorConfig(
         yield from self.bypass_problems(self.policy_loss)
         yield from self.kl_problems()
         yield from self.assembly_problems()
-        if self.logprob_kernel == "liger" and (self.has_entropy_bonus or self.wants_distributions):
+        needs_more = self.has_entropy_bonus or self.wants_distributions or self.has_token_baseline
+        if self.logprob_kernel == "liger" and needs_more:
             yield (
                 "logprob_kernel",
-                "is liger, which gives log-probabilities only, and an entropy bonus or a full KL needs more: use torch",
+                "liger gives log-probabilities only, and an entropy bonus, a full KL or adv_estimator=otb needs more: "
+                "use torch",
             )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problems, choice, number, option
 from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.relevance import when
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """How token losses become one scalar; `areal.algorithm.aggregate` has the formulas."""
@@ -52,6 +53,16 @@ class AdaptiveEntropyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResamplingConfig:
+    """PF-PPO: train on each answer as often as its reward suggests."""
+
+    method: str = choice("pow", "pow", "max_min", "max_random", also="verl pf_ppo.reweight_method")
+    """Probability of an answer: |reward|^power; 1 for best and worst, else 0; 0.4 for the best, else 0.1."""
+    power: float = number(2.0, low=0, relevant=when("method", "pow"), also="verl pf_ppo.weight_pow")
+    """Exponent of method=pow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AssemblyOptions:
     """From token losses to optimiser steps."""
 
@@ -77,6 +88,8 @@ class AssemblyOptions:
     """Take answers that a length limit cut out of the policy loss (DAPO's overlong filtering)."""
     shared_prefix_min_tokens: int | None = number(None, low=1)
     """Take beginnings of at least so many tokens that answers of different reward share out of the loss; null = off."""
+    pf_ppo: ResamplingConfig | None = option(None, also="verl use_pf_ppo")
+    """Resample the answers of a batch by reward, after the advantages (PF-PPO); null = train on each once."""
     dynamic_sampling: bool = False
     """Take groups whose rewards are all equal out of the policy loss; the batch gets smaller, nothing is refilled."""
 
