@@ -1,13 +1,9 @@
-"""Owns log-probabilities and entropies straight from hidden states: linear head and softmax, never all logits at once.
+"""Log-probabilities and entropies from hidden states: linear head and softmax in blocks, never all logits at once.
 
-The head's logits are made block by block (some tokens times some of the vocabulary), used and dropped; the backward
-pass makes them again and has their softmax from the saved logsumexp. With z = logits / temperature, p = softmax(z), H
-its entropy:
+The backward pass computes the blocks (some tokens times some of the vocabulary) again, and their softmax from the saved
+logsumexp. With z = logits / temperature, p = softmax(z), H its entropy:
 
     d log p_i / d z_j = [i = j] - p_j            d H / d z_j = -p_j (log p_j + H)
-
-What the forward pass keeps of the blocks is max z, sum exp(z - max) and sum exp(z - max) (z - max) of each token, and
-with OutputSpec.squared_sums sum exp(2 (z - max)).
 """
 
 from __future__ import annotations
@@ -247,9 +243,9 @@ class _Forward:
             clamped = self.clamp[-1].masked_fill(left_out, 0.0)
             if is_less_highest:
                 self.clamp[:3] -= self._highest
-        squares = None
-        if self._squares is not None:
-            squares = (self._squares / self._total.square()).masked_fill(left_out, 0.0)
+        squares = self._squares
+        if squares is not None:
+            squares = (squares / self._total.square()).masked_fill(left_out, 0.0)
         # copies, since FSDP warns of outputs that are views
         return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids, squares
 
@@ -345,10 +341,7 @@ class _Gradients:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+    total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, temperature: float) -> Tensor:
