@@ -13,7 +13,7 @@ import asyncio
 import math
 import signal
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.observe.log import get_logger
-from areal.reward.worker_process import WorkerProcess
+from areal.reward.worker_process import WorkerEnded, WorkerProcess
 from areal.system.device import cpu_count
 
 MAX_CALLS_PER_MESSAGE = 16
@@ -97,32 +97,20 @@ class RewardPool:
         self._timeout_s = config.timeout_s
         self._size = config.workers or max(1, cpu_count() // 2)
         self._queue: deque[_Call] = deque()
-        self._idle: list[WorkerProcess] = []
-        self._running: dict[WorkerProcess, deque[_Call]] = {}
-        """Calls sent to each worker, the running one first; empty while the worker is idle or starting."""
+        self._queued = asyncio.Event()
+        self._workers: dict[WorkerProcess, deque[_Call]] = {}
+        """Calls sent to each worker, the running one first."""
+        self._num_idle = 0
         self._starting: set[WorkerProcess] = set()
         self._failed_starts = 0
         self._mean_s: dict[FunctionRef, float] = {}
-        self._endings: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def num_workers(self) -> int:
         """Number of live worker processes."""
-        return len(self._running)
-
-    async def score(
-        self,
-        function: FunctionRef,
-        prompt: str,
-        completion: str,
-        prompt_ids: list[int],
-        completion_ids: list[int],
-        row: dict[str, Any],
-    ) -> RewardResult:
-        """Score one answer. InputError when the row cannot be sent as JSON; everything else is a status."""
-        results = await self.score_many(function, prompt, prompt_ids, [(completion, completion_ids)], row)
-        return results[0]
+        return len(self._workers)
 
     async def score_many(
         self,
@@ -136,7 +124,8 @@ class RewardPool:
     ) -> list[RewardResult]:
         """Score several answers (text, token ids) to one prompt, each with its own time limit; results in their order.
 
-        `fail_fast`: return at the first failure, with the results known so far.
+        `fail_fast`: return at the first failure, with the results known so far. InputError when JSON cannot represent
+        `row`; every failure of a call is a status.
         """
         if self._closed:
             raise _closed_error()
@@ -153,27 +142,81 @@ class RewardPool:
     async def aclose(self) -> None:
         """Kill the workers; waiting and running calls raise RewardError."""
         self._closed = True
-        workers = list(self._running)
-        left = [*self._queue, *(call for calls in self._running.values() for call in calls)]
+        workers = list(self._workers)
+        for call in [*self._queue, *(call for calls in self._workers.values() for call in calls)]:
+            if not call.batch.done.done():
+                call.batch.done.set_exception(_closed_error())
         self._queue.clear()
-        self._running.clear()
-        self._idle.clear()
-        self._starting.clear()
-        _refuse(left)
         for worker in workers:
-            worker.detach()
             worker.kill()
-        await asyncio.gather(*self._endings, *(asyncio.to_thread(worker.end) for worker in workers))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in workers:  # of tasks that were cancelled before they ran
+            worker.close()
+            await asyncio.to_thread(worker.end)
 
     def _dispatch(self) -> None:
-        """Send waiting calls to idle workers; start workers while calls wait and the pool is not full."""
-        while self._queue and self._idle:
-            calls = self._take_calls()
-            if calls:
-                self._give(self._idle.pop(), calls)
-        wanted = min(len(self._queue) - len(self._starting), self._size - len(self._running))
-        for _ in range(wanted):
-            self._start_worker()
+        """Wake idle workers for the waiting calls, and start workers while the pool is not full."""
+        if self._closed or not self._queue:
+            return
+        self._queued.set()
+        wanted = len(self._queue) - self._num_idle - len(self._starting)
+        for _ in range(min(wanted, self._size - len(self._workers))):
+            worker = WorkerProcess()
+            self._workers[worker] = deque()
+            self._starting.add(worker)
+            task = asyncio.create_task(self._work(worker), name=f"reward worker {worker.pid}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _work(self, worker: WorkerProcess) -> None:
+        """Use one worker process until it ends or exceeds a time limit; then queue its remaining calls again."""
+        wait_s = 0.0
+        try:
+            await self._serve(worker)
+        except TimeoutError:
+            self._on_overdue(worker)
+        except WorkerEnded:
+            wait_s = _EXIT_WAIT_S
+        finally:
+            worker.close()
+            code = await asyncio.to_thread(worker.end, wait_s=wait_s)
+        if wait_s:
+            self._on_end(worker, code)
+
+    async def _serve(self, worker: WorkerProcess) -> None:
+        """Send calls and receive their results. TimeoutError or WorkerEnded at the end of the worker."""
+        await worker.connect(limit_s=_LOAD_LIMIT_S)
+        self._starting.discard(worker)
+        self._failed_starts = 0
+        while True:
+            while not (calls := self._take_calls()):
+                self._queued.clear()
+                self._num_idle += 1
+                try:
+                    await self._queued.wait()
+                finally:
+                    self._num_idle -= 1
+                if worker.has_closed():
+                    raise WorkerEnded
+            self._workers[worker] = calls
+            function = calls[0].batch.function
+            answers = [(call.completion, call.completion_ids) for call in calls]
+            worker.send({"shared": calls[0].batch.shared, "calls": answers})
+            while calls:
+                for message in await worker.receive(limit_s=self._limit_s(worker, function)):
+                    if "loaded" in message:
+                        worker.loaded.add(function)
+                        continue
+                    call = calls.popleft()
+                    mean_s, seconds = self._mean_s.get(function), message["seconds"]
+                    self._mean_s[function] = seconds if mean_s is None else 0.9 * mean_s + 0.1 * seconds
+                    call.batch.put(call.index, RewardResult(**message))
+
+    def _limit_s(self, worker: WorkerProcess, function: FunctionRef) -> float:
+        # The first use of a function imports its module; the worker then reports `loaded`.
+        return self._timeout_s if function in worker.loaded else max(self._timeout_s, _LOAD_LIMIT_S)
 
     def _take_calls(self) -> deque[_Call]:
         """The head of the queue, and the calls of the same batch behind it that are sent in one message."""
@@ -187,83 +230,28 @@ class RewardPool:
             if call.batch.done.done():
                 continue  # its caller was cancelled, or the batch has failed
             if not calls:
-                limit = 1 if call.deaths else self._calls_per_message(call.batch.function)
+                mean_s = max(self._mean_s.get(call.batch.function, _MESSAGE_GOAL_S), 1e-6)
+                limit = 1 if call.deaths else min(MAX_CALLS_PER_MESSAGE, math.floor(_MESSAGE_GOAL_S / mean_s))
             calls.append(call)
         return calls
 
-    def _calls_per_message(self, function: FunctionRef) -> int:
-        mean_s = self._mean_s.get(function, _MESSAGE_GOAL_S)
-        return max(1, min(MAX_CALLS_PER_MESSAGE, math.floor(_MESSAGE_GOAL_S / max(mean_s, 1e-6))))
-
-    def _give(self, worker: WorkerProcess, calls: deque[_Call]) -> None:
-        self._running[worker] = calls
-        pairs = [(call.completion, call.completion_ids) for call in calls]
-        # The first use of a function imports its module; the worker then reports `loaded`.
-        loaded = calls[0].batch.function in worker.loaded
-        worker.limit(self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S))
-        worker.send({"shared": calls[0].batch.shared, "calls": pairs})
-
-    def _start_worker(self) -> None:
-        worker = WorkerProcess(on_message=self._on_message, on_end=self._on_end, on_overdue=self._on_overdue)
-        self._running[worker] = deque()
-        self._starting.add(worker)
-        worker.limit(_LOAD_LIMIT_S)
-
-    def _on_message(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        calls = self._running.get(worker)
-        if calls is None:
-            return  # killed after it sent this message
-        if "ready" in message:
-            self._starting.discard(worker)
-            self._failed_starts = 0
-        elif "loaded" in message:
-            worker.loaded.add(calls[0].batch.function)
-            worker.limit(self._timeout_s)
-            return
-        else:
-            call = calls.popleft()
-            self._learn(call.batch.function, message["seconds"])
-            call.batch.put(call.index, RewardResult(**message))
-        if calls:
-            worker.limit(self._timeout_s)
-        else:
-            worker.limit(None)
-            self._idle.append(worker)
-            self._dispatch()
-
-    def _learn(self, function: FunctionRef, seconds: float) -> None:
-        mean_s = self._mean_s.get(function)
-        self._mean_s[function] = seconds if mean_s is None else 0.9 * mean_s + 0.1 * seconds
-
     def _on_overdue(self, worker: WorkerProcess) -> None:
-        calls = self._forget(worker)
-        if calls:
+        started, calls = self._forget(worker)
+        worker.kill()
+        if not started:
+            self._count_failed_start("did not start in time")
+        elif calls:
             call = calls.popleft()
+            limit_s = self._limit_s(worker, call.batch.function)
             loaded = call.batch.function in worker.loaded
-            limit_s = self._timeout_s if loaded else max(self._timeout_s, _LOAD_LIMIT_S)
             text = f"exceeded its limit of {limit_s:g} s" if loaded else f"took over {limit_s:g} s to import"
             call.batch.put(call.index, _failure("timeout", text, limit_s))
-        else:
-            self._count_failed_start("did not start in time")
-        worker.detach()
-        worker.kill()
-        self._finish_later(asyncio.to_thread(worker.end))
-        self._queue.extendleft(reversed(calls))
-        self._dispatch()
+        self._queue_again(calls)
 
-    def _on_end(self, worker: WorkerProcess) -> None:
-        started = worker not in self._starting
-        calls = self._forget(worker)
-        self._finish_later(self._ended(worker, calls, started=started))
-
-    async def _ended(self, worker: WorkerProcess, calls: deque[_Call], *, started: bool) -> None:
-        """Handle a worker that died: get its exit code, and queue its calls again."""
-        code = await asyncio.to_thread(worker.end, wait_s=_EXIT_WAIT_S)
-        how = _death(code)
+    def _on_end(self, worker: WorkerProcess, code: int) -> None:
+        started, calls = self._forget(worker)
+        how = _exit_text(code)
         get_logger(__name__).warning("reward worker %d %s", worker.pid, how)
-        if self._closed:
-            _refuse(calls)
-            return
         if not started:
             self._count_failed_start(how)
         elif calls:
@@ -271,14 +259,17 @@ class RewardPool:
             if calls[0].deaths >= _TRIES:
                 call = calls.popleft()
                 call.batch.put(call.index, _failure("died", f"its process {how}, {_TRIES} times", 0.0))
+        self._queue_again(calls)
+
+    def _forget(self, worker: WorkerProcess) -> tuple[bool, deque[_Call]]:
+        """Whether a worker had started, and its calls."""
+        started = worker not in self._starting
+        self._starting.discard(worker)
+        return started, self._workers.pop(worker)
+
+    def _queue_again(self, calls: deque[_Call]) -> None:
         self._queue.extendleft(reversed(calls))
         self._dispatch()
-
-    def _forget(self, worker: WorkerProcess) -> deque[_Call]:
-        self._starting.discard(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-        return self._running.pop(worker, deque())
 
     def _count_failed_start(self, how: str) -> None:
         """After several failed starts in a row, fail the waiting calls: the pool must not start workers endlessly."""
@@ -289,11 +280,6 @@ class RewardPool:
         waiting, self._queue = self._queue, deque()
         for call in waiting:
             call.batch.put(call.index, _failure("died", f"no reward worker could be started: the last {how}", 0.0))
-
-    def _finish_later(self, ending: Any) -> None:
-        task = asyncio.ensure_future(ending)
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
 
 
 def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> bytes:
@@ -317,12 +303,6 @@ def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row:
         raise InputError(message, code="reward.row_not_json") from error
 
 
-def _refuse(calls: Iterable[_Call]) -> None:
-    for call in calls:
-        if not call.batch.done.done():
-            call.batch.done.set_exception(_closed_error())
-
-
 def _closed_error() -> RewardError:
     return RewardError("the reward pool was closed before the answer was scored", code="reward.pool_closed")
 
@@ -339,7 +319,7 @@ def _failure(status: RewardStatus, message: str, seconds: float) -> RewardResult
     return RewardResult(status=status, value=0.0, message=message, seconds=seconds)
 
 
-def _death(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,7 +1,6 @@
 """One worker process of the reward pool: its start, its channel, its time limit and its end.
 
-Messages are lines of JSON on a socket. The event loop calls back when the socket can be read or written, and at the
-time limit.
+Messages are lines of JSON on a socket.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -24,28 +22,20 @@ from areal.system.process import AREAL_PROCESS
 _READ_BYTES = 1 << 18
 
 
-class WorkerProcess:
-    """A child process. The pool's callbacks get its messages, its end, and the expiry of its time limit."""
+class WorkerEnded(Exception):
+    """A worker process ended, or closed its channel."""
 
-    def __init__(
-        self,
-        *,
-        on_message: Callable[[WorkerProcess, dict[str, Any]], None],
-        on_end: Callable[[WorkerProcess], None],
-        on_overdue: Callable[[WorkerProcess], None],
-    ) -> None:
-        self._on_message, self._on_end, self._on_overdue = on_message, on_end, on_overdue
-        self._loop = asyncio.get_running_loop()
-        self._incomplete = b""
-        """A received line without its end."""
+
+class WorkerProcess:
+    """A child process that runs reward functions."""
+
+    def __init__(self) -> None:
         self.loaded: set[FunctionRef] = set()
         """Functions that it has imported."""
-        self._unsent = b""
-        self._deadline_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._socket: socket.socket | None = ours
+        self._incomplete = b""
+        """A received line without its end."""
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "areal.reward.worker", str(os.getpid()), orjson.dumps(sys.path).decode()],
@@ -53,50 +43,44 @@ class WorkerProcess:
                 env=_environment(),
                 process_group=0,  # killed together with the processes that the user's function starts
             )
-        self._loop.add_reader(ours.fileno(), self._readable)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    async def connect(self, *, limit_s: float) -> None:
+        """Wait until it is ready. The errors of `receive`."""
+        self._streams = await asyncio.open_unix_connection(sock=self._socket)
+        await self.receive(limit_s=limit_s)
+
     def send(self, message: Any) -> None:
-        """Send a message; data that does not fit into the socket is sent when there is room."""
-        if self._socket is None:
-            return
-        data = orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
-        if not self._unsent:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                return  # `_readable` reports its end
-            if not data:
-                return
-            self._loop.add_writer(self._socket.fileno(), self._writable)
-        self._unsent += data
+        """Send a message; data that does not fit into the socket is sent while the event loop runs."""
+        assert self._streams is not None
+        self._streams[1].write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
-    def limit(self, seconds: float | None) -> None:
-        """Call `on_overdue` in `seconds`; None = never. Replaces the previous limit."""
-        # The timer is moved only when it fires: every call sets a limit, and almost none is reached.
-        self._deadline_s = None if seconds is None else time.monotonic() + seconds
-        if seconds is not None:
-            if self._timer is not None and self._timer.when() > self._loop.time() + seconds:
-                self._timer.cancel()
-                self._timer = None
-            if self._timer is None:
-                self._timer = self._loop.call_later(seconds, self._look_at_limit)
+    async def receive(self, *, limit_s: float) -> list[dict[str, Any]]:
+        """The next messages. TimeoutError when no data comes within `limit_s`; WorkerEnded at the channel's end."""
+        assert self._streams is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                data = await self._streams[0].read(_READ_BYTES)
+        except ConnectionError as error:
+            raise WorkerEnded from error
+        if not data:
+            raise WorkerEnded
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        return [orjson.loads(line) for line in lines]
 
-    def detach(self) -> None:
-        """Stop all callbacks."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_writer(self._socket.fileno())
+    def has_closed(self) -> bool:
+        """Whether the end of its channel was received."""
+        return self._streams is not None and self._streams[0].at_eof()
+
+    def close(self) -> None:
+        """Close the channel."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        else:
             self._socket.close()
-            self._socket = None
 
     def end(self, *, wait_s: float = 0.0) -> int:
         """Wait `wait_s` for its end, then kill it and its children. Returns its exit code. Blocks: call in a thread."""
@@ -115,44 +99,6 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 self._process.kill()
-
-    def _readable(self) -> None:
-        assert self._socket is not None
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.detach()
-            self._on_end(self)
-            return
-        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        for line in lines:
-            self._on_message(self, orjson.loads(line))
-
-    def _writable(self) -> None:
-        assert self._socket is not None
-        try:
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self._unsent = b""
-        if not self._unsent:
-            self._loop.remove_writer(self._socket.fileno())
-
-    def _look_at_limit(self) -> None:
-        self._timer = None
-        if self._deadline_s is None:
-            return
-        left_s = self._deadline_s - time.monotonic()
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look_at_limit)
-        else:
-            self._deadline_s = None
-            self._on_overdue(self)
 
 
 def _environment() -> dict[str, str]:

@@ -113,7 +113,7 @@ def reward(prompt, completion, prompt_ids, completion_ids, **row):
 
 async def main():
     pool = RewardPool(RewardConfig(workers=1))
-    result = await pool.score(function_ref(reward), "", "four", [], [], {})
+    (result,) = await pool.score_many(function_ref(reward), "", [], [("four", [])], {})
     await pool.aclose()
     sys.stdout.write(f"{result.status} {result.value} {result.message}")
 

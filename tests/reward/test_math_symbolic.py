@@ -203,7 +203,7 @@ async def test_it_works_in_a_reward_worker():
     answers = [(f"\\boxed{{{text}}}", []) for text in (r"2\sqrt{2}", "3", "9^{9^{9^9}}", r"\sqrt8")]
     results = await pool.score_many(REWARD_FUNCTIONS["math"], "", [], answers, {"answer": r"\sqrt{8}"})
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0)]
-    bad = await pool.score(REWARD_FUNCTIONS["math"], "", r"\boxed{1}", [], [], {"answer": "{{{"})
+    (bad,) = await pool.score_many(REWARD_FUNCTIONS["math"], "", [], [(r"\boxed{1}", [])], {"answer": "{{{"})
     assert (bad.status, "the row's answer '{{{'" in bad.message) == ("error", True)
     await pool.aclose()
 

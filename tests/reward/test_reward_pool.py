@@ -49,7 +49,8 @@ async def until_gone(pid):
 
 
 async def score(pool, name, completion="yes", **row):
-    return await pool.score(ref(name), "2+2=", completion, [1, 2], [3, 4, 5], row)
+    (result,) = await pool.score_many(ref(name), "2+2=", [1, 2], [(completion, [3, 4, 5])], row)
+    return result
 
 
 async def test_numbers_of_every_kind_become_floats(pool):
@@ -133,7 +134,7 @@ async def test_prints_do_not_reach_the_channel(pool, capfd):
 async def test_calls_run_at_once_on_all_workers(tmp_path):
     pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
     row = {"folder": str(tmp_path)}
-    calls = [asyncio.create_task(pool.score(ref("waits_for_file"), "", str(k), [], [], row)) for k in range(5)]
+    calls = [asyncio.create_task(score(pool, "waits_for_file", str(k), **row)) for k in range(5)]
     while len(list(tmp_path.glob("started-*"))) < 2:
         await asyncio.sleep(0.01)
     assert {p.name for p in tmp_path.glob("started-*")} == {"started-0", "started-1"}
@@ -147,7 +148,7 @@ async def test_calls_run_in_the_order_they_were_asked(tmp_path):
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
     (tmp_path / "go").touch()
-    results = await asyncio.gather(*(pool.score(ref("waits_for_file"), "", "", [], [], row) for _ in range(8)))
+    results = await asyncio.gather(*(score(pool, "waits_for_file", "", **row) for _ in range(8)))
     ends = [result.value for result in results]
     assert ends == sorted(ends)
     await pool.aclose()
@@ -167,9 +168,9 @@ async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
 async def test_an_abandoned_call_is_not_run(tmp_path):
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
-    first = asyncio.create_task(pool.score(ref("waits_for_file"), "", "first", [], [], row))
-    second = asyncio.create_task(pool.score(ref("waits_for_file"), "", "second", [], [], row))
-    third = asyncio.create_task(pool.score(ref("waits_for_file"), "", "third", [], [], row))
+    first = asyncio.create_task(score(pool, "waits_for_file", "first", **row))
+    second = asyncio.create_task(score(pool, "waits_for_file", "second", **row))
+    third = asyncio.create_task(score(pool, "waits_for_file", "third", **row))
     while not (tmp_path / "started-first").exists():
         await asyncio.sleep(0.01)
     second.cancel()
@@ -226,10 +227,10 @@ from areal.reward.pool import RewardPool
 
 async def main():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=1000))
-    pid = (await pool.score(FunctionRef(name="process_id", file=sys.argv[1]), "", "", [], [], {})).value
-    asyncio.ensure_future(pool.score(FunctionRef(name="hangs", file=sys.argv[1]), "", "hang", [], [], {}))
-    await asyncio.sleep(0)
-    sys.stdout.write(f"{int(pid)}\\n")
+    (found,) = await pool.score_many(FunctionRef(name="process_id", file=sys.argv[1]), "", [], [("", [])], {})
+    asyncio.ensure_future(pool.score_many(FunctionRef(name="hangs", file=sys.argv[1]), "", [], [("hang", [])], {}))
+    await asyncio.sleep(0.1)
+    sys.stdout.write(f"{int(found.value)}\\n")
     sys.stdout.flush()
     await asyncio.sleep(1000)
 
@@ -258,7 +259,7 @@ async def test_a_module_that_hangs_at_import_is_given_up(tmp_path, monkeypatch):
     await score(pool, "length")  # a worker has started
     monkeypatch.setattr("areal.reward.pool._LOAD_LIMIT_S", 1.5)
     monkeypatch.setattr(pool, "_timeout_s", 0.1)
-    result = await pool.score(FunctionRef(name="f", file=str(tmp_path / "slow.py")), "", "", [], [], {})
+    (result,) = await pool.score_many(FunctionRef(name="f", file=str(tmp_path / "slow.py")), "", [], [("", [])], {})
     assert (result.status, result.message) == ("timeout", "took over 1.5 s to import")
     await pool.aclose()
 
