@@ -70,6 +70,7 @@ lint: .venv/.installed
 # Pages that are generated from the code. A test fails when one is out of date.
 docs: .venv/.installed
 	$(BIN)/python -m areal.api.error_codes > docs/errors.md
+	$(BIN)/python -m areal.api.config.docs > docs/config.md
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ from areal.algorithm.aggregate import TokenStat, sequence_means
 from areal.algorithm.importance import kl_of_samples, log_ratio
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.api.config import PolicyLossOptions
+from areal.api.config.policy_losses import WITH_SEQUENCE_RATIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ def policy_ratio(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyRati
     """
     advantages = torch.where(tokens.mask, tokens.advantages, 0.0)
     by_token = log_ratio(tokens.logprobs, tokens.old_logprobs.detach(), tokens.mask)
-    if options.importance_sampling_level == "token":
+    if options.importance_sampling_level == "token" or options.policy_loss not in WITH_SEQUENCE_RATIO:
         return PolicyRatio(log=by_token, advantages=advantages, token_log=by_token.detach())
     how = options.sequence_level
     if how.advantage == "mean":

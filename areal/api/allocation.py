@@ -1,4 +1,4 @@
-"""Owns what an `allocation_mode` means: which backends run, on how many devices, in which parallel sizes."""
+"""The meaning of an `allocation_mode`: backends, their devices and their parallel sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["colocate", "decoupled_train", "train_only", "server_only", "deco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """Parallel sizes of one model. Expert layers lay ep x etp x expert-data over the same devices."""
+    """Parallel sizes of one model. Expert layers distribute ep x etp x edp over the same devices."""
 
     dp: int = 1
     tp: int = 1
@@ -50,7 +50,7 @@ class ModelAllocation:
     parallel: ParallelDims
     name: str = ""
     shares_with: int | None = None
-    """Place in `AllocationMode.allocations` of the part whose devices this one uses; None = it has its own."""
+    """Index in `AllocationMode.allocations` of the part whose devices this part shares; None = own devices."""
 
     @property
     def is_inference(self) -> bool:
@@ -58,12 +58,12 @@ class ModelAllocation:
 
     @property
     def num_replicas(self) -> int:
-        """Servers of an inference part; 1 for a trainer."""
+        """Number of servers of an inference part; 1 for a trainer."""
         return self.parallel.dp if self.is_inference else 1
 
     @property
     def instance_size(self) -> int:
-        """Devices of one server or of the whole trainer."""
+        """Number of devices of one server or of the trainer."""
         return self.parallel.world_size // self.num_replicas
 
     def __str__(self) -> str:
@@ -77,21 +77,21 @@ class AllocationMode:
 
     allocations: tuple[ModelAllocation, ...]
     evaluation: str = ""
-    """`cpu` or `eval` when servers are evaluated by a process of ours, else empty."""
+    """`cpu` or `eval` when an evaluation process uses the servers, else empty."""
 
     @staticmethod
     def parse(text: str) -> AllocationMode:
-        """Read an `allocation_mode`. Raises AllocationError with column and hint."""
+        """Parse an `allocation_mode`. Raises AllocationError with column and hint."""
         syntax = read_syntax(text)
         _check_names(text, syntax)
         allocations: list[ModelAllocation] = []
         for component in syntax.components:
             anchor = len(allocations)
-            for place, part in enumerate(component):
-                found = _allocation(text, part, shares_with=anchor if place else None)
-                size, expected = found.parallel.world_size, allocations[anchor].parallel.world_size if place else 0
-                if place and size != expected:
-                    problem = f"{found} takes {size} devices but shares {expected}"
+            for index, part in enumerate(component):
+                found = _allocation(text, part, shares_with=anchor if index else None)
+                size, expected = found.parallel.world_size, allocations[anchor].parallel.world_size if index else 0
+                if index and size != expected:
+                    problem = f"{found} needs {size} devices but shares {expected}"
                     raise AllocationError(text, part.column, problem, "parts joined by | need equal device counts")
                 allocations.append(found)
         return AllocationMode(allocations=tuple(allocations), evaluation=syntax.evaluation)
@@ -104,8 +104,8 @@ class AllocationMode:
 
     def __str__(self) -> str:
         text = ""
-        for place, allocation in enumerate(self.allocations):
-            joint = "" if place == 0 else "+" if allocation.shares_with is None else "|"
+        for index, allocation in enumerate(self.allocations):
+            joint = "" if index == 0 else "+" if allocation.shares_with is None else "|"
             text += f"{joint}{allocation}"
         return f"{text}+{self.evaluation}" if self.evaluation else text
 
@@ -121,12 +121,12 @@ class AllocationMode:
 
     @property
     def world_size(self) -> int:
-        """Devices in all; shared ones count once."""
+        """Total number of devices; shared devices count once."""
         return sum(one.parallel.world_size for one in self.allocations if one.shares_with is None)
 
     @property
     def kind(self) -> Kind:
-        """What the parts amount to."""
+        """The kind of run that the parts describe."""
         if self.evaluation:
             return "decoupled_eval"
         if self.inference is None:
@@ -149,25 +149,28 @@ def check_supported(mode: AllocationMode) -> None:
     if not alone or shape not in ([True, False], [False]):
         raise ConfigError(
             f"{mode} cannot be launched by this version: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM or "
-            "vllm:dNtK+fsdp:dM, or fsdp:dM for SFT"
+            "vllm:dNtK+fsdp:dM, or fsdp:dM for SFT",
+            code="config.unsupported",
         )
 
 
 def _check_part(one: ModelAllocation) -> None:
-    """Raise ConfigError, with what to write instead, unless this version can run the part in these sizes."""
+    """Raise ConfigError with an alternative unless this version can run the part in these sizes."""
     dims = one.parallel
     if one.backend == "megatron":
-        raise ConfigError(f"megatron is not supported by this version: use fsdp:d{dims.dp}")
+        raise _unsupported(f"megatron is not supported by this version: use fsdp:d{dims.dp}")
     if not one.is_inference and dims != ParallelDims(dp=dims.dp):
-        raise ConfigError(f"{one} has sizes this version cannot run: only data parallelism (d) is supported for fsdp")
+        raise _unsupported(f"{one} has sizes this version cannot run: fsdp supports data parallelism (d) only")
     if one.backend == "native" and dims != ParallelDims(dp=dims.dp):
         other = f"sglang:d{dims.dp}t{dims.tp * dims.pp}"
-        raise ConfigError(
-            f"{one} splits a model, but a native server holds a whole one: use native:d{dims.dp} or {other}"
-        )
+        raise _unsupported(f"{one} splits a model, and native servers cannot: use native:d{dims.dp} or {other}")
     if one.is_inference and dims != ParallelDims(dp=dims.dp, tp=dims.tp):
         instead = f"{one.backend}:d{dims.dp}t{dims.tp * dims.pp}"
-        raise ConfigError(f"{one} has pipeline stages (p), which cannot take in new weights: use {instead}")
+        raise _unsupported(f"{one} has pipeline stages (p), which do not support weight updates: use {instead}")
+
+
+def _unsupported(message: str) -> ConfigError:
+    return ConfigError(message, code="config.unsupported")
 
 
 def _written(**sizes: int) -> str:
@@ -179,7 +182,7 @@ def _check_names(text: str, syntax: Syntax) -> None:
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
-            raise AllocationError(text, part.column, f"the name {part.name!r} is given twice", "give each its own name")
+            raise AllocationError(text, part.column, f"the name {part.name!r} is used twice", "use different names")
         seen |= {part.name} - {""}
     for component in syntax.components:
         for part in component[1:]:
@@ -200,7 +203,7 @@ def _check_names(text: str, syntax: Syntax) -> None:
 
 
 def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocation:
-    """Give a part its meaning and check its sizes."""
+    """Check the sizes of a part and convert it."""
     sizes, experts = part.sizes, part.expert_sizes
     dims = ParallelDims(
         dp=sizes.get("d", 1),
@@ -212,7 +215,7 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
     )
     automatic = "megatron" if experts is not None or dims.pp > 1 or dims.ep > 1 else "fsdp"
     backend = part.backend or automatic
-    assert backend in INFERENCE_BACKENDS + TRAIN_BACKENDS  # the grammar lets nothing else through
+    assert backend in INFERENCE_BACKENDS + TRAIN_BACKENDS  # the grammar accepts no other
     if experts is not None:
         _check_experts(text, part, dims, experts)
     if backend == "fsdp" and (dims.pp > 1 or dims.ep > 1 or dims.etp > 1):
@@ -225,15 +228,15 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
 
 
 def _check_experts(text: str, part: Part, dims: ParallelDims, experts: dict[str, int]) -> None:
-    """Both halves of an attn/ffn part must cover the same devices; d and p left out in ffn are those of attn."""
+    """Both halves of an attn/ffn part must cover the same devices; ffn inherits d and p from attn."""
     pipeline = experts.get("p", dims.pp)
     if pipeline != dims.pp:
         problem = f"attn has p{dims.pp} but ffn has p{pipeline}"
-        raise AllocationError(text, part.column, problem, "give both the same p")
+        raise AllocationError(text, part.column, problem, "use the same p in both")
     data = experts.get("d", dims.dp)
     covered = data * dims.ep * dims.etp * pipeline
     if covered != dims.world_size:
         product = f"d{data} x e{dims.ep} x t{dims.etp} x p{pipeline}"
         problem = f"attn covers {dims.world_size} devices but ffn {product} covers {covered}"
-        hint = "make both products equal (d left out in ffn is that of attn)"
+        hint = "make both products equal (without d, ffn uses that of attn)"
         raise AllocationError(text, part.column, problem, hint)

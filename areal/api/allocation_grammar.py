@@ -1,4 +1,4 @@
-"""Owns the syntax of `allocation_mode`: text to parts, with an error that points at the column. No meaning yet."""
+"""The syntax of `allocation_mode`: text to parts, with errors that name the column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _TOKEN = re.compile(r"\s*(?:(?P<word>\w+)|(?P<symbol>[:+|\[\]().]))", re.ASCII)
 
 
 class AllocationError(ConfigError):
-    """An allocation_mode that cannot be read or cannot be run. Its text ends with a line that points at the place."""
+    """An allocation_mode with invalid syntax or sizes; the last line of the message marks the column."""
+
+    code = "allocation.invalid"
 
     def __init__(self, text: str, column: int, problem: str, hint: str) -> None:
         self.column = column  # counted from 1
@@ -28,19 +30,19 @@ class AllocationError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One allocation as written: `backend[name]:sizes`; backend and name may be empty."""
+    """One allocation as written: `backend[name]:sizes`; backend and name can be empty."""
 
     column: int
     backend: str
     name: str
     sizes: dict[str, int]
     expert_sizes: dict[str, int] | None
-    """Sizes of `ffn:`; None when the part is not of the attn/ffn form."""
+    """Sizes of `ffn:`; None when the part does not have the attn/ffn form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """A whole mode: components that stand beside each other, each of parts that share their devices."""
+    """A complete mode: components joined by +, each a list of parts that share devices."""
 
     components: list[list[Part]]
     evaluation: str = ""
@@ -55,7 +57,7 @@ class _Token:
 
 
 def read_syntax(text: str) -> Syntax:
-    """Parse `text` or raise AllocationError."""
+    """Parse `text`. Raises AllocationError."""
     return _Parser(text, _tokens(text)).mode()
 
 
@@ -82,7 +84,7 @@ class _Parser:
 
     def mode(self) -> Syntax:
         if not self.tokens:
-            raise AllocationError(self.text, 1, "nothing is allocated", "write for example native:d1+fsdp:d1")
+            raise AllocationError(self.text, 1, "the mode is empty", "write for example native:d1+fsdp:d1")
         components = [self._component()]
         while self._accept("+"):
             if self._word() in ("cpu", "eval") and self._word(1) is None and self._symbol(1) == "":
@@ -95,7 +97,9 @@ class _Parser:
     def _evaluation(self, components: list[list[Part]]) -> Syntax:
         parts = [part for component in components for part in component]
         if len(parts) != 1 or parts[0].backend not in INFERENCE_BACKENDS:
-            self._fail(f"{self._word()!r} stands after something else", "write one inference part: native:d2+eval")
+            self._fail(
+                f"{self._word()!r} needs exactly one inference part before it", "write for example native:d2+eval"
+            )
         return Syntax(components, evaluation=self._take())
 
     def _component(self) -> list[Part]:
@@ -113,12 +117,12 @@ class _Parser:
             name = self._name()
             self._expect("]", "close the name with ]")
         if backend or name:
-            self._expect(":", "sizes follow a colon, for example fsdp:d4")
+            self._expect(":", "write sizes after a colon, for example fsdp:d4")
         if self._symbol() == "(" or (self._word() == "attn" and self._symbol(1) == ":"):
             if name:
                 self._fail("an attn/ffn part cannot have a name", "remove the [name]")
             if backend in INFERENCE_BACKENDS:
-                self._fail(f"{backend} has no attn/ffn form", "servers take d, t and p only")
+                self._fail(f"{backend} has no attn/ffn form", "servers have sizes d, t and p only")
             attention, experts = self._hybrid()
             return Part(column, backend, name, attention, experts)
         letters = _SERVER_LETTERS if backend in INFERENCE_BACKENDS else _TRAIN_LETTERS
@@ -132,7 +136,7 @@ class _Parser:
             self._fail(f"unknown backend {word!r}", f"write {guess[0]}" if guess else f"use one of {', '.join(known)}")
         self.place += 1
         if self._symbol() == ".":
-            self._fail("the dotted form is no longer read", f"write {word}: instead of {word}.")
+            self._fail("the dotted form is not supported", f"write {word}: instead of {word}.")
         return word
 
     def _name(self) -> str:
@@ -145,7 +149,7 @@ class _Parser:
         in_parentheses = self._accept("(")
         self._keyword("attn")
         attention = self._sizes(_ATTENTION_LETTERS, "attn")
-        self._expect("|", "sizes of the experts follow: |ffn:e4")
+        self._expect("|", "write the expert sizes: |ffn:e4")
         self._keyword("ffn")
         experts = self._sizes(_EXPERT_LETTERS, "ffn")
         if in_parentheses:
@@ -156,7 +160,7 @@ class _Parser:
         if self._word() != word:
             self._fail(f"{word!r} is missing", "write (attn:d2t2|ffn:d1e4)")
         self.place += 1
-        self._expect(":", f"write {word}: and its sizes")
+        self._expect(":", f"write {word}: followed by its sizes")
 
     def _sizes(self, allowed: str, owner: str) -> dict[str, int]:
         """One or more letter-number pairs, with or without blanks between them."""
@@ -175,14 +179,14 @@ class _Parser:
             while (place := place + 1) < len(characters) and characters[place][0].isdigit():
                 digits += characters[place][0]
             if not digits or digits[0] == "0":
-                problem = f"{letter}{digits} is no size" if digits else f"a number is missing after {letter!r}"
+                problem = f"{letter}{digits} is not a size" if digits else f"a number is missing after {letter!r}"
                 raise AllocationError(self.text, column, problem, f"write {letter}1 or more, without a leading zero")
             sizes[letter] = int(digits)
         return sizes
 
     def _check_letter(self, letter: str, column: int, allowed: str, owner: str, seen: dict[str, int]) -> None:
         if letter in seen:
-            problem, hint = f"{letter!r} ({LETTERS[letter]}) is given twice", "give each size once"
+            problem, hint = f"{letter!r} ({LETTERS[letter]}) is repeated", "write each size once"
         elif letter in allowed:
             return
         elif letter.lower() in LETTERS and letter != letter.lower():
@@ -191,7 +195,7 @@ class _Parser:
             problem, hint = f"{owner} has no {LETTERS[letter]} size", f"use only {', '.join(allowed)}"
         else:
             choices = ", ".join(f"{one} ({LETTERS[one]})" for one in allowed)
-            problem, hint = f"{letter!r} is no size of {owner}", f"sizes are {choices}"
+            problem, hint = f"{letter!r} is not a size of {owner}", f"sizes are {choices}"
         raise AllocationError(self.text, column, problem, hint)
 
     def _word(self, ahead: int = 0) -> str | None:

@@ -1,7 +1,7 @@
-"""Owns the tensor records of training. Packed: the sequences of a batch lie one after another, without padding.
+"""The tensor records of training. Batches are packed: sequences are concatenated without padding.
 
-Alignment: every per-token tensor here is *predicted-token aligned*: position t speaks about token t+1 of the same
-sequence, and the last position of each sequence holds 0 / False. T tokens in all, S sequences.
+Alignment: every per-token tensor here is *predicted-token aligned*: position t refers to token t+1 of the same
+sequence, and the last position of each sequence is 0 / False. T is the number of tokens, S the number of sequences.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ PER_SEQUENCE = MappingProxyType({"per": "sequence"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's share of a batch. A stage that learns a new fact makes a new record by `dataclasses.replace`.
+    """One rank's share of a batch. Stages add fields with `dataclasses.replace`.
 
-    Every tensor but the two that say where sequences lie is declared PER_TOKEN or PER_SEQUENCE (its rows): whatever
-    cuts or moves a batch goes through `mapped`, and so knows of a new field at once.
+    Every tensor except the two that locate sequences is declared PER_TOKEN or PER_SEQUENCE (its rows). All code that
+    splits or moves a batch uses `mapped`, so that it covers new fields.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, starts with 0, ends with T
     sequence_index: Tensor  # [T] int64: which of the S sequences position t belongs to
     input_ids: Tensor = field(metadata=PER_TOKEN)  # [T] int64
-    loss_mask: Tensor = field(metadata=PER_TOKEN)  # [T] bool: token t+1 is trained on
+    loss_mask: Tensor = field(metadata=PER_TOKEN)  # [T] bool: token t+1 is trained
     rollout_logprobs: Tensor = field(metadata=PER_TOKEN)  # [T] float32
-    output_versions: Tensor = field(metadata=PER_TOKEN)  # [T] int64: version that made token t+1, -1 if none did
+    output_versions: Tensor = field(metadata=PER_TOKEN)  # [T] int64: policy version of token t+1, -1 if not generated
     rewards: Tensor = field(metadata=PER_SEQUENCE)  # [S] float32
     group_ids: Tensor = field(metadata=PER_SEQUENCE)  # [S] int64, unique over all ranks
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
     baselines: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
-    """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN where none was drawn."""
+    """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN if there is none."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher
@@ -49,13 +49,15 @@ class TrainBatch:
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
-    behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of policy losses
+    behaviour_weights: Tensor | None = field(
+        default=None, metadata=PER_TOKEN
+    )  # [T] float32, factors of the policy loss
     ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
-    chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, a policy loss treats them apart
+    chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, selected by a policy loss
     version: int = 0
-    """Policy version at the start of the update that this batch is for."""
+    """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0
-    """Part of that update's optimiser steps that come before this minibatch, below 1."""
+    """Fraction of that update's optimiser steps before this minibatch, below 1."""
     candidate_ids: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] int64, see OutputSpec.candidates
     prox_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the policy's
     ref_candidate_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T, k] float32, the reference's
@@ -69,11 +71,11 @@ class TrainBatch:
         cu_seqlens: Tensor,
         sequence_index: Tensor,
     ) -> TrainBatch:
-        """The batch with `token` applied to every tensor that has one row a token, `sequence` to the others."""
+        """The batch with `token` applied to every PER_TOKEN tensor and `sequence` to every PER_SEQUENCE tensor."""
         apply = {"token": token, "sequence": sequence}
         changed: dict[str, Tensor] = {}
         for entry in fields(self):
-            # over the declaration, not over names written down again: a new field cannot be forgotten here
+            # iterates over the declared fields, so that a new field is included
             value: Tensor | None = getattr(self, entry.name)
             if value is not None and "per" in entry.metadata:
                 changed[entry.name] = apply[entry.metadata["per"]](value)
@@ -81,9 +83,9 @@ class TrainBatch:
 
     @property
     def trained(self) -> Tensor:
-        """[T] bool: the answer tokens that the policy loss and its denominator count; filters take some of loss_mask.
+        """[T] bool: the tokens in the policy loss and its denominator: loss_mask minus the tokens that filters exclude.
 
-        Rewards, advantages and the critic go by loss_mask: a token that the policy does not learn from still happened.
+        Rewards, advantages and the critic use loss_mask.
         """
         return self.loss_mask if self.policy_mask is None else self.policy_mask
 
@@ -114,51 +116,53 @@ class MicroBatch:
     position_ids: Tensor  # [T] int64, restarts at 0 in every sequence
     max_seqlen: int
     source_index: list[int]
-    """For each sequence its place in the batch that was cut."""
+    """For each sequence its index in the batch that was split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """What a policy's passes give besides log-probabilities and a detached entropy; the defaults ask for nothing more.
+    """Outputs of a policy in addition to log-probabilities and a detached entropy; the defaults add none.
 
-    Every entry changes `TrainEngine.forward` (values on the CPU) and `forward_backward` (with gradients) alike.
+    Every field applies to `TrainEngine.forward` (values on the CPU) and `forward_backward` (with gradients).
     """
 
     entropy_grad: bool = False
     """`TokenOutputs.entropy` carries a gradient."""
     entropy_clamp: float = 0.0
-    """Above 0: also `clamped_entropy`, of the distribution renormalised without the int(V * entropy_clamp) least likely
-    tokens of each position (AEnt, arXiv 2509.03493); below 1."""
+    """Above 0: also `clamped_entropy`, the entropy of the distribution renormalised without the int(V * entropy_clamp)
+    least likely tokens of each position (AEnt, arXiv 2509.03493); below 1."""
     squared_sums: bool = False
-    """`TokenOutputs.squared_sums` are given."""
+    """Also `TokenOutputs.squared_sums`."""
     candidates: int | None = None
-    """k > 0: log-probabilities of k tokens at every position: those of `TrainBatch.candidate_ids` when the batch has
-    them, of any width, else the k most likely. The choice is made in `forward` only; `forward_backward` wants the ids.
-    0: of the whole vocabulary in the order of ids, unless the batch has candidate_ids. That makes float32 [T, V]: at
-    V = 152k 0.6 GB per 1000 tokens of a micro-batch, twice in its backward pass, and of the whole batch in `forward`.
+    """k > 0: log-probabilities of k tokens at every position: those of `TrainBatch.candidate_ids` if present, of any
+    width, else the k most likely. Only `forward` selects them; `forward_backward` requires the ids.
+    0: of the whole vocabulary in the order of ids, unless the batch has candidate_ids. The result is float32 [T, V]:
+    with V = 152k 0.6 GB per 1000 tokens, of a micro-batch (twice in its backward pass) or the whole batch (`forward`).
     """
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.entropy_clamp < 1.0:
-            raise ValueError(f"entropy_clamp is a part of the vocabulary, from 0 to below 1, got {self.entropy_clamp}")
+            raise ValueError(
+                f"entropy_clamp is a fraction of the vocabulary, from 0 to below 1, got {self.entropy_clamp}"
+            )
         if self.candidates is not None and self.candidates < 0:
             raise ValueError(f"candidates is a number of tokens, 0 for all or None for none, got {self.candidates}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutputs:
-    """What a model says about a packed batch; float32, predicted-token aligned, 0 at the end of each sequence.
+    """Outputs of a model for a packed batch: float32, predicted-token aligned, 0 at the end of each sequence.
 
-    `scores` alone are aligned to the text itself: the one at the last token is the score of the whole sequence.
+    Only `scores` are token aligned: the value at the last token is the score of the whole sequence.
     """
 
     logprobs: Tensor | None = None  # [T] log_softmax(logits / T)[token t+1]; None for a critic
     entropy: Tensor | None = None  # [T] of the same distribution, detached by default; None for a critic
     values: Tensor | None = None  # [T] critic only
-    scores: Tensor | None = None  # [T] reward model only: of the text up to and with token t
+    scores: Tensor | None = None  # [T] reward model only: score of the text up to and including token t
     clamped_entropy: Tensor | None = None  # [T] OutputSpec.entropy_clamp
     squared_sums: Tensor | None = None  # [T] sum of p^2 over the vocabulary, no gradient; OutputSpec.squared_sums
-    candidate_ids: Tensor | None = None  # [T, k] int64, OutputSpec.candidates; most likely first where chosen here
+    candidate_ids: Tensor | None = None  # [T, k] int64, OutputSpec.candidates; most likely first if `forward` selects
     candidate_logprobs: Tensor | None = None  # [T, k]; k = V for the whole vocabulary
 
 

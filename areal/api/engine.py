@@ -1,4 +1,4 @@
-"""Owns the protocols through which packages meet: training engine, generation engine, fleet, weight channel."""
+"""Protocols between packages: train engine, inference engine, fleet, weight channel."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainEngine(Protocol):
 
 
 class InferenceEngine(Protocol):
-    """Whatever generates: a fleet of servers, an embedded engine, a simulation."""
+    """Generates answers: a fleet of servers, an embedded engine, or a simulation."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse: ...
     @property
@@ -80,26 +80,26 @@ class InferenceFleet(InferenceEngine, Protocol):
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Bring every live replica to `update.version`; returns when each serves it. WeightSyncError otherwise."""
+        """Update every live replica to `update.version` and wait until each serves it. Raises WeightSyncError."""
         ...
 
     def live_replicas(self, version: int) -> list[str]:
-        """Ids of the replicas that an update to `version` must reach, for `WeightUpdate.replicas`: alive, and not
-        serving that version already."""
+        """Names of the replicas that need an update to `version` (for `WeightUpdate.replicas`): alive, at another
+        version."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """JSON-ready: per replica its name, address, health, version, running requests."""
+        """State of the fleet for JSON: name, address, health, version and running requests of every replica."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
-    """What a weight channel needs of a train engine, on every rank."""
+    """The part of a train engine that a weight channel uses, on every rank."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `TrainEngine.named_weights`: every rank goes through to the end."""
+        """As `TrainEngine.named_weights`: every rank iterates to the end."""
         ...
 
     def weight_specs(self) -> list[WeightSpec]:
@@ -112,10 +112,10 @@ class WeightSource(Protocol):
 
 
 class WeightChannel(Protocol):
-    """The trainer's end of a weight publication. Every rank calls it; rank 0 talks to the controller."""
+    """Publishes the trainer's weights. Every rank calls it; rank 0 communicates with the controller."""
 
     def publish(self, version: int) -> None:
-        """Make the engine's current weights policy `version` on every serving replica."""
+        """Install the engine's current weights as policy `version` on every serving replica."""
         ...
 
     def close(self) -> None: ...

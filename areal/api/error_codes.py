@@ -23,6 +23,9 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Check the reward function and the model; for remax, check that the workflow generates greedy answers.",
     ),
     # allocation
+    "allocation.invalid": ErrorCode(
+        "allocation_mode has invalid syntax or contradictory sizes.", "Follow the hint at the marked column."
+    ),
     # checkpoint
     # config
     "config.bad_override": ErrorCode(
@@ -69,8 +72,8 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Correct the name, set the environment variable, or write the value.",
     ),
     "config.unsupported": ErrorCode(
-        "A key of AReaL asks for something that this version does not have.",
-        "Remove the key, or use what the message names in its place.",
+        "The configuration needs a feature that this version does not have.",
+        "Remove the option, or use the alternative in the message.",
     ),
     "config.wrong_type": ErrorCode(
         "A value has another type than its option, or cannot be stored.",
@@ -294,6 +297,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "workflow.missing_parameter": ErrorCode(
         "An option needs a parameter that the constructor of the workflow does not have.",
         "Use a built-in workflow, add the parameter, or remove the option.",
+    ),
+    "workflow.no_evaluation": ErrorCode(
+        "The workflow does not define for_evaluation, and the run evaluates.",
+        "Define for_evaluation(gconfig), pass an eval_workflow to PPOTrainer.train, or remove valid_dataset.",
     ),
     "workflow.not_a_workflow": ErrorCode(
         "The class or function at `workflow` does not create a RolloutWorkflow.",

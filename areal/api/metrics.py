@@ -1,4 +1,4 @@
-"""Owns the metric record: a number that carries its own reduction, so that nobody has to guess it later."""
+"""The metric record: a number with the reduction that merges it over micro-batches, minibatches and ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A partial statistic that can be merged over micro-batches, mini-batches and ranks.
+    """A partial statistic.
 
-    mean: `total / count`; sum: `total`; max and min: `total` holds the extreme seen (count 0 = nothing seen).
+    mean: `total / count`; sum: `total`; max and min: `total` is the extreme value (count 0 = no value).
     """
 
     total: float
@@ -24,7 +24,7 @@ class Metric:
         return self.total
 
     def merge(self, other: Metric) -> Metric:
-        """Combine two parts of one statistic. Raises ValueError when their kinds differ."""
+        """Merge two parts of one statistic. Raises ValueError if their kinds differ."""
         if self.kind != other.kind:
             raise ValueError(f"cannot merge a {self.kind} metric with a {other.kind} metric")
         if self.count == 0:
@@ -40,7 +40,7 @@ Metrics = dict[str, Metric]
 
 
 def merge_metrics(*parts: Metrics) -> Metrics:
-    """Merge dictionaries of metrics key by key; keys may be missing in some parts."""
+    """Merge metrics by key; a key can be missing in some parts."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -49,5 +49,5 @@ def merge_metrics(*parts: Metrics) -> Metrics:
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """The plain number of every metric."""
+    """The value of every metric."""
     return {name: metric.value for name, metric in metrics.items()}

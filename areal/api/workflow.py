@@ -1,4 +1,4 @@
-"""Owns what users write: a workflow that makes one episode, and a reward function that scores one answer."""
+"""Interfaces that users implement: workflows, reward functions and filters of groups."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from areal.api.errors import ConfigError
 RewardFn = Callable[..., float | Mapping[str, Any]]
 """`f(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row) -> float`.
 
-A plain function at module level; the columns of the dataset row arrive as keywords. It may return a mapping instead
-(verl's form): `score` is the reward, other numbers become metrics, what is no number is left out.
+A module-level function; the columns of the dataset row are keyword arguments. It can return a mapping instead (verl's
+form): `score` is the reward, other numbers become metrics, other values are ignored.
 """
 
 AcceptFn = Callable[[TrajectoryGroup], bool]
-"""Decides after scoring whether a group is trained on; False rejects the episode and gives its room back."""
+"""Called after scoring: whether a group is trained on. False rejects the episode and releases its capacity."""
 
 
 class RolloutWorkflow(ABC):
-    """Turns one dataset row into a scored group of trajectories. One instance runs many episodes at once."""
+    """Generates and scores a group of trajectories for one dataset row. One instance runs many episodes at once."""
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup | None:
-        """Run one episode on row `data`. None rejects it; an exception fails it, and only it."""
+        """Run one episode on row `data`. None rejects the episode; an exception fails only this episode."""
 
-    def check_row(self, row: dict[str, Any]) -> None:  # noqa: B027 - a workflow may have nothing to check
-        """Raise InputError when no episode can be run on `row`. Called by `check_rows` on the first one."""
+    def check_row(self, row: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Raise InputError if no episode can run on `row`. `check_rows` calls it with the first row."""
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Raise InputError when episodes cannot be run on a dataset. Called before anything starts."""
+        """Raise InputError if episodes cannot run on a dataset. Called before any process starts."""
         for row in rows[:1]:
             self.check_row(row)
 
-    async def aclose(self) -> None:  # noqa: B027 - most workflows own nothing
-        """Release what the workflow owns (worker pools, sandboxes). Called once, by the controller."""
+    async def aclose(self) -> None:  # noqa: B027 - optional
+        """Release the resources of the workflow (worker pools, sandboxes). The controller calls it once."""
 
     def for_evaluation(self, gconfig: Any) -> RolloutWorkflow:
-        """The same workflow with other sampling settings (`GenerationHyperparameters`), one sample a prompt."""
+        """The same workflow with other sampling settings (`GenerationHyperparameters`), one answer per prompt."""
         raise ConfigError(
-            f"{type(self).__name__} does not support evaluation: define its for_evaluation(gconfig), give "
-            "PPOTrainer.train an eval_workflow that does, or remove valid_dataset"
+            f"{type(self).__name__} does not support evaluation: define for_evaluation(gconfig), pass an eval_workflow "
+            "to PPOTrainer.train, or remove valid_dataset",
+            code="workflow.no_evaluation",
         )

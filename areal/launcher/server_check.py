@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.fleet.backends import BACKENDS, backend_named
+from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend
 from areal.fleet.server_command import server_python
 from areal.fleet.server_flags import ignored_flags
@@ -73,15 +73,9 @@ def server_problems(
 
 
 def notices(config: PPOConfig) -> list[str]:
-    """The parts of the configuration that have no effect on the servers of this run, one line each."""
+    """The flags that have no effect on the servers of this run, one line for each reason."""
     backend = backend_named(config.server_backend)
-    defaults = type(config)
-    unused = [name for name in BACKENDS if name != backend.name and getattr(config, name) != _default(defaults, name)]
-    if config.server_python and (backend.flags is None or config.rollout.server_addrs):
-        unused.append("server_python")
     found: list[str] = []
-    if unused:
-        found.append(f"no effect with allocation_mode={config.allocation_mode}: {', '.join(unused)}")
     if backend.flags is not None:
         section = config.server_flags
         if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, section)]:
@@ -89,10 +83,6 @@ def notices(config: PPOConfig) -> list[str]:
         if config.rollout.server_addrs and section:
             found.append(f"{backend.name}: describes servers that already run; areal does not start them")
     return [f"areal: {text}" for text in found]
-
-
-def _default(kind: type[PPOConfig], name: str) -> Any:
-    return kind.__dataclass_fields__[name].default_factory()  # type: ignore[misc]
 
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:

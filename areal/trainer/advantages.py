@@ -61,7 +61,7 @@ def with_advantages(
         bootstrap=bootstrap_values(batch) if config.mask_no_eos_with_zero else None,
     )
     policy_lambda: float | Tensor = recipe.gae_lambda
-    if config.gae_length_alpha is not None:
+    if config.gae_length_alpha is not None and config.adv_estimator == "gae":
         lengths = trained_counts(mask, sequence_index, batch.num_sequences)
         policy_lambda = adaptive_lambda(lengths, config.gae_length_alpha)
     result = estimate(gae_lambda=policy_lambda)

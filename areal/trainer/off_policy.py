@@ -47,7 +47,7 @@ def prox_errors(logprobs: Tensor, batch: TrainBatch | None, config: PPOActorConf
 
     `logprobs` [T] of the policy in training. `batch` None: T = 0, for the names.
     """
-    if config.prox_logp_method != "metrics":
+    if config.prox_logp_method != "metrics" or not is_around_prox(config):
         return {}
     if batch is None:
         return approximation_errors(logprobs, logprobs, logprobs, logprobs, logprobs.bool())
@@ -123,7 +123,8 @@ def late_correction(tokens: PolicyTokens, config: PPOActorConfig) -> Correction 
     """
     options = correction_of(config)
     in_training = options is not None and options.numerator == "training"
-    if options is None or not (in_training or config.prox_logp_method == "loglinear"):
+    is_guessed = config.prox_logp_method == "loglinear" and is_around_prox(config)
+    if options is None or not (in_training or is_guessed):
         return None
     spans = Spans(tokens.mask, tokens.sequence_index, tokens.num_sequences)
     numerator = tokens.logprobs if in_training else tokens.old_logprobs

@@ -45,6 +45,13 @@ def test_ppo_and_gspo_are_told_apart_by_the_level_alone(kit):
     assert not torch.equal(gspo, kit.loss_of(tokens).losses)
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "gmpo", "gpg", "topr", "kimi15", "dppo"])
+def test_a_loss_without_a_sequence_ratio_ignores_the_level(kit, name):
+    tokens = kit.random_tokens(2)
+    level = kit.loss_of(tokens, policy_loss=name, importance_sampling_level="sequence").losses
+    assert torch.equal(level, kit.loss_of(tokens, policy_loss=name).losses)
+
+
 @pytest.mark.parametrize(
     ("options", "path"),
     [

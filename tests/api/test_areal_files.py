@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from areal.api.config import GRPOConfig, SFTConfig, load_config, load_experiment
+from areal.api.config.policy_losses import POLICY_LOSSES
+from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 
 NAMES = """
@@ -316,3 +318,33 @@ def test_typing_errors_in_old_sections_are_still_found(grpo) -> None:
         grpo("actor.m2_treshold=0.1")
     assert caught.value.code == "config.unknown_key"
     assert caught.value.problems[0].suggestion == "actor.m2_threshold"
+
+
+def unused(config: GRPOConfig) -> set[str]:
+    return {one.path for one in options_without_effect(config)}
+
+
+def test_the_sapo_recipe_loads_with_its_clip(grpo) -> None:
+    config = grpo("actor.use_sapo_loss=true", "actor.eps_clip=0.4", "actor.use_decoupled_loss=false")
+    assert config.actor.policy_loss == "sapo"
+    assert {"actor.eps_clip", "actor.behav_imp_weight_cap"} <= unused(config)
+
+
+def test_the_synchronous_recipe_loads_with_its_cap(grpo) -> None:
+    config = grpo("actor.use_decoupled_loss=false", "rollout.max_head_offpolicyness=0")
+    assert "actor.behav_imp_weight_cap" in unused(config)
+    assert "actor.behav_imp_weight_cap" not in unused(grpo())
+
+
+def test_a_switched_off_penalty_may_keep_its_length(grpo) -> None:
+    config = grpo("actor.overlong_reward_penalty=false", "actor.overlong_tokens=4096")
+    assert "actor.overlong_tokens" in unused(config)
+
+
+@pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if name != "custom"])
+def test_one_file_serves_every_policy_loss(grpo, loss: str) -> None:
+    given = ["actor.c_clip=3", "actor.eps_clip_higher=0.3", "actor.sapo.tau_pos=2", "actor.aipo.rho=4"]
+    config = grpo(*given, f"actor.policy_loss={loss}")
+    assert config.actor.policy_loss == loss
+    assert ("actor.eps_clip" in unused(config)) == (loss in ("sapo", "aipo", "gpg", "kl_cov", "topr", "kimi15"))
+    assert ("actor.sapo.tau_pos" in unused(config)) == (loss != "sapo")

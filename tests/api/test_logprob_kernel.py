@@ -29,24 +29,23 @@ def test_liger_is_taken_where_only_log_probabilities_are_needed(path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "text"),
+    "overrides",
     [
-        (["gconfig.temperature=0.7", "actor.temperature=0.7"], "actor.logprob_kernel.*temperature is 0.7"),
-        (["actor.entropy_coef=0.01"], "actor.logprob_kernel.*log-probabilities only"),
-        (["ref={path: x}", "actor.kl_estimator=full"], "actor.logprob_kernel.*log-probabilities only"),
-        (
-            ["ref={path: x}", "actor.kl_loss_coef=0.1", "actor.kl_loss_estimator=full"],
-            "actor.logprob_kernel.*log-probabilities only",
-        ),
-        (["actor.logprob_kernel=cuda"], "actor.logprob_kernel"),
+        ["gconfig.temperature=0.7", "actor.temperature=0.7"],
+        ["actor.entropy_coef=0.01"],
+        ["ref={path: x}", "actor.kl_estimator=full", "actor.kl_top_k=8"],
+        ["ref={path: x}", "actor.kl_loss_coef=0.1", "actor.kl_loss_estimator=full", "actor.kl_top_k=8"],
+        ["actor.logprob_kernel=cuda"],
     ],
 )
-def test_what_liger_cannot_give_is_refused(path, overrides, text):
-    with pytest.raises(ConfigError, match=text):
+def test_what_liger_cannot_give_is_refused(path, overrides):
+    with pytest.raises(ConfigError) as caught:
         load_config(["--config", str(path), *overrides], GRPOConfig)
+    assert [problem.path for problem in caught.value.problems] == ["actor.logprob_kernel"]
 
 
 def test_a_critic_has_no_log_probabilities(path):
     critic = "critic={path: /models/tiny, optimizer: {lr: 1e-4}, logprob_kernel: liger}"
-    with pytest.raises(ConfigError, match=r"critic\.logprob_kernel.*critic has none"):
+    with pytest.raises(ConfigError) as caught:
         load_config(["--config", str(path), "actor.adv_estimator=gae", critic], PPOConfig)
+    assert [problem.path for problem in caught.value.problems] == ["critic.logprob_kernel"]

@@ -1,10 +1,11 @@
-"""Options of the loss assembly that have no effect, or no meaning, in their combination are refused by name."""
+"""Options of the loss assembly: contradictions are refused, options without effect are listed, both by name."""
 
 import pytest
 
 from areal.api.config import GRPOConfig, load_config
 from areal.api.config.convert import read
 from areal.api.config.loss_assembly import AGGREGATIONS, AssemblyOptions
+from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 
 FILE = """
@@ -52,29 +53,50 @@ def test_these_load(load, overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "path", "code"),
     [
-        (["actor.loss_aggregation=seq-mean-token-sum-norm"], "actor.loss_scale_tokens: is null"),
-        (["critic.loss_aggregation=seq-mean-token-sum-norm"], "critic.loss_scale_tokens: is null"),
-        (["actor.loss_scale_tokens=64"], "actor.loss_scale_tokens: has no effect with loss_aggregation=token-mean"),
-        (["actor.loss_aggregation=mean"], "use one of token-mean, token-sum, seq-mean-token-sum"),
-        (["actor.entropy_clamp=0.2"], "actor.entropy_clamp: has no effect without an entropy bonus"),
-        (["actor.entropy_coef=0.01", "actor.entropy_clamp=1.0"], "actor.entropy_clamp: 1.0 is not allowed"),
-        (["actor.adaptive_entropy={coef_low: 0.001}"], "actor.entropy_coef: 0 is outside of adaptive_entropy.coef_low"),
-        (["actor.entropy_coef=1", "actor.adaptive_entropy={}"], "actor.entropy_coef: 1 is outside"),
-        (["actor.adaptive_entropy={entropy_low: 2}"], "actor.adaptive_entropy.entropy_low: 2.0 is above entropy_high"),
-        (["actor.adaptive_entropy={coef_low: 1}"], "actor.adaptive_entropy.coef_low: 1.0 is above coef_high"),
-        (["actor.target_kl=0.1", "actor.ppo_n_minibatches=1"], "actor.target_kl: has no effect on a single optimiser"),
-        (["actor.dynamic_sampling=true", "gconfig.n_samples=1"], "actor.dynamic_sampling: leaves out groups of equal"),
-        (["actor.shared_prefix_min_tokens=2", "gconfig.n_samples=1"], "actor.shared_prefix_min_tokens: compares"),
-        (["actor.shared_prefix_min_tokens=64"], "actor.shared_prefix_min_tokens: 64 is as long as an answer can be"),
-        (["critic.warmup_steps=6", "total_train_steps=6"], "critic.warmup_steps: 6 leaves the policy no step"),
+        (["actor.loss_aggregation=seq-mean-token-sum-norm"], "actor.loss_scale_tokens", "config.missing_requirement"),
+        (["critic.loss_aggregation=seq-mean-token-sum-norm"], "critic.loss_scale_tokens", "config.missing_requirement"),
+        (["actor.loss_aggregation=mean"], "actor.loss_aggregation", "config.not_a_choice"),
+        (["actor.entropy_coef=0.01", "actor.entropy_clamp=1.0"], "actor.entropy_clamp", "config.out_of_range"),
+        (["actor.adaptive_entropy={coef_low: 0.001}"], "actor.entropy_coef", "config.conflict"),
+        (["actor.entropy_coef=1", "actor.adaptive_entropy={}"], "actor.entropy_coef", "config.conflict"),
+        (
+            ["actor.entropy_coef=0.001", "actor.adaptive_entropy={entropy_low: 2}"],
+            "actor.adaptive_entropy.entropy_low",
+            "config.conflict",
+        ),
+        (["actor.dynamic_sampling=true", "gconfig.n_samples=1"], "actor.dynamic_sampling", "config.conflict"),
+        (["critic.warmup_steps=6", "total_train_steps=6"], "critic.warmup_steps", "config.conflict"),
     ],
 )
-def test_these_are_refused_by_name(load, overrides, expected):
+def test_these_are_refused_by_name(load, overrides, path, code):
     with pytest.raises(ConfigError) as caught:
         load(*overrides)
-    assert expected in str(caught.value)
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [(path, code)]
+
+
+def test_bounds_of_the_entropy_coefficient_are_in_order(load):
+    with pytest.raises(ConfigError) as caught:
+        load("actor.adaptive_entropy={coef_low: 1}")
+    paths = {problem.path for problem in caught.value.problems}
+    assert paths == {"actor.entropy_coef", "actor.adaptive_entropy.coef_low"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["actor.loss_scale_tokens=64"], "actor.loss_scale_tokens"),
+        (["critic.loss_scale_tokens=64"], "critic.loss_scale_tokens"),
+        (["actor.entropy_clamp=0.2"], "actor.entropy_clamp"),
+        (["actor.target_kl=0.1", "actor.ppo_n_minibatches=1"], "actor.target_kl"),
+        (["actor.shared_prefix_min_tokens=2", "gconfig.n_samples=1"], "actor.shared_prefix_min_tokens"),
+        (["actor.shared_prefix_min_tokens=64"], "actor.shared_prefix_min_tokens"),
+    ],
+)
+def test_these_are_listed_by_name(load, overrides, path):
+    config = load(*overrides)
+    assert [one.path for one in options_without_effect(config)] == [path]
 
 
 def test_every_aggregation_can_be_configured():

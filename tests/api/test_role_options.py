@@ -1,8 +1,9 @@
-"""Options of advantages and of the frozen roles that their combination leaves without effect are refused by name."""
+"""Options of advantages and of the frozen roles: contradictions are refused, options without effect are listed."""
 
 import pytest
 
 from areal.api.config import GRPOConfig, load_config
+from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 
 FILE = """
@@ -51,27 +52,52 @@ def test_these_load(load, overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "path", "code"),
     [
-        ([TEACHER, CRITIC], "critic: has no effect with teacher.rl_weight=0"),
-        ([TEACHER, "actor.kl_ctl=0.1"], "actor.kl_ctl: 0.1 is a penalty in the reward, which teacher.rl_weight=0"),
-        ([TEACHER, "actor.adv_estimator=grpo"], "actor.adv_estimator: has no effect with teacher.rl_weight=0"),
-        ([TEACHER, "actor.adv_norm={}"], "actor.adv_norm: has no effect with teacher.rl_weight=0"),
-        ([TEACHER, "actor.reward_bias=1"], "actor.reward_bias: has no effect with teacher.rl_weight=0"),
-        ([JUDGE, "actor.adv_estimator=remax"], "actor.adv_estimator: remax compares with the greedy answer, which the"),
-        ([JUDGE, "reward_fn=", "rollout.should_accept_fn=mixed_rewards"], "rollout.should_accept_fn: looks at rewards"),
-        ([*OVERLONG, "actor.overlong_tokens=65"], "actor.overlong_tokens: 65 is more than an answer can have"),
-        (["actor.overlong_tokens=8"], "actor.overlong_tokens: has an effect only with overlong_reward_penalty=true"),
-        (["actor.overlong_penalty_factor=8"], "actor.overlong_penalty_factor: has an effect only with overlong"),
-        ([*CUT, "actor.adv_estimator=grpo"], "actor.mask_no_eos_with_zero: has no effect, since actor.mask_truncated"),
-        (["actor.adv_norm.mean_level=group", "gconfig.n_samples=1"], "actor.adv_norm: compares the answers of a group"),
+        ([JUDGE, "actor.adv_estimator=remax"], "actor.adv_estimator", "config.conflict"),
+        (
+            [JUDGE, "reward_fn=", "rollout.should_accept_fn=mixed_rewards"],
+            "rollout.should_accept_fn",
+            "config.conflict",
+        ),
+        ([*OVERLONG, "actor.overlong_tokens=65"], "actor.overlong_tokens", "config.conflict"),
+        (OVERLONG, "actor.overlong_tokens", "config.missing_requirement"),
+        (["actor.adv_norm.mean_level=group", "gconfig.n_samples=1"], "actor.adv_norm", "config.conflict"),
+        ([CRITIC, "actor.adv_estimator=grpo"], "critic", "config.conflict"),
         (
             ["actor.kl_ctl=0.1", "actor.kl_estimator=full", "actor.kl_top_k=8", "ref.logprob_kernel=liger"],
-            "ref.logprob_kernel: is liger, which gives log-probabilities only",
+            "ref.logprob_kernel",
+            "config.conflict",
         ),
     ],
 )
-def test_what_has_no_effect_is_refused_by_name(load, overrides, expected):
+def test_what_cannot_work_is_refused_by_name(load, overrides, path, code):
     with pytest.raises(ConfigError) as error:
         load(*overrides)
-    assert expected in str(error.value)
+    assert [(problem.path, problem.code) for problem in error.value.problems] == [(path, code)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "paths"),
+    [
+        ([TEACHER, CRITIC], ["critic"]),
+        ([TEACHER, "actor.adv_estimator=grpo"], ["actor.adv_estimator"]),
+        ([TEACHER, "actor.adv_norm={}"], ["actor.adv_norm"]),
+        ([TEACHER, "actor.reward_bias=1"], ["actor.reward_bias"]),
+        (["actor.adv_estimator=grpo", "actor.reward_norm={}", "actor.gae_lambda=0.9"],
+         ["actor.reward_norm", "actor.gae_lambda"]),
+        (["actor.gae_length_alpha=0.05", "actor.gae_lambda=0.9"], ["actor.gae_lambda"]),
+        (["actor.overlong_tokens=8"], ["actor.overlong_tokens"]),
+        (["actor.overlong_penalty_factor=8"], ["actor.overlong_penalty_factor"]),
+        ([*CUT, "actor.adv_estimator=grpo"], ["actor.mask_no_eos_with_zero"]),
+        ([*CUT, CRITIC], []),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_listed_by_name(load, overrides, paths):
+    config = load(*overrides)
+    # the file has kl_ctl=0, so its reference is not used
+    assert [one.path for one in options_without_effect(config) if one.path != "ref"] == paths
+
+
+def test_a_penalty_in_the_reward_needs_the_advantages_of_rewards(load):
+    assert "actor.kl_ctl" in [one.path for one in options_without_effect(load(TEACHER, "actor.kl_ctl=0.2"))]

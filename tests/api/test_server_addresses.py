@@ -37,31 +37,24 @@ def test_addresses_of_servers(text: str, url: str) -> None:
     assert server_url(text) == url
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("https://h:80", "areal speaks plain HTTP, not https"),
-        ("h", "it names no port"),
-        ("h:0", "it names no port"),
-        ("h:x", "Port could not be cast"),
-        ("h:80/v1", "something follows the port"),
-        (":80", "it names no host"),
-        ("a b:80", "it names no host"),
-    ],
-)
-def test_what_is_no_address(load, text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^rollout.server_addrs: {text!r} is no address of a server \({why}"):
+@pytest.mark.parametrize("text", ["https://h:80", "h", "h:0", "h:x", "h:80/v1", ":80", "a b:80"])
+def test_what_is_no_address(load, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load(f"rollout.server_addrs=['{text}']")
+    assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
+    assert repr(text) in str(caught.value)
+    with pytest.raises(ValueError):  # noqa: PT011 - the reason is part of the message above
+        server_url(text)
 
 
 def test_addresses_are_as_many_as_allocated(load) -> None:
     assert load("allocation_mode=sglang:d2t4+fsdp:d1", "rollout.server_addrs=['h:1', 'h:2']").rollout.server_addrs
-    with pytest.raises(
-        ConfigError, match=r"names 2 servers, but allocation_mode=sglang:d1t4\+d1 has 1: write sglang:d2t4"
-    ):
+    with pytest.raises(ConfigError, match=r"write sglang:d2t4") as caught:
         load("allocation_mode=sglang:d1t4+d1", "rollout.server_addrs=['h:1', 'h:2']")
+    assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
 
 
 def test_an_address_stands_for_one_server(load) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.server_addrs: 'http://h:1' is given twice"):
+    with pytest.raises(ConfigError, match=r"'http://h:1'") as caught:
         load("rollout.server_addrs=['h:1', 'http://h:1']")
+    assert {problem.path for problem in caught.value.problems} == {"rollout.server_addrs"}

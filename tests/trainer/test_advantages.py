@@ -9,6 +9,7 @@ import torch
 
 from areal.api.config import NormConfig, PPOActorConfig
 from areal.api.config.advantages import ADV_ESTIMATORS
+from areal.api.config.relevance import options_without_effect
 from areal.api.errors import InputError
 from areal.trainer.actor import PPOActor
 
@@ -200,12 +201,13 @@ def test_the_overlong_penalty_comes_before_bias_and_scale(toolbox):
     assert actor.with_advantages(batch).advantages.tolist() == pytest.approx([3, 3, 3, 0, 4, 4, 0])
 
 
-def test_an_estimator_refuses_what_it_sets_itself():
+def test_what_an_estimator_fixes_has_no_effect_beside_it():
     norm = NormConfig(mean_level="group")
-    found = dict(config(adv_estimator="grpo", reward_norm=norm, adv_norm=norm, gae_lambda=0.5).advantage_problems())
-    assert set(found) == {"reward_norm", "adv_norm", "gae_lambda"}
-    assert not list(config(reward_norm=norm, adv_norm=norm, gae_lambda=0.5).advantage_problems())
-    assert dict(config(overlong_reward_penalty=True).advantage_problems()).keys() == {
-        "overlong_tokens",
-        "overlong_penalty_factor",
-    }
+    fixed = options_without_effect(config(adv_estimator="grpo", reward_norm=norm, adv_norm=norm, gae_lambda=0.5))
+    assert {one.path for one in fixed} == {"reward_norm", "adv_norm", "gae_lambda"}
+    assert not options_without_effect(config(reward_norm=norm, adv_norm=norm, gae_lambda=0.5))
+
+
+def test_the_overlong_penalty_needs_its_size():
+    found = config(overlong_reward_penalty=True).advantage_problems()
+    assert {problem[0] for problem in found} == {"overlong_tokens", "overlong_penalty_factor"}

@@ -7,6 +7,7 @@ import torch
 
 from areal.algorithm.advantage import adaptive_lambda, generalised_advantages
 from areal.api.config import PPOActorConfig
+from areal.api.config.relevance import options_without_effect
 from areal.trainer.actor import PPOActor
 
 
@@ -84,7 +85,16 @@ def test_one_lambda_for_all_equals_one_each():
     assert torch.allclose(one.advantages, each.advantages, atol=1e-6)
 
 
-def test_what_has_no_effect_is_refused():
-    assert "gae_lambda" in dict(config(gae_lambda=0.9, gae_length_alpha=0.1).advantage_problems())
-    assert "gae_length_alpha" in dict(config(adv_estimator="grpo", gae_length_alpha=0.1).advantage_problems())
-    assert not list(config(gae_length_alpha=0.05).advantage_problems())
+def test_what_has_no_effect_is_listed(toolbox):
+    def unused(**options):
+        return [one.path for one in options_without_effect(config(**options))]
+
+    assert unused(gae_lambda=0.9, gae_length_alpha=0.1) == ["gae_lambda"]
+    assert unused(adv_estimator="reinforce", gae_length_alpha=0.1) == ["gae_length_alpha"]
+    assert unused(gae_length_alpha=0.05) == []
+    batch = toolbox.make_batch([[1, 2, 3]], rewards=[1.0])
+    plain, given = (
+        PPOActor(toolbox.TableEngine(), config(adv_estimator="reinforce", **options)).with_advantages(batch)
+        for options in ({}, {"gae_length_alpha": 0.1})
+    )
+    assert torch.equal(plain.advantages, given.advantages)

@@ -9,6 +9,7 @@ import torch
 from areal.algorithm.aggregate import identity_reduce
 from areal.api.config import PPOActorConfig
 from areal.api.config.policy_losses import POLICY_LOSSES, KlCovOptions
+from areal.api.config.relevance import options_without_effect
 from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.off_policy import old_logprobs
@@ -146,8 +147,9 @@ def test_on_a_straight_path_the_guess_beats_the_old_policy(toolbox):
 
 
 def test_what_cannot_work_is_refused_by_name(toolbox):
-    assert list(problems(prox_logp_method="loglinear")) == ["prox_logp_method"]
-    assert list(problems(prox_logp_method="metrics")) == ["prox_logp_method"]
+    for method in ("loglinear", "metrics"):
+        assert not problems(prox_logp_method=method)
+        assert [one.path for one in options_without_effect(config(prox_logp_method=method))] == ["prox_logp_method"]
     assert not problems(**GUESS)
     assert not problems(recompute_logprob=True, prox_logp_method="loglinear")
     assert list(problems(**GUESS, m2_threshold=0.1)) == ["m2_threshold"]
@@ -195,3 +197,10 @@ def test_tokens_of_high_covariance_are_the_same_in_any_cut(toolbox, name):
     for found, table in group.run(rank_main):
         assert found["actor/covariance_chosen_ratio"] == pytest.approx(expected["actor/covariance_chosen_ratio"])
         assert torch.allclose(table, whole.table, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["loglinear", "metrics"])
+def test_around_the_rollout_policy_the_method_has_no_effect(toolbox, method):
+    batch = stale_batch(toolbox)
+    plain = updated(PPOActor(toolbox.TableEngine(), config()), batch)
+    assert updated(PPOActor(toolbox.TableEngine(), config(prox_logp_method=method)), batch).keys() == plain.keys()

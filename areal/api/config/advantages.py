@@ -1,12 +1,12 @@
-"""Owns the options of rewards and advantages: shaping, baselines, normalisation, GAE."""
+"""Options of rewards and advantages: shaping, baselines, normalisation, GAE."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problems, choice, number, option
+from areal.api.config.fields import Problem, Problems, choice, number, option
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.config.relevance import when
+from areal.api.config.relevance import given, satisfies, unless, when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,19 +14,19 @@ class NormConfig:
     """How a quantity is centred and scaled."""
 
     mean_level: str | None = choice("batch", "batch", "group")
-    """Scope of the mean that is subtracted; null = no centring."""
+    """Scope of the mean that is subtracted; null = no mean is subtracted."""
     mean_leave1out: bool = False
-    """Leave an element out of its own mean (RLOO baseline)."""
+    """Exclude an element from its own mean (RLOO baseline)."""
     std_level: str | None = choice("batch", "batch", "group")
-    """Scope of the standard deviation that divides; null = no scaling."""
-    std_unbiased: bool = True
-    """Divide squared deviations by n-1 instead of n."""
-    std_about: str | None = choice(None, "own", "subtracted")
-    """Squares are about: own = the mean of std_level, subtracted = that of mean_level; null = by group_size."""
-    eps: float = number(1e-5, low=0)
+    """Scope of the standard deviation that divides; null = no division."""
+    std_unbiased: bool = option(True, relevant=given("std_level"))
+    """Divide the sum of squared deviations by n - 1; false = by n."""
+    std_about: str | None = choice(None, "own", "subtracted", relevant=given("std_level"))
+    """Centre of the deviations: own = mean of std_level, subtracted = mean of mean_level; null = by group_size."""
+    eps: float = number(1e-5, low=0, relevant=given("std_level"))
     """Added to the standard deviation."""
     group_size: int = number(1, low=1)
-    """1 or gconfig.n_samples, for files of AReaL: above 1, std_about null = subtracted (AReaL), else own."""
+    """For AReaL files: 1 or gconfig.n_samples; above 1, std_about=null means subtracted (as in AReaL), else own."""
 
     @property
     def is_of_areal(self) -> bool:
@@ -54,68 +54,73 @@ ADV_ESTIMATORS = (
     "otb_tir",
     "remax",
 )
-"""`areal.algorithm.estimators` says what each stands for."""
+"""`areal.algorithm.estimators` defines each."""
 _WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
+
+REWARDS_COUNT = unless("/teacher.rl_weight", 0)
+"""The advantages from rewards are used."""
+_COMPOSED = REWARDS_COUNT & when("adv_estimator", "gae")
+_OVERLONG = REWARDS_COUNT & when("overlong_reward_penalty", True)
+_TRUNCATED_COUNT = (
+    when("mask_truncated", False)
+    | given("/critic")
+    | satisfies(".", lambda options: options.scales_advantages, "advantages are normalised")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
     """From the reward of a sequence to the advantage of a token."""
 
-    adv_estimator: str = choice("gae", *ADV_ESTIMATORS)
-    """Advantages by name; gae = composed of the critic, reward_norm, gae_lambda and adv_norm, the others set these."""
-    overlong_reward_penalty: bool = False
-    """Take from the reward of answers that come near gconfig.max_new_tokens (DAPO)."""
-    overlong_tokens: int | None = number(None, low=1)
-    """Trained tokens before gconfig.max_new_tokens over which the penalty grows from 0 to its full size."""
-    overlong_penalty_factor: float | None = number(None, above=0)
-    """The full penalty, as a reward before bias and scale."""
-    passk_std: bool = option(False, relevant=when("adv_estimator", "grpo_passk"), also="verl norm_adv_by_std_in_grpo")
-    """grpo_passk: divide the lead of the best answer by the std of its group (verl's default)."""
-    reward_norm: NormConfig | None = None
-    """Normalisation of sequence rewards, after bias, scale and clip; null = none."""
-    reward_scaling: float = number(1.0)
-    """Rewards are multiplied by this after the bias."""
-    reward_bias: float = number(0.0)
-    """Added to every reward first."""
-    reward_clip: float = number(20.0, above=0)
-    """Scaled rewards are cut to [-this, this]."""
-    mask_no_eos_with_zero: bool = False
-    """Answers cut by a length limit get no task reward."""
-    discount: float = number(1.0, low=0, high=1)
-    """Discount per token of generalised advantage estimation."""
-    gae_lambda: float = number(1.0, low=0, high=1)
+    adv_estimator: str = choice(
+        "gae", *ADV_ESTIMATORS, relevant=REWARDS_COUNT, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"
+    )
+    """Advantage estimator; gae = composed from critic, reward_norm, gae_lambda and adv_norm, the others fix these."""
+    overlong_reward_penalty: bool = option(
+        False, relevant=REWARDS_COUNT, also="verl: reward_model.overlong_buffer.enable"
+    )
+    """Subtract a penalty from the reward of answers whose length is close to gconfig.max_new_tokens (DAPO)."""
+    overlong_tokens: int | None = number(
+        None, low=1, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.len; cosmos-rl: buffer_length"
+    )
+    """Tokens before gconfig.max_new_tokens over which the penalty grows from 0 to overlong_penalty_factor."""
+    overlong_penalty_factor: float | None = number(
+        None, above=0, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.penalty_factor"
+    )
+    """Largest overlong penalty, in reward units before reward_bias and reward_scaling."""
+    passk_std: bool = option(
+        False,
+        relevant=REWARDS_COUNT & when("adv_estimator", "grpo_passk"),
+        also="verl: algorithm.norm_adv_by_std_in_grpo",
+    )
+    """Divide the advantage of the best answer by the standard deviation of its group (verl's default)."""
+    reward_norm: NormConfig | None = option(None, relevant=_COMPOSED)
+    """Normalisation of sequence rewards after bias, scaling and clipping; null = none."""
+    reward_scaling: float = number(1.0, relevant=REWARDS_COUNT)
+    """Factor of every reward, applied after reward_bias."""
+    reward_bias: float = number(0.0, relevant=REWARDS_COUNT)
+    """Added to every reward before reward_scaling."""
+    reward_clip: float = number(20.0, above=0, relevant=REWARDS_COUNT)
+    """Scaled rewards are clipped to [-reward_clip, reward_clip]."""
+    mask_no_eos_with_zero: bool = option(False, relevant=REWARDS_COUNT & _TRUNCATED_COUNT)
+    """Give answers that were cut by a length limit no task reward."""
+    discount: float = number(1.0, low=0, high=1, relevant=REWARDS_COUNT, also="verl: algorithm.gamma")
+    """Discount factor per token (gamma of generalised advantage estimation)."""
+    gae_lambda: float = number(
+        1.0, low=0, high=1, relevant=_COMPOSED & when("gae_length_alpha", None), also="verl: algorithm.lam"
+    )
     """Lambda of generalised advantage estimation."""
-    gae_length_alpha: float | None = number(None, above=0)
-    """Lambda of an answer of n tokens is 1 - 1 / (this n), at least 0, in place of gae_lambda (VAPO); null = off."""
-    adv_norm: NormConfig | None = None
+    gae_length_alpha: float | None = number(None, above=0, relevant=_COMPOSED)
+    """Length-adaptive lambda max(0, 1 - 1 / (gae_length_alpha n)) for an answer of n tokens (VAPO); null = off."""
+    adv_norm: NormConfig | None = option(None, relevant=_COMPOSED)
     """Normalisation of token advantages; null = none."""
 
     def advantage_problems(self) -> Problems:
-        """What is wrong with these options together."""
-        if self.adv_estimator != "gae":
-            fixed = {
-                "reward_norm": self.reward_norm is not None,
-                "adv_norm": self.adv_norm is not None,
-                "gae_lambda": self.gae_lambda != 1.0,
-                "gae_length_alpha": self.gae_length_alpha is not None,
-            }
-            yield from (
-                (name, f"is set by adv_estimator={self.adv_estimator}: remove it, or compose with adv_estimator=gae")
-                for name, is_given in fixed.items()
-                if is_given
-            )
-        if self.gae_length_alpha is not None and self.gae_lambda != 1.0:
-            yield "gae_lambda", "has no effect with gae_length_alpha, which takes its place: remove one of them"
-        for name, value in (
-            ("overlong_tokens", self.overlong_tokens),
-            ("overlong_penalty_factor", self.overlong_penalty_factor),
-        ):
-            if self.overlong_reward_penalty and value is None:
-                yield name, "is needed with overlong_reward_penalty=true: give it"
-            elif not self.overlong_reward_penalty and value is not None:
-                yield name, "has an effect only with overlong_reward_penalty=true: set that or remove it"
+        """Requirements of these options that are not met."""
+        for name in ("overlong_tokens", "overlong_penalty_factor"):
+            if self.overlong_reward_penalty and vars(self)[name] is None:
+                yield Problem(name, "is required by overlong_reward_penalty=true: set it", "config.missing_requirement")
 
     @property
     def has_token_baseline(self) -> bool:
@@ -124,29 +129,30 @@ class AdvantageOptions:
 
     @property
     def scales_advantages(self) -> bool:
-        """Whether an answer's reward changes the advantages of others as they are normalised."""
+        """Whether the reward of one answer changes the advantages of other answers through their normalisation."""
         return self.adv_norm is not None or self.adv_estimator in _WITH_WHITENING
 
     @property
     def compares_groups(self) -> bool:
-        """Whether an answer's advantage depends on the other answers of its group."""
-        norm = self.reward_norm
-        in_norm = norm is not None and "group" in (norm.mean_level, norm.std_level)
-        return in_norm or self.adv_estimator not in _WITHOUT_GROUPS
+        """Whether the advantage of an answer depends on the other answers of its group."""
+        if self.adv_estimator != "gae":
+            return self.adv_estimator not in _WITHOUT_GROUPS
+        return self.reward_norm is not None and "group" in (self.reward_norm.mean_level, self.reward_norm.std_level)
 
 
 def baseline_problems(options: AdvantageOptions, sampling: GenerationHyperparameters, *, has_critic: bool) -> Problems:
-    """Penalties and baselines that the sampling leaves without sense; paths below the actor."""
-    if (options.overlong_tokens or 0) > sampling.max_new_tokens:
+    """Penalties and baselines that are wrong with the sampling options; paths below the actor."""
+    if options.overlong_reward_penalty and (options.overlong_tokens or 0) > sampling.max_new_tokens:
         yield (
             "overlong_tokens",
-            f"{options.overlong_tokens} is more than an answer can have (gconfig.max_new_tokens="
-            f"{sampling.max_new_tokens}), so that every answer would be punished: lower it",
+            f"{options.overlong_tokens} is above gconfig.max_new_tokens={sampling.max_new_tokens}, so every answer "
+            "would be penalised: lower it",
         )
     if sampling.n_samples > 1:
         return
     one = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"
     if options.compares_groups:
-        yield ("adv_estimator" if options.reward_norm is None else "reward_norm"), one
-    elif options.adv_norm is not None and options.adv_norm.mean_level == "group" and not has_critic:
-        yield "adv_norm", f"{one}, or give a critic"  # all tokens of an answer share one number: 0 would be left of it
+        yield ("adv_estimator" if options.adv_estimator != "gae" else "reward_norm"), one
+    norm = None if options.adv_estimator != "gae" or has_critic else options.adv_norm
+    if norm is not None and norm.mean_level == "group":
+        yield "adv_norm", f"{one}, or give a critic"  # all tokens of an answer have one advantage: the result is 0

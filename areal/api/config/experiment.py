@@ -1,4 +1,4 @@
-"""Owns the top level of a configuration: one class per kind of training, and the checks across sections."""
+"""The top level of a configuration: one class per kind of training, and the checks across sections."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
-from areal.api.config.advantages import baseline_problems
+from areal.api.config.advantages import REWARDS_COUNT, baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
-from areal.api.config.fields import Problem, Problems, below, number
+from areal.api.config.fields import Problem, Problems, below, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
-from areal.api.config.kl import reference_problems
 from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
 from areal.api.config.loss_assembly import filter_problems
 from areal.api.config.observe import (
@@ -23,9 +22,9 @@ from areal.api.config.observe import (
     SaverConfig,
     StatsLoggerConfig,
 )
-from areal.api.config.relevance import options_without_effect
+from areal.api.config.relevance import Condition, above, given, options_without_effect, satisfies, when
 from areal.api.config.reward import RewardConfig, selection_problems
-from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems, teacher_problems
+from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import TrainEngineConfig
 from areal.api.errors import ConfigError
@@ -33,44 +32,44 @@ from areal.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BaseExperimentConfig:
-    """What every kind of training has."""
+    """Options of every kind of training."""
 
     strict_config: bool = False
     """Refuse options that have no effect under the other options; false = one notice at start-up lists them."""
     experiment_name: str = "???"
-    """Name of the experiment; part of the run folder."""
+    """Name of the experiment, the first part of the run folder."""
     trial_name: str = "???"
-    """Name of this run inside the experiment; part of the run folder."""
+    """Name of this run within the experiment, the second part of the run folder."""
     cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
     """The machines."""
-    allocation_mode: str = ""
-    """Which backends run with which parallel sizes, e.g. native:d1+fsdp:d1."""
+    allocation_mode: str = option("", also="AReaL 1.0: actor.backend, rollout.backend")
+    """Backends and their parallel sizes, e.g. native:d1+fsdp:d1."""
     seed: int = number(1, low=0)
-    """Base seed; every process derives its own from it."""
-    total_train_epochs: int = number(1, low=1)
+    """Base seed; every process derives its own seed from it."""
+    total_train_epochs: int = number(1, low=1, also="verl: trainer.total_epochs; cosmos-rl: epoch")
     """Passes over the training set."""
-    total_train_steps: int | None = number(None, low=1)
-    """Stop after so many train steps; null = all of total_train_epochs."""
+    total_train_steps: int | None = number(None, low=1, also="verl: trainer.total_training_steps; ROLL: max_steps")
+    """Maximum train steps; null = no limit other than total_train_epochs."""
     total_train_n_seqs: int | None = number(None, low=1)
-    """Stop once so many sequences were trained on; null = no such limit."""
+    """Maximum trained sequences; null = no limit."""
     tokenizer_path: str = ""
-    """Folder or hub name of the tokenizer; empty = the trained model's path."""
+    """Folder or hub name of the tokenizer; empty = path of the trained model."""
     train_dataset: TrainDatasetConfig = field(default_factory=TrainDatasetConfig)
     """The training set."""
     valid_dataset: ValidDatasetConfig | None = None
-    """The held-out set; null = no evaluation."""
+    """The held-out set for evaluation; null = no evaluation."""
     saver: SaverConfig = field(default_factory=SaverConfig)
-    """When weights are exported."""
-    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
-    """When the held-out set is evaluated."""
+    """Exports of the weights."""
+    evaluator: EvaluatorConfig = section(EvaluatorConfig, relevant=given("valid_dataset"))
+    """Evaluations of the held-out set."""
     stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
-    """Where metrics go."""
+    """Metric trackers."""
     perf_tracer: PerfTracerConfig | None = None
-    """Spans of the phases; null = off."""
+    """Traces of the phases; null = off."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """Recovery checkpoints and restarts."""
+    """Recovery checkpoints and restarts of processes."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    """How processes are started and watched."""
+    """How processes are started and monitored."""
 
     @property
     def allocation(self) -> AllocationMode:
@@ -79,30 +78,23 @@ class BaseExperimentConfig:
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
-        """The models in the trainer by the name of their section; empty for classes that do not say."""
+        """The models in the trainer by section name; empty for classes that do not define it."""
         return {}
 
     def problems(self) -> Problems:
+        """Everything wrong with the combination of options, beyond the limits of single fields."""
         for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
             if name in ("", ".", "..") or "/" in name or "\0" in name:
-                yield path, f"{name!r} cannot name a folder: use a name without /, for example run-1"
+                yield path, f"{name!r} is not a folder name: use a name without /, for example run-1"
         if self.strict_config:
             for one in options_without_effect(self):
-                text = f"{one.value} has no effect: it is relevant when {one.relevant_when}; remove it"
+                text = f"has no effect: it is relevant when {one.relevant_when}; remove it"
                 yield Problem(one.path, text, "config.no_effect")
         yield from self._allocation_problems()
-        if self.valid_dataset is None:
-            if self.evaluator.stop_at:
-                yield (
-                    "evaluator.stop_at",
-                    f"is {self.evaluator.stop_at}, but nothing is evaluated: give valid_dataset.path",
-                )
-            elif self.evaluator.is_set or self.evaluator.eval_before_train:
-                yield "evaluator", "asks for evaluations, but there is nothing to evaluate on: give valid_dataset.path"
 
     @property
     def _wants_servers(self) -> bool | None:
-        """Whether this kind of training generates; None = unknown, for classes that do not say."""
+        """Whether this kind of training generates answers; None = unknown."""
         return None
 
     def _allocation_problems(self) -> Problems:
@@ -117,58 +109,73 @@ class BaseExperimentConfig:
             return
         has_servers = self.allocation.inference is not None
         if self._wants_servers is True and not has_servers:
-            yield path, f"{text} has no servers, but this training generates: use for example native:d1+{text}"
+            problem = f"{text} has no servers, but this training generates answers: use for example native:d1+{text}"
+            yield Problem(path, problem, "config.missing_requirement")
         if self._wants_servers is False and has_servers:
-            yield path, f"{text} starts servers, but this training generates nothing: use {self.allocation.train[0]}"
+            yield path, f"{text} has servers, but this training generates no answers: use {self.allocation.train[0]}"
         ranks, rows = self.allocation.train[0].parallel.dp, self.train_dataset.batch_size
         if rows < ranks:
             yield (
                 "train_dataset.batch_size",
-                f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}: "
-                "every rank needs a row; raise it",
+                f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}, and each needs a row: "
+                "raise it",
             )
+
+
+def _servers(*backends: str) -> Condition:
+    uses = f"allocation_mode has {' or '.join(backends)} servers"
+    return satisfies("/", lambda config: config.server_backend in ("", *backends), uses)
+
+
+_KL = above("actor.kl_ctl", 0) | above("actor.kl_loss_coef", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(BaseExperimentConfig):
-    """Reinforcement learning of a policy, with a critic or (GRPO) without."""
+    """Reinforcement learning of a policy, with a critic (PPO) or without (GRPO)."""
 
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    """Sampling of training rollouts."""
-    eval_gconfig: GenerationHyperparameters | None = None
-    """Sampling of evaluations; null = gconfig. n_samples is 1 there."""
+    """Sampling of training answers."""
+    eval_gconfig: GenerationHyperparameters | None = option(
+        None, relevant=given("valid_dataset"), also="verl: rollout.val_kwargs; AReaL 1.0: eval_gconfig"
+    )
+    """Sampling of evaluations, with n_samples: 1; null = gconfig with n_samples: 1."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The rollout controller."""
-    native: NativeServerConfig = field(default_factory=NativeServerConfig)
-    """The native inference servers; read with allocation_mode=native:... only."""
-    sglang: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Flags of the SGLang servers, named as SGLang names them; read with allocation_mode=sglang:... only."""
-    vllm: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Flags of the vLLM servers, named as vLLM names them; read with allocation_mode=vllm:... only."""
-    server_python: str = ""
-    """Python interpreter of the environment that SGLang or vLLM is installed in; empty = the one that runs areal."""
+    native: NativeServerConfig = section(NativeServerConfig, relevant=_servers("native"))
+    """The native inference servers."""
+    sglang: dict[str, Any] = section(dict[str, Any], relevant=_servers("sglang"))
+    """Flags of the SGLang servers, under the names that SGLang uses."""
+    vllm: dict[str, Any] = section(dict[str, Any], relevant=_servers("vllm"))
+    """Flags of the vLLM servers, under the names that vLLM uses."""
+    server_python: str = option("", relevant=_servers("sglang", "vllm") & when("rollout.server_addrs", []))
+    """Python interpreter of the environment with SGLang or vLLM; empty = the interpreter that runs areal."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     """The policy."""
-    ref: TrainEngineConfig | None = None
-    """Reference policy that the KL is measured against; null = none, and actor.kl_ctl is then not used."""
-    ref_reset_steps: int | None = number(None, low=1)
-    """The reference becomes the policy as it is then after every so many train steps; null = it never changes."""
-    ref_reset_optimizer: bool = False
-    """With each reset of the reference the policy's optimiser forgets its moments; its schedule goes on."""
-    critic: PPOCriticConfig | None = None
+    ref: TrainEngineConfig | None = option(None, relevant=_KL, also="verl: actor_rollout_ref.ref; ROLL: reference")
+    """Reference policy of the KL penalty and the KL loss; null = none."""
+    ref_reset_steps: int | None = number(
+        None, low=1, relevant=given("ref") & _KL, also="cosmos-rl: reference_reset_interval"
+    )
+    """Reset the reference to the current policy every N train steps; null = never."""
+    ref_reset_optimizer: bool = option(
+        False, relevant=given("ref_reset_steps"), also="cosmos-rl: reset_optimizer_with_reference"
+    )
+    """Also clear the moments of the policy's optimiser at each reset; the learning-rate schedule continues."""
+    critic: PPOCriticConfig | None = option(None, relevant=REWARDS_COUNT)
     """Value model; null = none (GRPO)."""
     teacher: TeacherConfig | None = None
-    """Frozen model that the policy imitates on its own answers (on-policy distillation); null = none."""
+    """Frozen model for on-policy distillation: the policy learns from it on its own answers; null = none."""
     reward_model: RewardModelConfig | None = None
     """Frozen model whose score is added to the reward of every answer; null = none."""
     workflow: str = "rlvr"
     """Workflow of a run without a script: a registered name (rlvr, multi_turn) or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further keyword arguments of the workflow's constructor."""
-    reward_fn: str = ""
-    """Reward of a run without a script: a registered name (gsm8k, exact) or module:function or file.py:function."""
+    """Additional keyword arguments of the workflow's constructor."""
+    reward_fn: str = option("", also="verl: custom_reward_function.path, .name")
+    """Reward function of a run without a script: a registered name (gsm8k), module:function or file.py:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Several reward functions with weights, and the pool that runs them."""
+    """Several reward functions with weights, and the process pool that runs them."""
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
@@ -183,13 +190,13 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def max_concurrent_rollouts(self) -> int:
-        """Episodes in flight at most."""
+        """Maximum episodes in flight."""
         chosen = self.rollout.max_concurrent_rollouts
         return chosen or self.train_dataset.batch_size * (self.rollout.max_head_offpolicyness + 1)
 
     @property
     def server_backend(self) -> str:
-        """Which servers generate: native, sglang or vllm; empty while allocation_mode cannot be read or has none."""
+        """Backend of the servers: native, sglang or vllm; empty if allocation_mode has no servers or is invalid."""
         try:
             servers = self.allocation.inference
         except AllocationError:
@@ -210,52 +217,37 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._role_problems()
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
-        if self.reward.filter_on and not self.rollout.should_accept_fn:
-            yield (
-                "reward.filter_on",
-                "is given, but rollout.should_accept_fn is empty, so nothing filters: name a filter there, for example "
-                "mixed_rewards, or remove it",
-            )
         if self.actor.optimizer is None:
-            yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-5}"
+            yield no_optimizer("actor")
         yield from below("actor", filter_problems(self.actor, self.gconfig))
-        withheld = self.actor.mask_truncated and self.actor.mask_no_eos_with_zero
-        if withheld and self.critic is None and not self.actor.scales_advantages:
-            yield (
-                "actor.mask_no_eos_with_zero",
-                "has no effect, since actor.mask_truncated takes those answers out of the loss, and neither a critic "
-                "nor a norm of advantages sees their rewards: remove it",
-            )
-        if self.critic is not None and self.critic.warmup_steps >= (self.total_train_steps or math.inf):
-            yield (
-                "critic.warmup_steps",
-                f"{self.critic.warmup_steps} leaves the policy no step of total_train_steps={self.total_train_steps}: "
-                "lower it",
-            )
-        if self.critic is not None and self.critic.optimizer is None:
-            yield "critic.optimizer", "is null: the critic would never learn; give at least {lr: 1e-5}"
-        if self.critic is not None and self.actor.adv_estimator != "gae":
-            yield "critic", f"is not used by actor.adv_estimator={self.actor.adv_estimator}: remove it, or use gae"
-        yield from reference_problems(
-            self.actor,
-            has_ref=self.ref is not None,
-            reset_steps=self.ref_reset_steps,
-            reset_optimizer=self.ref_reset_optimizer,
-        )
+        if self.critic is not None:
+            yield from self._critic_problems(self.critic)
+        if self.ref is None and self.actor.kl_loss_coef > 0:
+            text = "needs a reference: set ref.path, or remove it"
+            yield Problem("actor.kl_loss_coef", text, "config.missing_requirement")
         if self.ref is not None and self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
         if self.ref is not None and self.ref.logprob_kernel == "liger" and self.actor.wants_distributions:
+            yield "ref.logprob_kernel", "liger computes log-probabilities only, and a full KL needs more: use torch"
+
+    def _critic_problems(self, critic: PPOCriticConfig) -> Problems:
+        if critic.optimizer is None:
+            yield no_optimizer("critic")
+        if critic.warmup_steps >= (self.total_train_steps or math.inf):
             yield (
-                "ref.logprob_kernel",
-                "is liger, which gives log-probabilities only, and a full KL needs more: use torch",
+                "critic.warmup_steps",
+                f"{critic.warmup_steps} leaves no step for the policy in total_train_steps={self.total_train_steps}: "
+                "lower it",
             )
+        if self.actor.adv_estimator != "gae":
+            yield "critic", f"would be a second baseline of actor.adv_estimator={self.actor.adv_estimator}: remove it"
 
     @property
     def _wants_servers(self) -> bool | None:
         return True
 
     def _must_be_equal(self) -> Problems:
-        """Options that AReaL files repeat and that the trainer and the servers must agree on."""
+        """Options that AReaL files repeat, and options on which trainer and servers must agree."""
         rows, samples = self.train_dataset.batch_size, self.gconfig.n_samples
         size = self.rollout.consumer_batch_size
         if size not in (None, rows):
@@ -277,13 +269,6 @@ class PPOConfig(BaseExperimentConfig):
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
 
     def _role_problems(self) -> Problems:
-        if self.teacher is not None:
-            yield from teacher_problems(
-                self.teacher,
-                self.actor,
-                has_critic=self.critic is not None,
-                kl_ctl=0.0 if self.ref is None else self.actor.kl_ctl,
-            )
         if self.reward_model is not None:
             yield from reward_model_problems(
                 has_functions=bool(self.reward_fn) or self.reward.names_functions,
@@ -294,32 +279,38 @@ class PPOConfig(BaseExperimentConfig):
     def _sampling_problems(self) -> Problems:
         samples = self.gconfig.n_samples
         if samples > 1 and self.gconfig.greedy:
-            yield "gconfig.greedy", f"makes all n_samples={samples} answers equal: set it to false"
+            yield "gconfig.greedy", f"gives n_samples={samples} equal answers: set it to false"
         found = baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None)
         yield from below("actor", found)
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",
-                f"{self.eval_gconfig.n_samples} is not 1: evaluation draws one answer a prompt",
+                f"{self.eval_gconfig.n_samples} is not 1: an evaluation generates one answer per prompt",
             )
 
     def _attach_problems(self) -> Problems:
-        """Servers that already run must be as many as allocation_mode says."""
+        """The number of running servers must be that of allocation_mode."""
         addresses = self.rollout.server_addrs
         servers = self.allocation.inference if self.server_backend else None
         if addresses and servers is not None and len(addresses) != servers.num_replicas:
             as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
             yield (
                 "rollout.server_addrs",
-                f"names {len(addresses)} servers, but allocation_mode={self.allocation_mode} has "
-                f"{servers.num_replicas}: write {as_many} there, or name as many addresses",
+                f"has {len(addresses)} addresses, but allocation_mode={self.allocation_mode} has "
+                f"{servers.num_replicas} servers: write {as_many} there, or list as many addresses",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(PPOConfig):
-    """PPOConfig under the name users of GRPO look for."""
+    """PPOConfig under the name that GRPO users expect."""
 
 
 def _unequal(path: str, value: object, other: str, expected: object) -> tuple[str, str]:
     return path, f"{value} differs from {other}={expected}: remove it or make them equal"
+
+
+def no_optimizer(model: str) -> Problem:
+    """The problem of a trained model without an optimiser."""
+    text = "is null, so the model would not be trained: set at least {lr: 1e-5}"
+    return Problem(f"{model}.optimizer", text, "config.missing_requirement")

@@ -1,4 +1,4 @@
-"""Owns the options of machines and processes."""
+"""Options of machines and processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class NameResolveConfig:
     """How processes find each other."""
 
     type: str = choice("nfs", "nfs")
-    """nfs = files below the run folder."""
+    """Discovery backend; nfs = files in the run folder."""
     nfs_record_root: str = ""
-    """Folder of the files; empty = inside the run folder."""
+    """Folder of the discovery files; empty = inside the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,36 +24,36 @@ class ClusterSpecConfig:
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     """How processes find each other."""
     fileroot: str = "/tmp/areal/"
-    """Shared root folder; a run lives in fileroot/experiment_name/trial_name."""
-    n_nodes: int = number(1, low=1)
-    """Machines; the local launcher uses one."""
-    n_gpus_per_node: int = number(8, low=0)
-    """GPUs of a machine; on a machine without GPUs processes run on the CPU and this is not used."""
+    """Shared root folder; the run folder is fileroot/experiment_name/trial_name."""
+    n_nodes: int = number(1, low=1, also="verl: trainer.nnodes")
+    """Number of machines; the local launcher uses one."""
+    n_gpus_per_node: int = number(8, low=0, also="verl: trainer.n_gpus_per_node")
+    """GPUs per machine; not used on a machine without GPUs, where processes run on the CPU."""
 
     def problems(self) -> Problems:
         if not self.fileroot or self.fileroot.startswith("~"):
-            yield "fileroot", f"{self.fileroot!r} is not expanded: write the folder out, or ${{oc.env:HOME}}/areal"
+            yield "fileroot", f"{self.fileroot!r} is not expanded: write the full path, or ${{oc.env:HOME}}/areal"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    """How processes are started and watched."""
+    """How processes are started and monitored."""
 
     inference_server_cpus_per_gpu: int = number(4, low=1)
-    """CPU threads of a server at most; on a CPU machine the cores are shared out between the processes."""
+    """Maximum CPU threads of a server; on a machine without GPUs the cores are divided between the processes."""
     trainer_cpus_per_gpu: int = number(4, low=1)
-    """CPU threads of a trainer rank at most; on a CPU machine the cores are shared out between the processes."""
+    """Maximum CPU threads of a trainer rank; on a machine without GPUs the cores are divided between the processes."""
     inference_server_env_vars: str = ""
-    """More environment for servers: K=V pairs joined by commas (a comma inside a value is written \\,)."""
+    """Additional environment variables of servers: K=V pairs separated by commas (\\, is a comma inside a value)."""
     trainer_env_vars: str = ""
-    """More environment for trainer ranks, same syntax."""
+    """Additional environment variables of trainer ranks, in the same syntax."""
     ready_timeout_s: float = number(300.0, above=0)
-    """Seconds a process may take from its start to its ready sign."""
+    """Maximum seconds from the start of a process until it reports ready."""
     stop_grace_s: float = number(10.0, low=0)
-    """Seconds between the polite and the hard end of a process."""
+    """Seconds between the termination signal and the kill signal of a process."""
     status_interval_s: float = number(1.0, above=0)
-    """Seconds between two refreshes of the status line."""
+    """Seconds between two updates of the status line."""
     hang_s: float = number(120.0, above=0)
-    """Seconds without a sign of life after which a process counts as hung, is killed and started again."""
+    """Seconds without a heartbeat after which a process is killed and restarted."""
     stall_s: float = number(300.0, above=0)
-    """Seconds without progress of the run after which the launcher says who waits for what and dumps all stacks."""
+    """Seconds without progress of the run after which the launcher logs what each process waits for and all stacks."""

@@ -1,74 +1,83 @@
-"""Owns the options of saving, evaluating, recovering, tracking and tracing."""
+"""Options of saving, evaluating, recovering, tracking and tracing."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problem, Problems, choice, number, option, section
+from areal.api.config.relevance import satisfies, unless, when
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """When something happens: any of the three fires; all null = never."""
+    """How often something happens: whichever limit is reached first; all null = never."""
 
     freq_epochs: int | None = number(None, low=1)
-    """Every so many epochs; null = not by epochs."""
+    """Interval in epochs; null = no interval in epochs."""
     freq_steps: int | None = number(None, low=1)
-    """Every so many train steps; null = not by steps."""
+    """Interval in train steps; null = no interval in steps."""
     freq_secs: int | None = number(None, low=1)
-    """Every so many seconds; null = not by time."""
+    """Interval in seconds; null = no interval in seconds."""
 
     @property
     def is_set(self) -> bool:
-        """Whether it ever happens by cadence."""
+        """Whether any interval is set."""
         return any(freq is not None for freq in (self.freq_epochs, self.freq_steps, self.freq_secs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaverConfig(Cadence):
-    """Hugging Face exports below checkpoints/. The last step of a run is always exported."""
+    """Exports in Hugging Face format to checkpoints/; the last step of a run is always exported."""
 
-    keep_last: int | None = number(None, low=1)
-    """Exports kept, oldest removed first; null = all."""
+    keep_last: int | None = number(None, low=1, also="cosmos-rl: ckpt.max_keep")
+    """Number of newest exports to keep; null = all."""
+
+
+_GENERATES = satisfies("/", lambda config: hasattr(config, "gconfig"), "the training generates answers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorConfig(Cadence):
-    """Evaluation on valid_dataset with the training workflow. The last step of a run is always evaluated."""
+    """Evaluation on valid_dataset with the training workflow; the last step of a run is always evaluated."""
 
-    eval_before_train: bool = False
-    """Evaluate once before the first step."""
-    modes: list[str] = field(default_factory=lambda: ["sampled"])
-    """Which evaluations: sampled = with eval_gconfig, greedy = the same with greedy choice."""
-    stop_at: dict[str, float] = field(default_factory=dict[str, float])
-    """Training ends early once the mean reward of every mode named here reaches its number, e.g. {greedy: 0.95}."""
+    eval_before_train: bool = option(False, also="verl: trainer.val_before_train")
+    """Evaluate once before the first train step."""
+    modes: list[str] = section(lambda: ["sampled"], relevant=_GENERATES)
+    """Evaluation modes: sampled = with eval_gconfig, greedy = the same with greedy decoding."""
+    stop_at: dict[str, float] = section(dict[str, float], relevant=_GENERATES)
+    """End training once the mean reward of every mode listed here reaches its value ({greedy: 0.95}); {} = never."""
 
     def problems(self) -> Problems:
         for mode in self.modes:
             if mode not in ("sampled", "greedy"):
-                yield "modes", f"{mode!r} is not an evaluation mode: use sampled or greedy"
+                yield Problem("modes", f"{mode!r} is not a mode: use sampled or greedy", "config.not_a_choice")
         if not self.modes or len(set(self.modes)) < len(self.modes):
-            yield "modes", f"{self.modes} must hold sampled, greedy or both, each once"
+            text = f"{self.modes} must contain sampled, greedy or both, each once"
+            yield Problem("modes", text, "config.not_a_choice")
         for mode, goal in self.stop_at.items():
             if mode not in self.modes:
-                yield "stop_at", f"{mode!r} is not among modes={self.modes}: add it there"
+                yield "stop_at", f"{mode!r} is not one of modes={self.modes}: add it there"
             if not math.isfinite(goal):
-                yield "stop_at", f"{goal} for {mode!r} is never reached: use a finite number"
+                yield Problem("stop_at", f"{goal} for {mode!r} is not a finite number", "config.out_of_range")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig(Cadence):
-    """Recovery checkpoints: everything a restarted run needs to go on. The end of a run is one too."""
+    """Recovery checkpoints: all state that a restarted run needs; one is always written at the end of a run."""
 
-    mode: str = choice("disabled", "disabled", "auto", "fault", "resume")
-    """disabled = never; auto = whenever possible; fault = only trainers that died in this launch; resume = must."""
+    mode: str = choice("disabled", "disabled", "auto", "fault", "resume", also="verl: trainer.resume_mode")
+    """disabled = off; auto = recover if possible; fault = only trainers that failed; resume = require a checkpoint."""
     retries: int = number(3, low=0)
-    """Restarts of one process, all trainer ranks counting as one, until the run gets a train step further."""
+    """Maximum restarts of one process (all trainer ranks count as one) without a new train step in between."""
 
     def problems(self) -> Problems:
         if self.mode in ("auto", "fault") and not self.is_set:
-            yield "mode", f"{self.mode} needs recovery checkpoints, but none is ever written: set freq_steps"
+            text = f"{self.mode} needs recovery checkpoints, but no interval is set: set freq_steps"
+            yield Problem("mode", text, "config.missing_requirement")
+
+
+_TRACKS = unless("mode", "disabled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,41 +85,41 @@ class WandBConfig:
     """Weights & Biases."""
 
     mode: str = choice("disabled", "disabled", "online", "offline", "shared")
-    """disabled = off; offline writes to the run folder."""
-    wandb_base_url: str = ""
-    """Own server; empty = the public one."""
-    wandb_api_key: str = ""
-    """Key; empty = what the environment holds."""
-    entity: str | None = None
-    """Team or user; null = the key's default."""
-    project: str | None = None
-    """Project; null = experiment_name."""
-    name: str | None = None
+    """Mode of the wandb client; disabled = off, offline = write to the run folder."""
+    wandb_base_url: str = option("", relevant=_TRACKS)
+    """URL of the wandb server; empty = the public server."""
+    wandb_api_key: str = option("", relevant=_TRACKS)
+    """API key; empty = the key from the environment."""
+    entity: str | None = option(None, relevant=_TRACKS)
+    """Team or user name; null = the default of the API key."""
+    project: str | None = option(None, relevant=_TRACKS, also="verl: trainer.project_name")
+    """Project name; null = experiment_name."""
+    name: str | None = option(None, relevant=_TRACKS, also="verl: trainer.experiment_name")
     """Run name; null = trial_name."""
-    job_type: str | None = None
-    """Job type tag; null = none."""
-    group: str | None = None
-    """Group; null = experiment_name_trial_name."""
-    notes: str | None = None
+    job_type: str | None = option(None, relevant=_TRACKS)
+    """Job type; null = none."""
+    group: str | None = option(None, relevant=_TRACKS)
+    """Group name; null = experiment_name_trial_name."""
+    notes: str | None = option(None, relevant=_TRACKS)
     """Notes; null = none."""
-    tags: list[str] | None = None
+    tags: list[str] | None = option(None, relevant=_TRACKS)
     """Tags; null = none."""
-    id_suffix: str | None = "train"
-    """Ending of the run id; null = none."""
+    id_suffix: str | None = option("train", relevant=_TRACKS)
+    """Suffix of the run id; null = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwanlabConfig:
     """SwanLab."""
 
-    project: str | None = None
-    """Project; null = experiment_name."""
-    name: str | None = None
-    """Run name; null = trial_name with _train."""
+    project: str | None = option(None, relevant=_TRACKS)
+    """Project name; null = experiment_name."""
+    name: str | None = option(None, relevant=_TRACKS)
+    """Run name; null = trial_name followed by _train."""
     mode: str = choice("disabled", "disabled", "cloud", "local", "offline")
-    """disabled = off; offline and local write to the run folder."""
-    api_key: str | None = None
-    """Key; null = what the environment holds."""
+    """Mode of the SwanLab client; disabled = off, offline and local = write to the run folder."""
+    api_key: str | None = option(None, relevant=_TRACKS)
+    """API key; null = the key from the environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +132,7 @@ class TensorBoardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatsLoggerConfig:
-    """Where metrics go. metrics.jsonl in the run folder is always written."""
+    """Metric trackers; metrics.jsonl in the run folder is always written."""
 
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
@@ -135,9 +144,9 @@ class StatsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PerfTracerConfig:
-    """Chrome-trace spans of the phases of every trainer rank."""
+    """Chrome traces of the phases of every trainer rank."""
 
     enabled: bool = False
     """Write trace/{process}.jsonl in the run folder."""
-    save_interval: int = number(1, low=1)
-    """Write to disk every so many train steps."""
+    save_interval: int = number(1, low=1, relevant=when("enabled", True))
+    """Train steps between two writes to disk."""

@@ -1,4 +1,4 @@
-"""Owns the options of training on rows, without rollouts: supervised fine-tuning, reward models, DPO."""
+"""Options of training on rows, without rollouts: supervised fine-tuning, reward models, DPO."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from areal.api.config.data import misplaced_data
-from areal.api.config.experiment import BaseExperimentConfig
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.experiment import BaseExperimentConfig, no_optimizer
+from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.loss_assembly import scale_problems
+from areal.api.config.relevance import when
 from areal.api.config.train import ScoreModelConfig, TrainEngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsExperimentConfig(BaseExperimentConfig):
-    """What the trainings on rows share: there are no servers, and an evaluation is a forward pass."""
+    """What all trainings on rows share: there are no servers, and an evaluation is a forward pass."""
 
     row_type: ClassVar[str]
-    """What train_dataset.type and valid_dataset.type must be."""
+    """Required value of train_dataset.type and valid_dataset.type."""
     sequences_per_row: ClassVar[int] = 1
-    """Sequences that total_train_n_seqs counts for a row: 2 for pairs."""
+    """Sequences per row, as total_train_n_seqs counts them: 2 for pairs."""
 
     def problems(self) -> Problems:
         yield from super().problems()
         yield from misplaced_data(self.row_type, self.train_dataset, self.valid_dataset)
-        if self.evaluator.stop_at or self.evaluator.modes != ["sampled"]:
-            yield (
-                "evaluator",
-                "has modes or stop_at, but this training generates nothing, it evaluates the loss: remove them",
-            )
 
     @property
     def _wants_servers(self) -> bool | None:
@@ -37,23 +34,19 @@ class RowsExperimentConfig(BaseExperimentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTOptions:
-    """What is learned from a row of supervised fine-tuning, and how token losses become one loss."""
+    """Which tokens of a row are trained on, and how token losses become one loss."""
 
     train_on: str = choice("last", "last", "assistant", "all")
-    """Learned tokens: last = the last answer, assistant = every answer of `messages`, all = the prompt as well."""
+    """Trained tokens: last = the last answer, assistant = every answer in `messages`, all = prompt and answers."""
     loss_aggregation: str = choice(
         "token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     )
-    """How the token losses of a batch, on all ranks, become one number; docs/algorithms.md has the formulas."""
-    loss_scale_tokens: int | None = number(None, low=1)
-    """Constant length that divides with seq-mean-token-sum-norm, which needs it; no other aggregation takes one."""
+    """How the token losses of a batch over all ranks become one number; see docs/algorithms.md."""
+    loss_scale_tokens: int | None = number(None, low=1, relevant=when("loss_aggregation", "seq-mean-token-sum-norm"))
+    """Divisor in tokens, required by seq-mean-token-sum-norm; null = not set."""
 
     def problems(self) -> Problems:
-        needs = self.loss_aggregation == "seq-mean-token-sum-norm"
-        if needs and self.loss_scale_tokens is None:
-            yield "loss_scale_tokens", f"is null, but loss_aggregation={self.loss_aggregation} divides by it: give one"
-        if not needs and self.loss_scale_tokens is not None:
-            yield "loss_scale_tokens", f"has no effect with loss_aggregation={self.loss_aggregation}: remove it"
+        yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +58,7 @@ class SFTConfig(RowsExperimentConfig):
     model: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """The trained model."""
     sft: SFTOptions = field(default_factory=SFTOptions)
-    """What is learned from a row."""
+    """Trained tokens and loss."""
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
@@ -74,7 +67,7 @@ class SFTConfig(RowsExperimentConfig):
     def problems(self) -> Problems:
         yield from super().problems()
         if self.model.optimizer is None:
-            yield "model.optimizer", "is null: the model would never learn; give at least {lr: 1e-5}"
+            yield no_optimizer("model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +75,14 @@ class RWOptions:
     """The loss of a reward model."""
 
     use_margin: bool = False
-    """Ask for a score difference above the pair's number in the column `margin`; false = that column is not read."""
+    """Require a score difference above the value in the column `margin`; false = ignore that column."""
     center_coef: float = number(0.0, low=0)
-    """Weight of (score of chosen + score of rejected) squared, which keeps scores around 0; 0 = off."""
+    """Coefficient of (score of chosen + score of rejected)^2, which keeps scores near 0; 0 = off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RWConfig(RowsExperimentConfig):
-    """A reward model, from pairs of answers of which one was preferred (Bradley-Terry)."""
+    """A reward model, trained on pairs of a chosen and a rejected answer (Bradley-Terry)."""
 
     row_type: ClassVar[str] = "rw"
     sequences_per_row: ClassVar[int] = 2
@@ -97,7 +90,7 @@ class RWConfig(RowsExperimentConfig):
     model: ScoreModelConfig = field(default_factory=ScoreModelConfig)
     """The reward model."""
     rw: RWOptions = field(default_factory=RWOptions)
-    """Its loss."""
+    """Loss of the reward model."""
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
@@ -107,7 +100,7 @@ class RWConfig(RowsExperimentConfig):
         yield from super().problems()
         yield from _cut_pairs("model", self.model)
         if self.model.optimizer is None:
-            yield "model.optimizer", "is null: the model would never learn; give at least {lr: 1e-5}"
+            yield no_optimizer("model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,34 +108,30 @@ class DPOOptions:
     """The loss of direct preference optimisation."""
 
     loss_type: str = choice("sigmoid", "sigmoid", "ipo")
-    """sigmoid = DPO (Rafailov et al. 2023), ipo = IPO (Azar et al. 2023)."""
+    """Loss function: sigmoid = DPO (Rafailov et al. 2023), ipo = IPO (Azar et al. 2023)."""
     beta: float = number(0.1, above=0)
-    """How strongly the policy is held to the reference: higher = closer."""
-    label_smoothing: float = number(0.0, low=0, below=0.5)
-    """Share of the pairs believed to be labelled the wrong way round (conservative DPO); sigmoid only."""
+    """Strength of the constraint to the reference: a higher value keeps the policy closer."""
+    label_smoothing: float = number(0.0, low=0, below=0.5, relevant=when("loss_type", "sigmoid"))
+    """Assumed fraction of pairs with swapped labels (conservative DPO)."""
     logp_reduction: str = choice("sum", "sum", "mean")
-    """Log-probability of an answer: sum over its tokens, as in both papers, or mean (IPO of AReaL and TRL)."""
+    """Log-probability of an answer: sum over its tokens (both papers) or mean (IPO in AReaL and TRL)."""
     nll_coef: float = number(0.0, low=0)
-    """Weight of -log p per token of the chosen answer, added to the loss of its pair; 0 = off."""
+    """Coefficient of -log p per token of the chosen answer, added to the loss of its pair; 0 = off."""
     reference_free: bool = False
-    """Take a uniform reference, whose log-probabilities cancel, in place of the model in `ref`, which is then null."""
-
-    def problems(self) -> Problems:
-        if self.label_smoothing > 0 and self.loss_type != "sigmoid":
-            yield "label_smoothing", f"has no effect with loss_type={self.loss_type}: remove it, or use sigmoid"
+    """Use a uniform reference, whose log-probabilities cancel, instead of the model in `ref`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(RowsExperimentConfig):
-    """A policy, from pairs of answers of which one was preferred, held to a frozen reference."""
+    """A policy, trained on pairs of a chosen and a rejected answer relative to a frozen reference."""
 
     row_type: ClassVar[str] = "rw"
     sequences_per_row: ClassVar[int] = 2
 
     actor: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """The policy."""
-    ref: TrainEngineConfig | None = None
-    """The frozen reference, usually path: ${actor.path}; null only with dpo.reference_free."""
+    ref: TrainEngineConfig | None = option(None, relevant=when("dpo.reference_free", False))
+    """The frozen reference, usually with path: ${actor.path}; null only with dpo.reference_free=true."""
     dpo: DPOOptions = field(default_factory=DPOOptions)
     """The loss."""
 
@@ -154,16 +143,16 @@ class DPOConfig(RowsExperimentConfig):
         yield from super().problems()
         yield from _cut_pairs("actor", self.actor)
         if self.actor.optimizer is None:
-            yield "actor.optimizer", "is null: the policy would never learn; give at least {lr: 1e-6}"
+            yield no_optimizer("actor")
         yield from self._reference_problems()
 
     def _reference_problems(self) -> Problems:
-        if self.ref is None:
-            if not self.dpo.reference_free:
-                yield "ref", "is null: give ref.path=${actor.path}, or set dpo.reference_free=true"
-            return
         if self.dpo.reference_free:
-            yield "ref", "is given, but dpo.reference_free=true does without it: remove one of them"
+            return
+        if self.ref is None:
+            text = "is null: set ref.path=${actor.path}, or dpo.reference_free=true"
+            yield Problem("ref", text, "config.missing_requirement")
+            return
         if self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
         if not math.isclose(self.ref.temperature, self.actor.temperature):
@@ -176,4 +165,4 @@ class DPOConfig(RowsExperimentConfig):
 
 def _cut_pairs(path: str, model: TrainEngineConfig) -> Problems:
     if model.mb_spec.granularity not in (1, 2):
-        yield f"{path}.mb_spec.granularity", "is always 2 here, since a pair is never cut: remove it"
+        yield f"{path}.mb_spec.granularity", "is always 2 here, because a pair is never split: remove it"

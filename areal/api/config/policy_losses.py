@@ -1,7 +1,7 @@
-"""Owns the options of the policy losses: which one, the clip they share, and one class for each with its own options.
+"""Options of the policy losses: the choice of the loss, the shared clip range, and one section per loss.
 
-To add a loss: its name in POLICY_LOSSES and in the sets below that hold for it, a class here when it has options of
-its own (a field of its name), the function in `areal/algorithm/losses/NAME.py`, one test, one row in the docs.
+To add a loss: add its name to POLICY_LOSSES and to the conditions below that apply, a section here if it has options,
+the function `loss` in `areal/algorithm/losses/NAME.py`, one test, one row in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ POLICY_LOSSES = (
     "dppo",
     "custom",
 )
-"""Names of the losses; the function `loss` of the module `areal.algorithm.losses.NAME` computes each."""
+"""Names of the losses; the function `loss` in `areal.algorithm.losses.NAME` computes each."""
 
 _CLIPS = when("policy_loss", "ppo", "gspo", "cispo", "gmpo", "clip_cov", "dppo", "custom")
+WITH_SEQUENCE_RATIO = ("ppo", "gspo", "sapo", "cispo", "aipo", "custom")
+"""Losses that can use the ratio of the sequence; gspo always does."""
 _SEQUENCE_RATIO = when("policy_loss", "gspo") | (
-    when("importance_sampling_level", "sequence") & when("policy_loss", "ppo", "sapo", "cispo", "aipo", "custom")
+    when("importance_sampling_level", "sequence") & when("policy_loss", *WITH_SEQUENCE_RATIO)
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLevelOptions:
-    """How the ratio of a sequence enters a loss. Advantages and weights equal within one: all the same loss."""
+    """How the ratio of a sequence enters a loss; all settings agree if advantages are constant within a sequence."""
 
     advantage: str = choice("mean", "mean", "token")
-    """mean = a token's advantage is the mean over its sequence (AReaL); token = its own (GSPO-token, verl, cosmos)."""
+    """Advantage of a token: mean = mean over its sequence (AReaL), token = its own (GSPO-token, verl, cosmos-rl)."""
     gradient: str = choice(
         "shared",
         "shared",
@@ -50,125 +52,136 @@ class SequenceLevelOptions:
         relevant=when("../policy_loss", "ppo", "gspo", "sapo", "custom")
         | (when("../policy_loss", "aipo") & when("../aipo.truncation", "objective")),
     )
-    """shared = through the mean of log-ratios to every token (AReaL, cosmos); own = to its token only (GSPO-token)."""
+    """Gradient of the ratio: shared = all tokens of the sequence (AReaL, cosmos-rl), own = its token (GSPO-token)."""
     max_log_ratio: float | None = number(None, above=0)
-    """Upper cut of the sequence's log-ratio, gradient 0 beyond (verl and cosmos: 10); null = none (AReaL)."""
+    """Maximum log-ratio of a sequence, with zero gradient above (verl and cosmos-rl: 10); null = no limit (AReaL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SapoOptions:
-    """Soft gate in the place of the clip."""
+    """SAPO: a soft gate replaces the clip."""
 
     tau_pos: float = number(1.0, above=0)
-    """Temperature of the gate where the advantage is positive; higher closes faster."""
+    """Temperature of the gate for positive advantages; a higher value closes the gate faster."""
     tau_neg: float = number(1.05, above=0)
-    """Temperature of the gate where the advantage is zero or negative."""
+    """Temperature of the gate for zero and negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CispoOptions:
-    """Clipped importance weight of the log-probability."""
+    """CISPO: a clipped importance weight of the log-probability."""
 
     unified_mask: bool = False
-    """Also leave out the tokens that PPO's clip would: ratio beyond the clip on the side the advantage pushes to."""
+    """Also exclude tokens whose ratio is outside the clip range in the direction of the advantage, as PPO does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AipoOptions:
-    """One-sided truncation of the ratio."""
+    """AIPO: one-sided truncation of the ratio."""
 
-    rho: float = number(2.0, above=0)
-    """Upper cut of the ratio (LlamaRL suggests 2 to 10)."""
+    rho: float = number(2.0, above=0, also="cosmos-rl: aipo_rho")
+    """Maximum ratio (LlamaRL suggests 2 to 10)."""
     truncation: str = choice("weight", "weight", "objective")
-    """weight = min(ratio, rho) is a constant weight of A log pi (LlamaRL); objective = -A min(ratio, rho) (cosmos)."""
+    """weight = constant weight min(ratio, rho) of A log pi (LlamaRL); objective = -A min(ratio, rho) (cosmos-rl)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovOptions:
-    """Tokens of high covariance that get no gradient, drawn once per batch."""
+    """Clip-Cov: tokens of high covariance get no gradient; they are drawn once per batch."""
 
     ratio: float = number(0.0002, above=0, high=1)
-    """Part of the batch's trained tokens that is left out, at least one token."""
+    """Fraction of the batch's trained tokens to exclude, at least one token."""
     low: float = number(1.0)
-    """Only tokens with a covariance above this are drawn."""
+    """Minimum covariance of excluded tokens."""
     high: float = number(5.0)
-    """Only tokens with a covariance below this are drawn."""
+    """Maximum covariance of excluded tokens."""
 
     def problems(self) -> Problems:
         if self.low >= self.high:
-            yield "low", f"{self.low:g} must be below high={self.high:g}: no covariance lies between them"
+            yield "low", f"{self.low:g} is not below high={self.high:g}, so no token is excluded: lower it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlCovOptions:
-    """Tokens of high covariance that get a KL penalty, chosen once per batch."""
+    """KL-Cov: tokens of high covariance get a KL penalty; they are chosen once per batch."""
 
     ratio: float = number(0.0002, above=0, high=1)
-    """Part of the batch's trained tokens that is penalised: those of highest covariance, at least one token."""
+    """Fraction of the batch's trained tokens to penalise, those of highest covariance, at least one token."""
     coef: float = number(1.0, above=0)
-    """Weight of |log pi - log pi_old| at the chosen tokens."""
+    """Coefficient of |log pi - log pi_old| at the chosen tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToprOptions:
-    """REINFORCE whose negative answers taper off."""
+    """TOPR: REINFORCE with truncated weights of negative answers."""
 
     ratio: str = choice("trajectory", "trajectory", "token")
-    """What weighs a negative token, cut to at most 1: the product of its sequence's ratios (paper), its own (ROLL)."""
+    """Weight of a negative token, at most 1: trajectory = product of the ratios (paper), token = its own (ROLL)."""
     positive_weight: float = number(1.0, low=0)
-    """Factor of the losses of tokens with an advantage of at least 0."""
+    """Factor of the loss of tokens with an advantage of at least 0."""
     negative_weight: float = number(1.0, low=0)
-    """Factor of the losses of tokens with a negative advantage."""
+    """Factor of the loss of tokens with a negative advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi15Options:
-    """Policy gradient with a squared log-ratio as penalty."""
+    """Kimi k1.5: policy gradient with a squared log-ratio as penalty."""
 
     tau: float = number(0.1, above=0)
-    """Weight of the penalty, tau / 2 times the squared log-ratio."""
+    """Coefficient of the penalty tau / 2 x squared log-ratio."""
     ratio: str = choice("trajectory", "trajectory", "token")
-    """Whose log-ratio is squared: the sum over the sequence (paper), or that of each token (ROLL)."""
+    """Squared log-ratio: trajectory = sum over the sequence (paper), token = each token (ROLL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DppoOptions:
-    """Divergence of the two-way distribution (this token or another) in the place of PPO's ratio."""
+    """DPPO: a bound on the divergence of the binary distribution (this token or any other) replaces the ratio clip."""
 
     divergence: str = choice("tv", "tv", "kl")
-    """What eps_clip and eps_clip_higher bound: tv = the difference of probabilities, kl = KL(old, new) in nats."""
+    """Divergence limited by eps_clip and eps_clip_higher: tv = difference of probabilities, kl = KL(old, new), nats."""
     max_ratio: float = number(20.0, low=1)
-    """Upper cut of the ratio that weighs the log-probability."""
+    """Maximum ratio that weights the log-probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLossOptions:
-    """A loss of your own."""
+    """A user-defined loss."""
 
     path: str = ""
-    """The function, `module:function` or `file.py:function`, called as loss(tokens, options) like any other loss."""
+    """Loss function, `module:function` or `file.py:function`, called as loss(tokens, options)."""
     args: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever it needs; it finds them as options.custom.args."""
+    """Arguments of the loss function, available as options.custom.args."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions:
     """The policy-gradient loss."""
 
-    policy_loss: str = choice("ppo", *POLICY_LOSSES)
-    """The loss of a token; docs/algorithms.md has the formulas."""
-    eps_clip: float = number(0.2, relevant=_CLIPS)
-    """Clip of the ratio below 1, and above too unless eps_clip_higher is given; negative = none."""
-    eps_clip_higher: float | None = number(None, relevant=_CLIPS)
-    """Clip of the ratio above 1; negative = none; null = eps_clip."""
-    c_clip: float | None = number(None, above=1, relevant=when("policy_loss", "ppo", "gspo", "custom"))
-    """Dual clip: bound on the loss of negative advantages as a multiple of |advantage|; null = off."""
-    importance_sampling_level: str = choice(
-        "token", "token", "sequence", relevant=when("policy_loss", "ppo", "gspo", "sapo", "cispo", "aipo", "custom")
+    policy_loss: str = choice(
+        "ppo", *POLICY_LOSSES, also="verl: actor.policy_loss.loss_mode; AReaL 1.0: use_sapo_loss; cosmos-rl: variant"
     )
-    """Whose ratio the loss takes: the token's, or exp of the mean log-ratio of its sequence (GSPO)."""
+    """Policy loss; see docs/algorithms.md for the formulas."""
+    eps_clip: float = number(
+        0.2, relevant=_CLIPS, also="verl: actor.clip_ratio, clip_ratio_low; cosmos-rl: epsilon_low"
+    )
+    """Clip range of the ratio below 1, and above 1 unless eps_clip_higher is set; negative = no clipping."""
+    eps_clip_higher: float | None = number(
+        None, relevant=_CLIPS, also="verl: actor.clip_ratio_high; cosmos-rl: epsilon_high"
+    )
+    """Clip range of the ratio above 1; negative = no clipping; null = eps_clip."""
+    c_clip: float | None = number(
+        None,
+        above=1,
+        relevant=when("policy_loss", "ppo", "gspo", "custom"),
+        also="verl: actor.clip_ratio_c; cosmos-rl: lower_bound_ratio",
+    )
+    """Dual clip: maximum loss of negative advantages as a multiple of |advantage|; null = off."""
+    importance_sampling_level: str = choice(
+        "token", "token", "sequence", relevant=when("policy_loss", *WITH_SEQUENCE_RATIO)
+    )
+    """Ratio in the loss: token = per token, sequence = exp of the mean log-ratio of the sequence (GSPO)."""
     sequence_level: SequenceLevelOptions = section(SequenceLevelOptions, relevant=_SEQUENCE_RATIO)
-    """Details of importance_sampling_level=sequence and policy_loss=gspo."""
+    """Options of the sequence ratio."""
     sapo: SapoOptions = section(SapoOptions, relevant=when("policy_loss", "sapo"))
     """Options of policy_loss=sapo."""
     cispo: CispoOptions = section(CispoOptions, relevant=when("policy_loss", "cispo"))
@@ -189,7 +202,7 @@ class PolicyLossOptions:
     """Options of policy_loss=custom."""
 
     def policy_loss_problems(self) -> Problems:
-        """What is wrong with these options together."""
+        """Errors in the path of a user-defined loss."""
         if self.policy_loss != "custom":
             return
         if not self.custom.path:

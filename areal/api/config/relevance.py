@@ -46,13 +46,12 @@ class _Test(Condition):
     def holds(self, sections: tuple[Any, ...]) -> bool:
         up, name = _split(self.path, len(sections) - 1)
         value: Any = sections[-1 - up]
-        for part in name.split(".") if name else ():
-            if value is None:
-                break
-            if not hasattr(value, part):
-                return True  # a config class of a user that lacks the option: nothing is known about an effect
-            value = getattr(value, part)
-        return self.passes(value)
+        try:
+            for part in name.split(".") if name else ():
+                value = None if value is None else getattr(value, part)
+            return self.passes(value)
+        except AttributeError:
+            return True  # a config class that lacks the option, such as an actor alone: the effect is unknown
 
     def words(self, section: str) -> str:
         return " ".join([*self.paths(section), self.text])
@@ -115,7 +114,6 @@ class NoEffect:
     """An option that differs from its default although it has no effect under the other options."""
 
     path: str
-    value: str
     relevant_when: str
 
 
@@ -138,7 +136,7 @@ def notice_of(config: Any) -> str:
     found = options_without_effect(config)
     if not found:
         return ""
-    lines = [f"{one.path}={one.value}: relevant when {one.relevant_when}" for one in found]
+    lines = [f"{one.path}: relevant when {one.relevant_when}" for one in found]
     return "\n  ".join(["options without effect under these settings (strict_config=true refuses them):", *lines])
 
 
@@ -153,7 +151,7 @@ def _without_effect(sections: tuple[Any, ...], prefix: str, because: str) -> Ite
             reason = condition.words(prefix.rstrip("."))
         is_section = dataclasses.is_dataclass(value)
         if reason and value != default and not (is_section and default is not None):
-            yield NoEffect(path, "{...}" if is_section else _text(value), reason)
+            yield NoEffect(path, reason)
         elif is_section:
             yield from _without_effect((*sections, value), f"{path}.", reason)
         elif isinstance(value, list):
@@ -181,4 +179,6 @@ def _listed(values: tuple[object, ...]) -> str:
 def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
+    if value in ("", [], {}):
+        return "empty"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Owns the options of the rollout side: concurrency, staleness, requests."""
+"""Options of the rollout controller: concurrency, staleness, requests."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ class InferenceEngineConfig:
     """How the rollout controller runs episodes and talks to the inference servers."""
 
     max_concurrent_rollouts: int | None = number(None, low=1)
-    """Most episodes in flight; null = consumer_batch_size x (max_head_offpolicyness + 1)."""
+    """Maximum episodes in flight; null = consumer_batch_size x (max_head_offpolicyness + 1)."""
     consumer_batch_size: int | None = number(None, low=1)
-    """Episodes of one train step; null = train_dataset.batch_size, and it may be nothing else."""
-    max_head_offpolicyness: int = number(0, low=0)
-    """Largest version lag the admission gate plans for; 0 = synchronous RL."""
+    """Accepted for AReaL files: episodes per train step, must equal train_dataset.batch_size; null = that value."""
+    max_head_offpolicyness: int = number(
+        0, low=0, also="ROLL: async_generation_ratio; cosmos-rl: allowed_outdated_steps"
+    )
+    """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
-    """An episode older than the bound: train on it, mask its old tokens, drop it; wait = consume in admission order."""
+    """Episodes above that staleness: train = use, mask = exclude old tokens, drop; wait = use in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep")
-    """New weights and requests in flight: interrupt = return and continue, keep = recompute their cache in place."""
+    """Running requests at a weight update: interrupt = return and continue them, keep = recompute their KV cache."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
-    """How a server is picked: in turn, fewest requests, or longest known start of the prompt; groups stay together."""
+    """Server of a request: in turn, fewest running requests, or longest cached prefix; groups stay on one server."""
     check_trajectory_format: bool = False
-    """Check every returned trajectory (lengths, masks, finite numbers) and fail the episode that breaks a rule."""
+    """Check lengths, masks and finite numbers of every trajectory and fail the episode of an invalid one."""
     enable_rollout_tracing: bool = False
-    """Log every admission and end of an episode with the gate's counters."""
+    """Log every start and end of an episode with the counters of the admission gate."""
     should_accept_fn: str = ""
-    """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all."""
+    """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all groups."""
     max_rejected_per_step: int | None = number(None, low=1)
-    """Groups that may be rejected while those of one train step are accepted; one more ends the run; null = any."""
+    """Maximum rejected groups per train step; the run fails above it; null = no limit."""
     server_addrs: list[str] = field(default_factory=list[str])
-    """Servers that already run, as host:port or http://host:port, one for each of allocation_mode; [] = start them."""
+    """Running servers to use (host:port or http://host:port), one per server of allocation_mode; [] = start servers."""
     setup_timeout: float = number(300.0, above=0)
-    """Seconds to wait for the servers to get healthy."""
+    """Maximum seconds until all servers are healthy."""
     stream_interval: int = number(32, low=1)
-    """Tokens per event of a streamed answer, and the most that a running request loses with its replica."""
+    """Tokens per event of a streamed answer; a request whose replica fails loses at most this many tokens."""
     request_timeout: float = number(3600.0, above=0)
-    """Seconds after which a generation request is given up on one replica and continued elsewhere."""
+    """Maximum seconds of a generation request on one replica; it then continues on another."""
     request_retries: int = number(3, low=1)
-    """Replica failures one request survives before its episode fails."""
+    """Maximum replica failures of one request before its episode fails."""
     pause_grace_period: float = number(0.0, low=0)
-    """Seconds between the pause of the servers and the weight update."""
+    """Seconds between pausing the servers and the weight update."""
     health_check_interval_s: float = number(1.0, above=0)
-    """Seconds between two health checks of a replica; nothing waits for a hung one longer than eleven of these."""
+    """Seconds between two health checks of a replica; a hung replica is detected within eleven intervals."""
     weight_update_timeout_s: float = number(300.0, above=0)
-    """Seconds a replica that answers its health checks may take for a weight update before it is declared dead."""
+    """Maximum seconds of a weight update on one replica before the replica is treated as failed."""
 
     def problems(self) -> Problems:
         for text, problem in address_problems(self.server_addrs):
@@ -56,30 +58,30 @@ class InferenceEngineConfig:
 
 
 def address_problems(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(address as written, what is wrong with it) for each that cannot be the address of a server of its own."""
+    """(address, what is wrong with it) for every invalid or repeated server address."""
     seen: set[str] = set()
     for text in addresses:
         try:
             url = server_url(text)
         except ValueError as error:
-            yield text, f"is no address of a server ({error}): write host:port or http://host:port"
+            yield text, f"is not a server address ({error}): write host:port or http://host:port"
             continue
         if url in seen:
-            yield text, "is given twice: every server needs an address of its own"
+            yield text, "is listed twice: every server needs its own address"
         seen.add(url)
 
 
 def server_url(text: str) -> str:
-    """http://host:port of an address that may lack the http://. ValueError, saying why, when it is none."""
+    """`text` as http://host:port. Raises ValueError with the reason if it is not a server address."""
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     if parts.scheme != "http":
-        raise ValueError(f"areal speaks plain HTTP, not {parts.scheme}")
+        raise ValueError(f"only http is supported, not {parts.scheme}")
     if not parts.hostname or parts.username is not None or any(character.isspace() for character in text):
-        raise ValueError("it names no host")
+        raise ValueError("it has no host")
     if not parts.port:
-        raise ValueError("it names no port")
+        raise ValueError("it has no port")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError("something follows the port")
+        raise ValueError("there is text after the port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"http://{host}:{parts.port}"

@@ -1,24 +1,28 @@
-"""Owns the options of a train engine: model, optimiser, micro-batches, sharding."""
+"""Options of a train engine: model, optimiser, micro-batches, sharding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.relevance import given, when
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSpec:
-    """How a batch is cut into forward passes."""
+    """How a batch is split into forward passes."""
 
     n_mbs: int | None = number(1, low=1)
-    """Fewest micro-batches; null = 1."""
+    """Minimum number of micro-batches; null = 1."""
     granularity: int = number(1, low=1)
-    """Neighbouring sequences that stay in one micro-batch (2 for preference pairs)."""
-    max_tokens_per_mb: int | None = number(None, low=1)
-    """Most tokens of one forward pass; null = no limit."""
+    """Number of consecutive sequences that stay in one micro-batch (2 for preference pairs)."""
+    max_tokens_per_mb: int | None = number(None, low=1, also="verl: actor.ppo_max_token_len_per_gpu")
+    """Maximum tokens of one forward pass; null = no limit."""
     n_mbs_divisor: int = number(1, low=1)
-    """The number of micro-batches is raised to a multiple of this."""
+    """The number of micro-batches is rounded up to a multiple of this."""
+
+
+_ADAM = when("type", "adam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,33 +30,39 @@ class OptimizerConfig:
     """Optimiser and learning-rate schedule."""
 
     type: str = choice("adam", "adam", "sgd")
-    """adam = AdamW; sgd = plain gradient descent."""
-    lr: float = number(1e-3, above=0)
+    """Optimiser: adam = AdamW, sgd = gradient descent without momentum."""
+    lr: float = number(1e-3, above=0, also="verl: actor.optim.lr; ROLL: training_args.learning_rate")
     """Peak learning rate."""
     weight_decay: float = number(0.01, low=0)
-    """Decoupled weight decay."""
-    beta1: float = number(0.9, low=0, below=1)
-    """Decay of the first moment (adam)."""
-    beta2: float = number(0.999, low=0, below=1)
-    """Decay of the second moment (adam)."""
-    eps: float = number(1e-8, above=0)
-    """Added to adam's denominator."""
-    min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Floor of the schedule as a fraction of lr."""
-    lr_scheduler_type: str = choice("constant", "constant", "linear", "cosine")
-    """Shape after the warm-up, down to min_lr_ratio at the last step."""
-    warmup_steps_proportion: float = number(0.001, low=0, high=1)
-    """Fraction of all optimiser steps spent rising from 0 to lr."""
-    gradient_clipping: float = number(1.0, above=0)
-    """Largest global gradient norm."""
+    """Coefficient of decoupled weight decay."""
+    beta1: float = number(0.9, low=0, below=1, relevant=_ADAM)
+    """Decay rate of the first moment."""
+    beta2: float = number(0.999, low=0, below=1, relevant=_ADAM)
+    """Decay rate of the second moment."""
+    eps: float = number(1e-8, above=0, relevant=_ADAM)
+    """Added to the denominator of the update."""
+    min_lr_ratio: float = number(
+        0.0,
+        low=0,
+        high=1,
+        relevant=when("lr_scheduler_type", "linear", "cosine"),
+        also="verl: actor.optim.min_lr_ratio",
+    )
+    """Final learning rate as a fraction of lr."""
+    lr_scheduler_type: str = choice("constant", "constant", "linear", "cosine", also="verl: actor.optim.warmup_style")
+    """Learning-rate schedule after the warm-up; linear and cosine end at min_lr_ratio x lr."""
+    warmup_steps_proportion: float = number(0.001, low=0, high=1, also="verl: actor.optim.lr_warmup_steps_ratio")
+    """Fraction of all optimiser steps in which the learning rate increases from 0 to lr."""
+    gradient_clipping: float = number(1.0, above=0, also="verl: actor.grad_clip")
+    """Maximum global gradient norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPWrapPolicy:
-    """Which modules FSDP shards one by one."""
+    """Which modules FSDP shards separately."""
 
     transformer_layer_cls_to_wrap: list[str] | None = None
-    """Module class names; null = the model's own list of blocks."""
+    """Class names of the modules; null = the model's own list of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +70,8 @@ class FSDPEngineConfig:
     """Options of the FSDP2 engine."""
 
     wrap_policy: FSDPWrapPolicy | None = None
-    """Which modules become shard units; null = the model's own list of blocks."""
-    offload_params: bool = False
+    """Modules that are sharded separately; null = the model's own list of blocks."""
+    offload_params: bool = option(False, also="verl: actor.fsdp_config.param_offload; cosmos-rl: fsdp_offload")
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
 
 
@@ -69,48 +79,51 @@ class FSDPEngineConfig:
 class TrainEngineConfig:
     """A model in the trainer."""
 
-    path: str = ""
-    """Checkpoint folder or hub name of the model."""
+    path: str = option("", also="verl: actor_rollout_ref.model.path")
+    """Checkpoint folder or Hugging Face hub name of the model."""
     attn_impl: str = choice("auto", "auto", "varlen", "sdpa", "flash_attention_2")
-    """Packed attention: varlen = torch's kernel (CUDA), sdpa = one call a sequence; the others pick by device."""
+    """Attention: varlen = torch varlen kernel (CUDA), sdpa = one call per sequence; the others choose by device."""
     init_from_scratch: bool = False
-    """Random weights in the shape of `path`'s config instead of its weights."""
+    """Initialise random weights from the model config in `path` instead of loading its weights."""
     temperature: float = number(1.0, above=0)
-    """Divides the logits before log-probabilities; must equal gconfig.temperature."""
+    """Divisor of the logits before log-probabilities; must equal gconfig.temperature."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    """How batches are cut into forward passes."""
+    """How batches are split into forward passes."""
     disable_dropout: bool = False
-    """Set every dropout probability to 0."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more work."""
+    """Set all dropout probabilities to 0."""
+    gradient_checkpointing: bool = option(
+        False, relevant=given("optimizer"), also="verl: model.enable_gradient_checkpointing"
+    )
+    """Recompute activations in the backward pass: less memory, more computation."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
-    """Compute type; master weights and optimiser state stay float32."""
+    """Data type of computation; master weights and optimiser state are float32."""
     logprob_kernel: str = choice("torch", "torch", "liger")
-    """Source of log-probabilities: torch = blocks of logits; liger = liger-kernel on CUDA, which gives no entropies."""
-    grad_reduce_dtype: str = choice("float32", "bfloat16", "float32")
-    """Type in which gradients are summed over ranks."""
+    """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
+    grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))
+    """Data type of the gradient reduction over ranks."""
     optimizer: OptimizerConfig | None = None
-    """Optimiser; null = the model is never trained (a reference)."""
+    """Optimiser; null = the model is not trained (a reference)."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the FSDP engine."""
 
     def problems(self) -> Problems:
         if not self.path:
-            yield "path", "is required: name a checkpoint folder or a hub model"
+            text = "is required: set a checkpoint folder or a hub model"
+            yield Problem("path", text, "config.missing_requirement")
         if self.logprob_kernel == "liger" and self.temperature != 1.0:
             yield (
                 "logprob_kernel",
-                f"is liger, which divides logits by nothing, and temperature is {self.temperature:g}: use torch",
+                f"liger does not support temperature={self.temperature:g}: use torch",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreModelConfig(TrainEngineConfig):
-    """A model with a head of one output; the backbone of `path` gets a new head when it has none."""
+    """A model with a one-output head, newly initialised when `path` has none."""
 
     def problems(self) -> Problems:
         yield from super().problems()
         if self.temperature != 1.0:
-            yield "temperature", "divides the logits of a language model, and a score has none: remove it"
+            yield "temperature", "applies to the logits of language models, and this model has none: remove it"
         if self.logprob_kernel != "torch":
-            yield "logprob_kernel", "makes log-probabilities of a language model, and a score is none: remove it"
+            yield "logprob_kernel", "applies to language models, and a score has no log-probabilities: remove it"
