@@ -27,6 +27,15 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "allocation_mode has invalid syntax or contradictory sizes.", "Follow the hint at the marked column."
     ),
     # checkpoint
+    "checkpoint.damaged": ErrorCode(
+        "A file of a checkpoint is cut short, changed, or contradicts the index.", "Copy or download it again."
+    ),
+    "checkpoint.incomplete": ErrorCode(
+        "A checkpoint folder lacks its configuration or its weights.", "Give a complete Hugging Face checkpoint."
+    ),
+    "checkpoint.none_to_resume": ErrorCode(
+        "recover.mode=resume needs a complete recovery checkpoint, and there is none.", "Set recover.mode=auto."
+    ),
     # config
     "config.bad_override": ErrorCode(
         "A word on the command line is no flag, or no override that can be read and applied.",
@@ -80,6 +89,9 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Give a value of the type in the message; put text that reads as another type in quotes.",
     ),
     # data
+    "data.no_traces": ErrorCode(
+        "A run folder contains no trace files.", "Run with perf_tracer.enabled=true, or name another folder."
+    ),
     "data.too_long": ErrorCode(
         "A dataset row, or a sequence of a train batch, has more tokens than its limit.",
         "Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.",
@@ -94,10 +106,28 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Use a backend listed in docs/servers.md.",
     ),
     # launch
+    "launch.attached_needs_disk": ErrorCode(
+        "Attached servers on other machines cannot receive weights over a collective.",
+        "Set actor.weight_update_mode=disk, with cluster.fileroot in a shared folder.",
+    ),
+    "launch.attached_silent": ErrorCode(
+        "A server that should already run gives no HTTP answer.", "Start it, or correct rollout.server_addrs."
+    ),
+    "launch.bad_env_vars": ErrorCode(
+        "A list of environment variables in the configuration is not NAME=value,NAME=value.", "Correct the list."
+    ),
+    "launch.bad_server_addresses": ErrorCode(
+        "The addresses of attached servers are invalid, or the environment and the configuration disagree.",
+        "Correct AREAL_LLM_SERVER_ADDRS or rollout.server_addrs.",
+    ),
     "launch.cannot_write": ErrorCode(
         "The launcher cannot write its own files in the run folder.", "Make room on the disk, or choose another folder."
     ),
     "launch.disk_full": ErrorCode("A disk is full.", "Make room on it, or set cluster.fileroot to another disk."),
+    "launch.earlier_run": ErrorCode(
+        "The run folder contains an earlier run, which recover.mode would overwrite.",
+        "Change trial_name, delete the folder, or set recover.mode=auto to continue the run.",
+    ),
     "launch.missing_inputs": ErrorCode(
         "A file, model or function that the configuration names is absent or unusable; the message lists all of them.",
         "Correct the listed keys.",
@@ -106,8 +136,14 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "No launcher runs on the run folder, or it does not answer in time.",
         "Look at the output of the run's launcher.",
     ),
+    "launch.no_gpu": ErrorCode(
+        "The configuration asks for a GPU, and none is available.", "Use the device auto or cpu, or make a GPU visible."
+    ),
     "launch.no_run_folder": ErrorCode(
         "The folder given to a command is not a run folder.", "Give the folder that the launcher printed at its start."
+    ),
+    "launch.package_missing": ErrorCode(
+        "An option needs a Python package that is not installed.", "Install the extra that the message names."
     ),
     "launch.request_refused": ErrorCode(
         "The running launcher refuses to add or remove a replica.",
@@ -130,6 +166,12 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "launch.token_missing": ErrorCode(
         "A server or store can be reached from other machines, and no token protects it.",
         "Set the environment variable AREAL_SERVER_TOKEN to a secret.",
+    ),
+    "launch.too_few_gpus": ErrorCode(
+        "The allocation needs more GPUs than are available.", "Use smaller sizes in allocation_mode, or more GPUs."
+    ),
+    "launch.tracker_failed": ErrorCode(
+        "A metrics tracker did not start.", "Read its message, or set its mode to disabled."
     ),
     # ledger
     "ledger.bad_payload": ErrorCode(
@@ -178,11 +220,20 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "process.bad_context": ErrorCode(
         "The environment variable AREAL_PROCESS does not contain what a launcher writes there.", "Unset it."
     ),
+    "process.bad_name": ErrorCode(
+        "A name for the registry contains characters that are not allowed.", "Use letters, digits, '_', '-' and '.'."
+    ),
     "process.cannot_listen": ErrorCode(
         "A process cannot listen on the address or port that it needs.", "Choose a free port and a local address."
     ),
     "process.cannot_start": ErrorCode(
         "The program of a process does not exist or cannot be executed.", "Correct the path in the message."
+    ),
+    "process.name_taken": ErrorCode(
+        "Another process is registered under the same name.", "Stop the other run, or change trial_name."
+    ),
+    "process.not_registered": ErrorCode(
+        "A process that another one needs did not register in time.", "Look at its log, or raise the time limit."
     ),
     # request
     "request.invalid_field": ErrorCode(

@@ -24,7 +24,7 @@ from areal.fleet.request_check import check_request
 from areal.fleet.routing import Router
 from areal.fleet.slot import Slot
 from areal.system.discovery import NameRegistry
-from areal.system.open_files import raise_open_file_limit
+from areal.system.process import raise_open_file_limit
 
 _RATE_WINDOW_S = 10.0
 

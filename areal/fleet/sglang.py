@@ -30,7 +30,7 @@ from areal.fleet.sglang_wire import (
     vocabulary_probe,
 )
 from areal.fleet.stop_gate import generate_across_a_boundary
-from areal.system.folder_check import folder_problem
+from areal.system.checkpoint_files import folder_problem
 
 OnChunk = Callable[[PartChunk], None]
 DRAIN_S = 1.0

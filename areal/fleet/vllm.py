@@ -41,7 +41,7 @@ from areal.fleet.vllm_wire import (
     version_number,
     worker_errors,
 )
-from areal.system.folder_check import folder_problem
+from areal.system.checkpoint_files import folder_problem
 
 BUCKET_TIMEOUT_S = 120.0
 """Longest time that a server waits for one bucket of weights, or for the other ranks to join. It can do nothing else

@@ -32,8 +32,7 @@ from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, required_token
-from areal.system.open_files import raise_open_file_limit
-from areal.system.process import ProcessContext, run_main
+from areal.system.process import ProcessContext, raise_open_file_limit, run_main
 
 _LOG = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Owns what a launch is, as pure data: which processes run with which commands, and the numbers a config implies."""
+"""The plan of a launch, as pure data: its processes with their commands, and the numbers that a config implies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal.api.allocation import check_supported
-from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
 from areal.api.config.rollout import server_url
 from areal.api.errors import ConfigError, LaunchError
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
-from areal.launcher.memory import trained_bytes
 from areal.system.device import core_ids
+from areal.system.model_shape import ModelShape
 from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -26,13 +26,13 @@ from areal.system.run_paths import RunPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the plan may use."""
+    """What a plan may use of a machine."""
 
     cores: int
     gpus: tuple[str, ...] = ()
-    """Ids as CUDA_VISIBLE_DEVICES takes them."""
+    """Ids in the form of CUDA_VISIBLE_DEVICES."""
     host: Host = field(default_factory=Host)
-    """Where its processes listen."""
+    """Where processes on it listen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,37 +45,36 @@ class PlannedProcess:
     host: Host
     argv: tuple[str, ...]
     env: dict[str, str]
-    """Set on top of the launcher's own environment."""
+    """Added to the launcher's own environment. It contains no token."""
     log_path: str
     device: str
     gpus: tuple[str, ...]
-    """All of one server or rank; none = it runs on the CPU."""
+    """Of one server or rank; empty = it runs on the CPU."""
     num_threads: int
-    """Of each of its processes that compute."""
+    """CPU threads of each computing process."""
     memory_bytes: int | None
-    """Weights, gradients, optimiser state and KV cache; None = not known."""
+    """Weights, gradients, optimiser state and KV cache; None = unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identities:
-    """Numbers that follow from the config. None = known only once the data are read."""
+    """Numbers that follow from the configuration. None = known once the data are read."""
 
     episodes_per_step: int
     samples_per_step: int
     optimizer_steps_per_train_step: int
     max_concurrent_episodes: int
     max_staleness: int | None
-    """Versions by which admission lets a batch lag; None without rollouts."""
+    """Limit of admission, in policy versions; None without rollouts."""
     on_stale: str
     rows: int | None
     steps_per_epoch: int | None
     total_steps: int | None
-    total_optimizer_steps: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """Everything a launcher does, before it does it."""
+    """Everything that a launcher will start."""
 
     run_dir: str
     recover: bool
@@ -83,12 +82,12 @@ class LaunchPlan:
     ports: str
     processes: tuple[PlannedProcess, ...]
     spare_gpus: tuple[str, ...]
-    """GPUs that no process uses, for replicas that join later."""
+    """GPUs that no process uses, for replicas that are added later."""
     attached: tuple[str, ...]
-    """URLs of servers that already run, in place of planned ones."""
+    """URLs of servers that already run and replace planned ones."""
     identities: Identities
     warning: str = ""
-    """What the user should know before the start; empty when there is nothing."""
+    """A message for the user before the start; empty when there is none."""
 
     @property
     def num_servers(self) -> int:
@@ -103,7 +102,7 @@ def make_plan(
     num_rows: int | None = None,
     recover: bool = False,
 ) -> LaunchPlan:
-    """The plan of a run's start. ConfigError when the machine or this version cannot run it."""
+    """The plan of a configuration. ConfigError when the machine or this version cannot run it."""
     mode = config.allocation
     check_supported(mode)
     attached = tuple(server_url(text) for text in config.rollout.server_addrs) if isinstance(config, PPOConfig) else ()
@@ -153,7 +152,7 @@ def make_plan(
 def start_again(
     planned: PlannedProcess, *, num_servers: int, run_id: int | None = None, recover: bool | None = None
 ) -> PlannedProcess:
-    """The same process with what has changed since it was planned; None = as before."""
+    """The same process with values that changed since it was planned; None = unchanged."""
     before = _context(planned)
     context = dataclasses.replace(
         before,
@@ -175,29 +174,30 @@ def another_server(like: PlannedProcess, index: int, *, gpus: tuple[str, ...]) -
 def _context(planned: PlannedProcess) -> ProcessContext:
     context = ProcessContext.from_env(planned.env)
     if context is None:
-        raise LaunchError(f"{planned.name} was planned without a process context")
+        raise LaunchError(f"{planned.name} was planned without a process context", code="process.bad_context")
     return context
 
 
 def _share_gpus(
     config: BaseExperimentConfig, machine: Machine, counts: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Each server's and trainer rank's own GPUs; nothing on a CPU machine."""
-    asked = "auto"
+    """The GPUs of each server and trainer rank; empty on a machine without GPUs."""
+    device = "auto"
     if isinstance(config, PPOConfig) and config.server_backend == "native":
-        asked = config.native.device
+        device = config.native.device
     available = list(machine.gpus[: config.cluster.n_gpus_per_node])
-    if asked == "cuda" and not available:
-        raise ConfigError("native.device=cuda, but no GPU may be used here: use auto or cpu")
+    if device == "cuda" and not available:
+        raise ConfigError("native.device=cuda, but no GPU is available: use auto or cpu", code="launch.no_gpu")
     if not available:
         return {}
-    roles = ["trainer"] if asked == "cpu" else ["server", "trainer"]
+    roles = ["trainer"] if device == "cpu" else ["server", "trainer"]
     needed = sum(counts[role] * sizes[role] for role in roles)
     if needed > len(available):
         raise ConfigError(
-            f"allocation_mode={config.allocation_mode} needs {needed} GPUs, but {len(available)} may be used here "
+            f"allocation_mode={config.allocation_mode} needs {needed} GPUs, but {len(available)} are available "
             f"(cluster.n_gpus_per_node={config.cluster.n_gpus_per_node}): use smaller sizes, or "
-            "cluster.n_gpus_per_node=0 to run on the CPU"
+            "cluster.n_gpus_per_node=0 to run on the CPU",
+            code="launch.too_few_gpus",
         )
     users = [(role, index) for role in roles for index in range(counts[role])]
     return {(role, index): tuple(available.pop(0) for _ in range(sizes[role])) for role, index in users}
@@ -303,11 +303,19 @@ def _argv(
 
 
 def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
-    """Bytes of the models that a controller or trainer holds; None when one of them is not on this machine."""
-    if context.role == "controller":
-        return 0
-    sizes = [trained_bytes(model, context.world_size) for model in config.models.values()]
+    """Bytes of the models that a controller or trainer rank holds; None when one of them is not on this machine."""
+    models = config.models.values() if context.role == "trainer" else ()
+    sizes = [trained_bytes(model, context.world_size) for model in models]
     return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
+    """Sharded float32 weights, gradients and optimiser state of one rank in bytes; None without a local model."""
+    shape = ModelShape.read(model.path)
+    if shape is None:
+        return None
+    per_parameter = 4 if model.optimizer is None else {"adam": 16, "sgd": 8}[model.optimizer.type]
+    return shape.parameters * per_parameter // ranks
 
 
 def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identities:
@@ -340,12 +348,11 @@ def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identitie
         rows=num_rows,
         steps_per_epoch=per_epoch,
         total_steps=total,
-        total_optimizer_steps=None if total is None else total * optimizer_steps,
     )
 
 
 def parse_env_vars(text: str) -> dict[str, str]:
-    """`A=1,B=x\\,y` -> {"A": "1", "B": "x,y"}. A backslash makes the next character plain."""
+    """`A=1,B=x\\,y` -> {"A": "1", "B": "x,y"}. A backslash escapes the next character."""
     pairs: list[str] = [""]
     characters = iter(text)
     for character in characters:
@@ -361,13 +368,16 @@ def parse_env_vars(text: str) -> dict[str, str]:
             continue
         name, equals, value = pair.partition("=")
         if not equals or not name.strip().isidentifier():
-            raise ConfigError(f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)")
+            raise ConfigError(
+                f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)",
+                code="launch.bad_env_vars",
+            )
         found[name.strip()] = value
     return found
 
 
 def describe(plan: LaunchPlan) -> dict[str, Any]:
-    """The numbers of a plan by their names, for people."""
+    """The numbers of a plan under readable names."""
     numbers = plan.identities
     shown: dict[str, Any] = {
         "episodes per train step": numbers.episodes_per_step,
@@ -375,7 +385,7 @@ def describe(plan: LaunchPlan) -> dict[str, Any]:
         "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
     }
     if numbers.max_staleness is not None:
-        late = "; a straggler can be older and is then trained on" if numbers.on_stale == "train" else ""
+        late = "; an older straggler is trained on" if numbers.on_stale == "train" else ""
         shown["episodes in flight, at most"] = numbers.max_concurrent_episodes
         shown["worst staleness by admission"] = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
     unknown = "known once the data are read"

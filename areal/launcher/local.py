@@ -27,7 +27,6 @@ from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import LocalBackend
 from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
-from areal.launcher.memory import bytes_text
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.preflight import (
     check_run_folder,
@@ -117,6 +116,12 @@ def plan_text(plan: LaunchPlan) -> str:
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
     lines.append("Model state is weights, gradients, optimiser and KV cache, without activations and libraries.")
     return "\n".join(lines) + "\n"
+
+
+def bytes_text(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _variables(env: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Owns what is checked before anything starts: files, folders, room on disk, and that nobody else runs this run."""
+"""Checks before anything starts (files, models, run folder, disk), and the lock that gives a run one launcher."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
-from areal.api.errors import ConfigError, ConfigProblem, LaunchError
+from areal.api.config import BaseExperimentConfig, PPOConfig
+from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
 from areal.api.functions import (
     ACCEPT_FUNCTIONS,
     MAP_FUNCTIONS,
@@ -27,6 +28,7 @@ from areal.api.functions import (
     resolve_function,
 )
 from areal.fleet.backends import backend_named
+from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
 from areal.system.model_shape import ModelShape
 from areal.system.run_paths import RunPaths
@@ -36,18 +38,18 @@ _STEP = re.compile(r"step-(\d+)")
 _HEAD = "score.weight"
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
-"""Free room a run needs besides its weights: ledger, logs, metrics."""
+"""Free space that a run needs besides its weights: ledger, logs, metrics."""
 _FULL_BYTES = 2**20
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 5, 0.05
 
 
 def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str]:
-    """One sentence for every input that is not there."""
+    """One sentence for every input that is absent or unusable."""
     problems: list[str] = []
     if script is not None and not Path(script).is_file():
         problems.append(f"{script}: no such script")
     elif script is not None:
-        problems += _said(lambda: parse_python(Path(script), key="script"))
+        problems += _errors_of(partial(parse_python, Path(script), key="script"))
     for key, model in config.models.items():
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
     if isinstance(config, PPOConfig):
@@ -56,16 +58,14 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         if not config.rollout.server_addrs and model != config.actor.path:
             problems += _model_problems(f"{backend.name}.{backend.model_key}", model, needs_weights=True)
         problems += _head_problems(config)
-        problems += _workflow_problems(config) if script is None else []  # a script may bring its own workflow
+        problems += _workflow_problems(config) if script is None else []  # a script may have its own workflow
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
-        problems.append(f"tokenizer_path: {config.tokenizer_path} is no folder")
+        problems.append(f"tokenizer_path: {config.tokenizer_path} is not a folder")
     for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
-        if data is None:
-            continue
-        path = Path(data.path)
-        if (path.suffix in _DATA_ENDINGS or looks_local(data.path)) and not path.exists():
-            problems.append(f"{key}.path: {data.path} does not exist")
-    if script is None:  # a script may bring its own rows
+        path = Path(data.path) if data is not None else Path()
+        if (path.suffix in _DATA_ENDINGS or (data is not None and looks_local(data.path))) and not path.exists():
+            problems.append(f"{key}.path: {path} does not exist")
+    if script is None:  # a script may have its own rows
         problems += _row_problems(config)
     return problems
 
@@ -76,13 +76,13 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"train_dataset.path: {data.path} has no rows"
     elif rows is not None and rows < data.batch_size and data.drop_last:
         yield (
-            f"train_dataset.batch_size={data.batch_size} is more than the {rows} rows of {data.path}: lower it or "
-            "bring more data"
+            f"train_dataset.batch_size={data.batch_size} is more than the {rows} rows of {data.path}: lower it or add "
+            "rows"
         )
 
 
 def _workflow_problems(config: PPOConfig) -> Iterator[str]:
-    """What the workflows that come with areal lack. Others are asked by the processes that build them."""
+    """What areal's own workflows lack. The processes that build other workflows check those."""
     if config.workflow not in ("rlvr", "multi_turn"):
         return
     if not config.reward_fn and not config.reward.names_functions and config.reward_model is None:
@@ -92,8 +92,8 @@ def _workflow_problems(config: PPOConfig) -> Iterator[str]:
         )
     if config.workflow == "multi_turn" and config.actor.adv_estimator == "remax":
         yield (
-            "actor.adv_estimator: remax compares answers with a greedy one, and workflow=multi_turn draws none: use "
-            "workflow=rlvr or another estimator"
+            "actor.adv_estimator: remax compares answers with a greedy one, which workflow=multi_turn does not "
+            "generate: use workflow=rlvr or another estimator"
         )
 
 
@@ -126,21 +126,20 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
             yield from error.problems
 
 
-def _said(check: Callable[[], object]) -> list[str]:
-    """What a check has to complain about."""
+def _errors_of(check: Callable[[], object]) -> list[str]:
     try:
         check()
-    except ConfigError as error:
+    except ArealError as error:
         return [str(error)]
     return []
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model or data path means this machine's files; a hub name has at most one slash."""
+    """Whether a model or data path means a local file; a hub name has at most one slash."""
     if not path:
         return False
-    named = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-    return named or Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
+    is_path = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    return is_path or Path(path).exists() or ("/" in path and Path(path).parent.is_dir())
 
 
 def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str]:
@@ -148,47 +147,30 @@ def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str
         return
     folder = Path(path)
     if not folder.is_dir():
-        yield f"{key}: {path} is no folder; give a checkpoint folder or a hub name"
+        yield f"{key}: {path} is not a folder; give a checkpoint folder or a hub name"
     elif not (folder / "config.json").is_file():
-        yield f"{key}: {path} holds no config.json, so it is no Hugging Face checkpoint"
+        yield f"{key}: {path} has no config.json, so it is not a Hugging Face checkpoint"
     elif needs_weights and not any(folder.glob("*.safetensors")):
-        yield f"{key}: {path} holds no *.safetensors; save the weights there, or set init_from_scratch=true"
+        yield f"{key}: {path} has no *.safetensors; save the weights there, or set init_from_scratch=true"
     elif needs_weights:
-        for file in sorted(folder.glob("*.safetensors")):
-            if not _is_whole(file):
-                yield f"{key}: {file} is cut short or no safetensors file; copy or download it again"
+        for text in _errors_of(partial(stored_weights, folder)):
+            yield f"{key}: {text}; copy or download it again"
 
 
 def _head_problems(config: PPOConfig) -> Iterator[str]:
-    """A reward model that was never trained as one would score at random."""
-    judge = config.reward_model
-    if judge is None or judge.init_from_scratch or not Path(judge.path, "config.json").is_file():
+    """A checkpoint without a scoring head would score at random."""
+    model = config.reward_model
+    if model is None or model.init_from_scratch or not Path(model.path, "config.json").is_file():
         return
-    files = sorted(Path(judge.path).glob("*.safetensors"))
-    if files and all(_is_whole(file) for file in files) and not any(_HEAD in _entries(file)[1] for file in files):
-        yield (
-            f"reward_model.path: {judge.path} has no head that scores ({_HEAD}): give a model trained as a reward "
-            "model (a `model` section with `rw`, see examples/preference)"
-        )
-
-
-def _entries(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the weights of a safetensors file begin, and what its header says of them."""
-    with open(file, "rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > file.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        return 8 + header_bytes, json.loads(stream.read(header_bytes))
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a weight file is as long as its header says: a broken download or copy is not."""
     try:
-        start, entries = _entries(file)
-        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        return file.stat().st_size == start + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        weights = stored_weights(Path(model.path))
+    except InputError:
+        return
+    if _HEAD not in weights:
+        yield (
+            f"reward_model.path: {model.path} has no scoring head ({_HEAD}): give a model trained as a reward model "
+            "(a `model` section with `rw`, see examples/preference)"
+        )
 
 
 def make_run_folder(paths: RunPaths) -> None:
@@ -199,58 +181,51 @@ def make_run_folder(paths: RunPaths) -> None:
             probe.write(b"x")
     except OSError as error:
         raise ConfigError(
-            f"cluster.fileroot: cannot write to {paths.root}: {error.strerror or error}; choose another folder"
+            f"cluster.fileroot: cannot write to {paths.root}: {error.strerror or error}; choose another folder",
+            code="launch.cannot_write",
         ) from error
 
 
 def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
-    """ConfigError when the run folder is on a full disk or holds an earlier run that would be written over."""
-    needed = _SPARE_BYTES + 4 * sum(_weight_bytes(model) for model in config.models.values())
-    free = shutil.disk_usage(paths.root).free
+    """ConfigError when the disk has too little space, or the folder holds an earlier run that would be overwritten."""
+    shapes = [(ModelShape.read(model.path), model.dtype) for model in config.models.values()]
+    weights = sum(shape.parameters * (2 if dtype == "bfloat16" else 4) for shape, dtype in shapes if shape is not None)
+    needed, free = _SPARE_BYTES + 4 * weights, shutil.disk_usage(paths.root).free
     if free < needed:
         raise ConfigError(
             f"cluster.fileroot: {paths.root} has {free / 2**20:.0f} MiB free, this run needs at least "
-            f"{needed / 2**20:.0f} MiB: make room or choose another folder"
+            f"{needed / 2**20:.0f} MiB: make room or choose another folder",
+            code="launch.disk_full",
         )
-    _check_earlier_run(config, paths)
-
-
-def disk_problem(paths: RunPaths) -> str:
-    """What to say when the disk of a run takes no more, so that processes die and logs may lack the cause; else empty.
-
-    To start a process again would not help.
-    """
-    try:
-        if shutil.disk_usage(paths.root).free < _FULL_BYTES:
-            return f"the disk under {paths.root} is full (cluster.fileroot): make room, or choose another folder"
-        with tempfile.TemporaryFile(dir=paths.root) as probe:
-            probe.write(bytes(_FULL_BYTES))  # a quota or a read-only disk shows only when somebody writes
-    except OSError as error:
-        return (
-            f"cannot write to {paths.root} (cluster.fileroot): {error.strerror or error}: mend it, or choose another "
-            "folder"
-        )
-    return ""
-
-
-def _weight_bytes(model: TrainEngineConfig) -> int:
-    shape = ModelShape.read(model.path)
-    return 0 if shape is None else shape.parameters * (2 if model.dtype == "bfloat16" else 4)
-
-
-def _check_earlier_run(config: BaseExperimentConfig, paths: RunPaths) -> None:
     mode = config.recover.mode
     if mode == "resume" and newest_checkpoint(paths) is None:
-        raise ConfigError(f"recover.mode=resume, but {paths.recover} holds no complete checkpoint: use auto")
+        raise ConfigError(
+            f"recover.mode=resume, but {paths.recover} contains no complete checkpoint: use auto",
+            code="checkpoint.none_to_resume",
+        )
     if mode in ("auto", "resume"):
         return
     found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
-    found += ["ledger"] if _tells_of_more_than_a_start(paths.ledger) else []
+    found += ["ledger"] if _has_episodes(paths.ledger) else []
     if found:
         raise ConfigError(
-            f"{paths.root} holds an earlier run ({', '.join(found)}) and recover.mode={mode} would write over it: "
-            "change trial_name, delete the folder, or set recover.mode=auto to go on with it"
+            f"{paths.root} contains an earlier run ({', '.join(found)}), which recover.mode={mode} would overwrite: "
+            "change trial_name, delete the folder, or set recover.mode=auto to continue the run",
+            code="launch.earlier_run",
         )
+
+
+def disk_problem(paths: RunPaths) -> str:
+    """Why the disk of a run cannot be written; empty when it can. Then a restart does not help, and logs may be cut."""
+    try:
+        if shutil.disk_usage(paths.root).free < _FULL_BYTES:
+            return f"the disk of {paths.root} is full (cluster.fileroot): make room, or choose another folder"
+        with tempfile.TemporaryFile(dir=paths.root) as probe:
+            probe.write(bytes(_FULL_BYTES))  # a quota or a read-only disk shows only at a write
+    except OSError as error:
+        cause = error.strerror or error
+        return f"cannot write to {paths.root} (cluster.fileroot): {cause}: fix this, or choose another folder"
+    return ""
 
 
 def _holds_data(path: Path) -> bool:
@@ -258,13 +233,8 @@ def _holds_data(path: Path) -> bool:
     return any(file.is_file() and file.stat().st_size > 0 for file in files)
 
 
-def checkpoint_text(newest: Path | None) -> str:
-    """Where trainers start: they take an earlier one when they find this one damaged."""
-    return f"{newest.name}, if it is intact" if newest else "the beginning"
-
-
-def _tells_of_more_than_a_start(ledger: Path) -> bool:
-    """Of a launch that did not get to its first episode there is nothing to write over."""
+def _has_episodes(ledger: Path) -> bool:
+    """Whether a ledger has more than the events of a start: without episodes there is nothing to lose."""
     for path in ledger.glob("events-*"):
         with open(path, "rb") as lines:
             if not all(line.startswith(_BEFORE_ANY_EPISODE) for line in lines):
@@ -272,27 +242,32 @@ def _tells_of_more_than_a_start(ledger: Path) -> bool:
     return False
 
 
+def checkpoint_text(newest: Path | None) -> str:
+    """Where trainers start. They take an earlier checkpoint when this one is damaged."""
+    return f"{newest.name}, if it is intact" if newest else "the beginning"
+
+
 def newest_checkpoint(paths: RunPaths) -> Path | None:
-    """The newest complete recovery checkpoint of a run. Whether its files are intact is for the trainers to read."""
+    """The newest complete recovery checkpoint of a run. The trainers check whether its files are intact."""
     numbered = {int(match[1]): path for path in paths.recover.glob("step-*") if (match := _STEP.fullmatch(path.name))}
     return next((numbered[step] for step in sorted(numbered, reverse=True) if is_complete(numbered[step])), None)
 
 
 def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> str:
-    """What to say of an earlier run that a launch goes on with; empty when there is none."""
+    """A message about the earlier run that this launch continues; empty when there is none."""
     if newest is None and not paths.metrics.exists():
         return ""
-    text = f"areal: goes on with the run in {paths.root}, trainers from {checkpoint_text(newest)}"
+    text = f"areal: continues the run in {paths.root}, trainers from {checkpoint_text(newest)}"
     if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
         text += (
-            f"\nareal: warning: {paths.ledger} is gone: the dataset begins anew, and rows that were trained on before "
-            "come again"
+            f"\nareal: warning: {paths.ledger} is missing: the dataset starts from its first row, and rows that were "
+            "trained on before are used again"
         )
     return text
 
 
 def count_rows(config: BaseExperimentConfig) -> int | None:
-    """Rows of a training set that is a local .jsonl file, before any filter; None for the rest."""
+    """Rows of a training set that is a local .jsonl file, before any filter; None for others."""
     path = Path(config.train_dataset.path)
     if path.suffix != ".jsonl" or not path.is_file():
         return None
@@ -304,12 +279,15 @@ def count_rows(config: BaseExperimentConfig) -> int | None:
 def run_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the run folder for this launcher. LaunchError, with pid and host of the holder, when it is taken.
 
-    The lock goes with the process, so a launcher that was killed leaves none behind.
+    The lock ends with the process, so a killed launcher leaves none behind.
     """
     with open(paths.lock, "a+") as file:
         if not _locked(file):
             file.seek(0)
-            raise LaunchError(f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name")
+            raise LaunchError(
+                f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name",
+                code="launch.run_in_use",
+            )
         file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
         file.flush()
@@ -317,7 +295,7 @@ def run_lock(paths: RunPaths) -> Iterator[None]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Take the lock, but do not mistake one who only looks (`has_launcher`) for another launcher."""
+    """Take the lock. Repeats, because `has_launcher` holds it for a moment."""
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

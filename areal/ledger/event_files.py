@@ -26,7 +26,7 @@ import orjson
 from areal.api.errors import LedgerError
 from areal.ledger.lock import not_writable
 from areal.ledger.state import Event, LedgerState
-from areal.system.durable import fsync_dir
+from areal.system.durable import fsync_path
 
 _GROUP_START = b'{"event":"group","number":'
 _CRC_KEY = b',"crc":'
@@ -190,7 +190,7 @@ def recover_folder(folder: Path) -> RecoveredLedger:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fsync_dir(folder.parent)
+        fsync_path(folder.parent)
         reader = LedgerReader(folder)
         state = LedgerState.replay(reader.events())
         if reader.incomplete is not None:
@@ -242,7 +242,7 @@ class OsAppendFile:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        fsync_dir(path.parent)
+        fsync_path(path.parent)
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)

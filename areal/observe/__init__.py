@@ -1,1 +1,1 @@
-"""Owns what is told about a run: logging, metrics, phases and traces, trackers."""
+"""what is told about a run: logging, metrics, phases and traces, trackers."""

@@ -1,6 +1,6 @@
-"""Owns the timing of named phases: `with phase("update"):` wherever work happens, a clock where it is collected.
+"""Timing of named phases: `with phase("update"):` around work, and a clock that collects the times.
 
-The clock also tells the process's heartbeat which phase it is in, so that one that does not end can be named.
+The clock also writes the current phase to the heartbeat, so that the launcher can name a phase that does not end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ACTIVE: ContextVar[PhaseClock | None] = ContextVar("areal_phase_clock", default
 
 
 class PhaseClock:
-    """Collects the seconds of every phase that runs while it is active, and passes spans to its tracer."""
+    """Collects the seconds of every phase while it is active, and passes spans to its tracer."""
 
     def __init__(self, tracer: ChromeTracer | None = None, heartbeat: Heartbeat | None = None) -> None:
         self._tracer = tracer
@@ -30,7 +30,7 @@ class PhaseClock:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the clock of the calling task or thread and of the tasks it starts."""
+        """Make this the clock of the calling task or thread and of the tasks that it starts."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -38,30 +38,30 @@ class PhaseClock:
             _ACTIVE.reset(token)
 
     def begin_step(self, step: int) -> None:
-        """The phases from here on belong to train step `step`."""
+        """The next phases belong to train step `step`."""
         self._step = step
 
     def enter(self, name: str) -> None:
-        """A phase begins, perhaps inside another."""
+        """A phase begins, possibly inside another one."""
         with self._lock:
             self._inside.append(name)
-            self._tell(name)
+            self._show(name)
 
     def leave(self, name: str, start_ns: int, end_ns: int) -> None:
-        """The phase is over: count it, between two readings of time.perf_counter_ns."""
+        """A phase ended: count the time between two readings of time.perf_counter_ns."""
         with self._lock:
             self._inside.remove(name)
-            self._tell(self._inside[-1] if self._inside else f"after {name}")
+            self._show(self._inside[-1] if self._inside else f"after {name}")
             self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
         if self._tracer is not None:
             self._tracer.add_span(name, start_ns, end_ns)
 
-    def _tell(self, what: str) -> None:
+    def _show(self, what: str) -> None:
         if self._heartbeat is not None:
             self._heartbeat.doing(what, self._step)
 
     def end_step(self) -> dict[str, float]:
-        """A train step ended: seconds per phase since the last call; a phase inside another counts in both."""
+        """Seconds per phase since the last call, at the end of a train step. A nested phase counts in both."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         if self._tracer is not None:
@@ -71,7 +71,7 @@ class PhaseClock:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time the block under `name`; costs next to nothing when no clock is active. A failing block counts too."""
+    """Time the block under `name`, also when it fails. Without an active clock it does nothing."""
     clock = _ACTIVE.get()
     if clock is None:
         yield

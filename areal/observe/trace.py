@@ -1,4 +1,4 @@
-"""Owns Chrome traces: one file of JSON lines per process, and the command that joins the files of a run.
+"""Chrome traces: one file of JSON lines per process, and the command that joins the files of a run.
 
 `python -m areal.observe.trace RUN -o trace.json` makes one file for chrome://tracing or ui.perfetto.dev.
 """
@@ -22,7 +22,7 @@ _FLUSH_EVENTS = 1000
 
 
 class ChromeTracer:
-    """Writes spans as Chrome trace events, one JSON object a line. Times are wall-clock so that processes line up."""
+    """Writes spans as Chrome trace events, one JSON object per line, with wall-clock times."""
 
     def __init__(self, path: Path, process_name: str, *, save_interval: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,13 +31,13 @@ class ChromeTracer:
         self._steps = 0
         self._pid = os.getpid()
         self._wall_ns = time.time_ns() - time.perf_counter_ns()
-        # A killed predecessor may have left half a line: start on a new one.
+        # A killed process may have left an incomplete line: start a new one.
         self._lines: list[str] = [""] if path.exists() and not path.read_bytes().endswith(b"\n") else []
         self._lock = threading.Lock()
         self._add({"name": "process_name", "ph": "M", "pid": self._pid, "tid": 0, "args": {"name": process_name}})
 
     def add_span(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> None:
-        """A finished span between two readings of time.perf_counter_ns, on the calling thread's row."""
+        """A span between two readings of time.perf_counter_ns, on the row of the calling thread."""
         event = {
             "name": name,
             "cat": "phase",
@@ -50,23 +50,19 @@ class ChromeTracer:
         self._add(event | {"args": args} if args else event)
 
     def end_step(self) -> None:
-        """A train step ended: write what is held back, every `save_interval` steps."""
+        """A train step ended: write the buffered events every `save_interval` steps."""
         self._steps += 1
         if self._steps % self._save_interval == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held back."""
         with self._lock:
             self._write()
-
-    def close(self) -> None:
-        self.flush()
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
             self._lines.append(json.dumps(event))
-            if len(self._lines) >= _FLUSH_EVENTS:  # a process without steps must not hold events for ever
+            if len(self._lines) >= _FLUSH_EVENTS:  # a process without steps must write too
                 self._write()
 
     def _write(self) -> None:
@@ -86,12 +82,12 @@ def open_tracer(config: PerfTracerConfig | None, paths: RunPaths, process_name: 
 def join_traces(folder: Path) -> dict[str, Any]:
     """One Chrome trace of all `*.jsonl` files in `folder`.
 
-    Process ids are renumbered by file: ids of different machines or attempts may be equal. Lines that a killed process
-    left half-written are skipped and counted.
+    Process ids are renumbered, because processes on different machines may have the same one. Incomplete lines, from
+    killed processes, are skipped and counted.
     """
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise InputError(f"no trace files in {folder}: run with perf_tracer.enabled=true")
+        raise InputError(f"no trace files in {folder}: run with perf_tracer.enabled=true", code="data.no_traces")
     events: list[dict[str, Any]] = []
     ids: dict[tuple[str, int], int] = {}
     skipped = 0
@@ -113,7 +109,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run folder (or its trace folder)")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"))
     arguments = parser.parse_args()
-    # Never the run folder itself: it holds other .jsonl files.
+    # Not the run folder itself, which contains other .jsonl files.
     folder = arguments.run if arguments.run.name == "trace" else RunPaths(arguments.run).trace
     trace = join_traces(folder)
     arguments.output.write_text(json.dumps(trace))

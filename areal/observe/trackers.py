@@ -1,6 +1,4 @@
-"""Owns where metrics go: metrics.jsonl always, dashboards when configured. The one importer of tensorboardX, wandb
-and swanlab.
-"""
+"""Trackers of metrics: metrics.jsonl always, dashboards (TensorBoard, Weights & Biases, SwanLab) when configured."""
 
 from __future__ import annotations
 
@@ -21,21 +19,21 @@ _SECRETS = ("wandb_api_key", "api_key")
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one train step after another."""
+    """Receives the metrics of every train step."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
     def flush(self) -> None:
-        """Return once what was logged outlives this process: a recovery goes on behind it."""
+        """Return when everything logged survives this process. A recovery continues after it."""
         ...
 
     def close(self) -> None: ...
 
 
 class JsonlTracker:
-    """One JSON object a line: step, time (Unix seconds) and the values; a value that is not finite becomes null."""
+    """One JSON object per line: step, time (Unix seconds) and the values; null for a value that is not finite."""
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        """Open for append. Lines from `first_step` on, left by an attempt that died, are cut: they come again."""
+        """Open for append. Removes lines from `first_step` on, which an attempt that died has written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _cut(path, first_step)
@@ -44,7 +42,7 @@ class JsonlTracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **shown}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")  # one write a line: readers see whole lines
+        self._file.write(line.encode() + b"\n")  # one write per line: readers see complete lines
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
@@ -63,7 +61,7 @@ def _cut(path: Path, first_step: int) -> None:
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
-    """Whether a line is whole and belongs to a step before `first_step`. A start from step 1 keeps nothing."""
+    """Whether a line is complete and of a step before `first_step`. A start from step 1 keeps nothing."""
     try:
         return line.endswith(b"\n") and first_step > 1 and json.loads(line)["step"] < first_step
     except (ValueError, KeyError, TypeError):
@@ -71,7 +69,7 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 
 class TensorBoardTracker:
-    """Event files for TensorBoard, by tensorboardX."""
+    """Event files for TensorBoard."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:
@@ -93,7 +91,7 @@ class TensorBoardTracker:
 
 
 class WandBTracker:
-    """A Weights & Biases run. The x axis is our own `train_step`, so that steps after a recovery are not refused."""
+    """A Weights & Biases run. The x axis is a metric, `train_step`, so that steps can repeat after a recovery."""
 
     def __init__(self, settings: WandBConfig, config: BaseExperimentConfig, folder: Path) -> None:
         try:
@@ -125,7 +123,9 @@ class WandBTracker:
                 settings=wandb.Settings(**connection),
             )
         except wandb.Error as error:
-            raise ConfigError(f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}") from error
+            raise ConfigError(
+                f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}", code="launch.tracker_failed"
+            ) from error
         self._run.define_metric("train_step", hidden=True)
         self._run.define_metric("*", step_metric="train_step")
 
@@ -133,7 +133,7 @@ class WandBTracker:
         self._run.log(_finite(values) | {"train_step": step})
 
     def flush(self) -> None:
-        """A process of wandb's own sends and keeps what it was given."""
+        """wandb sends and keeps everything in a separate process."""
 
     def close(self) -> None:
         self._run.finish()
@@ -165,14 +165,14 @@ class SwanLabTracker:
         self._run.log(_finite(values), step=step)
 
     def flush(self) -> None:
-        """SwanLab keeps what it was given as it comes."""
+        """SwanLab writes everything at once."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step: int = 0) -> list[Tracker]:
-    """All configured trackers, opened; for rank 0 only. `first_step` is the first step that will be logged."""
+    """All configured trackers, for rank 0. `first_step` is the first step that will be logged."""
     trackers: list[Tracker] = [JsonlTracker(paths.metrics, first_step=first_step)]
     chosen = config.stats_logger
     if chosen.tensorboard.path is not None:
@@ -185,11 +185,13 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
 
 
 def _missing(key: str, package: str, extra: str) -> ConfigError:
-    return ConfigError(f"{key} needs the package {package}: pip install 'areal[{extra}]'")
+    return ConfigError(
+        f"{key} needs the package {package}: pip install 'areal[{extra}]'", code="launch.package_missing"
+    )
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
-    """Dashboards draw numbers only; metrics.jsonl tells about the others."""
+    """Dashboards show finite numbers only; the others are in metrics.jsonl."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

@@ -1,1 +1,1 @@
-"""Owns machines and processes: devices, network, process identity, discovery, durable files."""
+"""Machines and processes: devices, network, process identity, discovery, durable files."""

@@ -1,6 +1,6 @@
-"""Owns what a Hugging Face checkpoint folder says about its weights: in which files they are, their shapes and dtypes.
+"""Hugging Face checkpoint folders: files, shapes and dtypes of the weights, and whether a server may load the folder.
 
-Reads the index and the headers of the files, no weight: a few milliseconds for a model of any size.
+Reads the index, the configuration and the headers of the weight files, never a weight: milliseconds for any model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.errors import InputError
+from areal.system.durable import COMPLETE, is_complete
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
-"""What safetensors itself takes for a header."""
+"""The limit of safetensors itself."""
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+_HEAD = "lm_head.weight"
+_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
+"""Name endings of buffers in older checkpoints. Every server computes them."""
+_CONVERTIBLE = {"F64", "F32", "F16", "BF16"}
+"""Servers convert between these dtypes while they load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +31,73 @@ class StoredWeight:
 
     shape: list[int]
     dtype: str
-    """As safetensors calls it, for example BF16."""
+    """In the notation of safetensors, for example BF16."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint: those its index names, else all. InputError when there are none."""
+    """The weight files of a checkpoint: those in its index, else all. InputError when there are none."""
     places = _index_of(folder)
     found = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
     if not found:
-        raise InputError(f"checkpoint folder {folder} holds no .safetensors file")
+        raise InputError(f"checkpoint folder {folder} contains no .safetensors file", code="checkpoint.incomplete")
     return found
 
 
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
-    """All weights of a checkpoint by name. InputError when a file is cut short, or not what the index says."""
+    """All weights of a checkpoint by name. InputError when a file is cut short or contradicts the index."""
     by_file = {path.name: _header_of(path) for path in weight_files(folder)}
     for name, file in _index_of(folder).items():
         if name not in by_file[file]:
-            raise InputError(f"checkpoint file {folder / file} lacks {name}, which {INDEX} says it holds")
+            raise InputError(
+                f"checkpoint file {folder / file} lacks {name}, which {INDEX} places there", code="checkpoint.damaged"
+            )
     return {name: weight for weights in by_file.values() for name, weight in weights.items()}
+
+
+def folder_problem(folder: Path, like: Path | None) -> str:
+    """Why a server must not load this checkpoint folder; empty when it may.
+
+    Foreign servers crash on some bad folders, and load a folder that lacks weights without an error. `like` is the
+    folder that the server loaded first: the weights must have the same names, shapes and kinds of dtype. When it is
+    None, or has no safetensors files (a hub name), only the folder itself is checked.
+    """
+    if not folder.is_dir():
+        return f"checkpoint folder {folder} does not exist"
+    if (folder / COMPLETE).exists() and not is_complete(folder):
+        return f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
+    try:
+        is_tied = _is_tied(folder)
+        found = stored_weights(folder)
+        needed = stored_weights(like) if like is not None and any(like.glob("*.safetensors")) else found
+    except InputError as error:
+        return str(error)
+
+    def is_optional(name: str) -> bool:
+        return (is_tied and name.endswith(_HEAD)) or name.endswith(_BUFFERS)
+
+    if missing := [name for name in needed if name not in found and not is_optional(name)]:
+        return f"checkpoint folder {folder} lacks {_listed(missing)}"
+    if unknown := [name for name in found if name not in needed and not is_optional(name)]:
+        return f"checkpoint folder {folder} contains {_listed(unknown)}, which the model does not have"
+    for name in found.keys() & needed.keys():
+        own, model = found[name], needed[name]
+        if own.shape != model.shape:
+            return f"checkpoint folder {folder}: {name} has shape {own.shape}, the model's has {model.shape}"
+        if own.dtype != model.dtype and not {own.dtype, model.dtype} <= _CONVERTIBLE:
+            return f"checkpoint folder {folder}: {name} is {own.dtype}, the model's is {model.dtype}"
+    return ""
+
+
+def _is_tied(folder: Path) -> bool:
+    """Whether the head is the embedding. InputError without a readable config.json."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        return bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
+    except FileNotFoundError as error:
+        raise InputError(f"checkpoint folder {folder} has no config.json", code="checkpoint.incomplete") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _index_of(folder: Path) -> dict[str, str]:
@@ -54,9 +108,9 @@ def _index_of(folder: Path) -> dict[str, str]:
     try:
         places = json.loads(index.read_bytes())["weight_map"]
         if not places or any(not isinstance(file, str) or "/" in file for file in places.values()):
-            raise ValueError("weight_map does not hold names of files beside it")
+            raise ValueError("weight_map does not contain names of files in the same folder")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"checkpoint index {index} cannot be read: {error}") from error
+        raise _unreadable(index, error) from error
     return places
 
 
@@ -67,17 +121,15 @@ def _header_of(path: Path) -> dict[str, StoredWeight]:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or length > min(num_bytes - 8, _MAX_HEADER_BYTES):
-                raise ValueError(f"its {num_bytes} bytes are no safetensors file, or a part of one")
+                raise ValueError(f"its {num_bytes} bytes are not a safetensors file, or only a part of one")
             entries = json.loads(file.read(length))
             entries.pop("__metadata__", None)
             weights = {name: StoredWeight(list(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
             end = max((_end_of(entry) for entry in entries.values()), default=0)
         if num_bytes != 8 + length + end:
             raise ValueError(f"it has {num_bytes} bytes instead of {8 + length + end}")
-    except OSError as error:
-        raise InputError(f"checkpoint file {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"checkpoint file {path} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _unreadable(path, error) from error
     return weights
 
 
@@ -87,3 +139,13 @@ def _end_of(entry: dict[str, Any]) -> int:
     if width is not None and end - begin != width * math.prod(entry["shape"]):
         raise ValueError(f"a weight of shape {entry['shape']} has {end - begin} bytes")
     return int(end)
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return InputError(f"checkpoint file {path} cannot be read: {cause}", code="checkpoint.damaged")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more weights"

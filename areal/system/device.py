@@ -1,4 +1,4 @@
-"""Owns what this machine can compute with: cores and GPUs. Imports torch only inside functions."""
+"""Cores and GPUs of this machine. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal.api.errors import ConfigError
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
-    """The torch device string for a configured device; auto = CUDA when there is one. ConfigError for absent CUDA."""
+    """The torch device for a configured one; auto = CUDA when there is a GPU. ConfigError when CUDA is absent."""
     if name == "cpu":
         return "cpu"
     import torch
@@ -20,29 +20,29 @@ def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
     if name == "auto":
         return "cuda" if available else "cpu"
     if not available:
-        raise ConfigError(f"device={name!r}, but torch sees no CUDA device here: use auto or cpu")
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use auto or cpu", code="launch.no_gpu")
     return name
 
 
 def core_ids() -> list[int]:
-    """Cores this process may be bound to, by number; a container need not have the first ones."""
+    """Numbers of the cores that this process may use; in a container they need not start at 0."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def cpu_count() -> int:
-    """Cores this process may use: affinity and the container's quota, whichever is less."""
+    """Number of cores that this process may use: the smaller of its affinity and the container's quota."""
     cores = len(core_ids())
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
-        pass  # no cgroup v2 here: the affinity alone counts
+        pass  # no cgroup v2: only the affinity counts
     return max(1, cores)
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the usable NVIDIA GPUs as CUDA_VISIBLE_DEVICES takes them, found without torch; empty on a CPU machine."""
+    """Ids of the usable NVIDIA GPUs in the form of CUDA_VISIBLE_DEVICES, found without torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1"]

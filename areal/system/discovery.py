@@ -1,4 +1,4 @@
-"""Owns the name registry through which the processes of a run find each other."""
+"""The name registry through which the processes of a run find each other."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _POLL_S = 0.05
 
 
 class NameRegistry(Protocol):
-    """Names like `servers/0` to short JSON values, seen by all processes of a run."""
+    """Maps names like `servers/0` to short JSON values, for all processes of a run."""
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        """Publish a value. LaunchError when the name is taken and `replace` is false."""
+        """Register a value. LaunchError when the name is taken and `replace` is false."""
         ...
 
     def get(self, name: str) -> str | None: ...
     def list(self, prefix: str) -> dict[str, str]:
-        """All names that start with `prefix` (a whole path such as `servers`), in order."""
+        """All names below `prefix` (a whole path such as `servers`), in order."""
         ...
 
     def remove(self, name: str) -> None:
-        """Forget a name; one that is not there is fine."""
+        """Remove a name, if it is there."""
         ...
 
     def wait(self, name: str, timeout_s: float) -> str:
-        """Block until the name is there. ServerUnavailable, naming it, after `timeout_s`."""
+        """Block until the name is registered. ServerUnavailable after `timeout_s`."""
         ...
 
     def clear(self) -> None: ...
 
 
 class FileNameRegistry:
-    """A registry of one file per name below a shared folder; no server, readable by eye."""
+    """A registry with one file per name below a shared folder; it needs no server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,7 +51,10 @@ class FileNameRegistry:
     def _path(self, name: str) -> Path:
         segments = name.split("/")
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
-            raise RequestError(f"registry name {name!r} may hold letters, digits, '_', '-', '.' and '/' only")
+            raise RequestError(
+                f"registry name {name!r}: only letters, digits, '_', '-', '.' and '/' are allowed",
+                code="process.bad_name",
+            )
         return self._folder.joinpath(*segments[:-1], segments[-1] + ".json")
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
@@ -66,7 +69,9 @@ class FileNameRegistry:
                 os.link(temporary, path)  # fails when the name exists, unlike a rename
         except FileExistsError:
             taken = self.get(name)
-            raise LaunchError(f"name {name} is already registered in {self._folder} (value {taken})") from None
+            raise LaunchError(
+                f"name {name} is already registered in {self._folder} (value {taken})", code="process.name_taken"
+            ) from None
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -93,7 +98,9 @@ class FileNameRegistry:
         deadline = time.monotonic() + timeout_s
         while (value := self.get(name)) is None:
             if time.monotonic() >= deadline:
-                raise ServerUnavailable(f"waited {timeout_s:g} s for {name} to register in {self._folder}")
+                raise ServerUnavailable(
+                    f"{name} did not register in {self._folder} within {timeout_s:g} s", code="process.not_registered"
+                )
             time.sleep(_POLL_S)
         return value
 
@@ -102,7 +109,7 @@ class FileNameRegistry:
 
 
 def registry_of(config: BaseExperimentConfig) -> NameRegistry:
-    """The registry that all processes of the configured run share."""
+    """The registry of the configured run."""
     root = config.cluster.name_resolve.nfs_record_root
     if root:
         return FileNameRegistry(Path(root).expanduser().absolute() / config.experiment_name / config.trial_name)
@@ -110,7 +117,7 @@ def registry_of(config: BaseExperimentConfig) -> NameRegistry:
 
 
 def announce_server(registry: NameRegistry, index: int, process_name: str, address: str) -> None:
-    """Tell the run that this process serves at `address`, or that a server does which ends with it."""
+    """Register a server at `address`, and this process, which serves there or hosts the server, as ready."""
     pid = os.getpid()
     registry.add(f"servers/{index}", json.dumps({"address": address, "pid": pid}), replace=True)
     registry.add(f"ready/{process_name}", json.dumps({"pid": pid}), replace=True)

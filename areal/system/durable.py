@@ -1,4 +1,4 @@
-"""Owns durable files: written whole or not at all, and folders that say themselves whether they are complete."""
+"""Durable files, which are written completely or not at all, and folders with a marker that proves completeness."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "COMPLETE"
-"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}. "crc32"
-may list fewer files or be absent: what it does not list is not checked."""
+"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}. Files
+that "crc32" does not list are not checked."""
 _CHUNK_BYTES = 2**20
 _WRITING, _REPLACED, _REMOVED = ".writing", ".old", ".removed"
-"""Endings of the hidden names of a folder that is being filled, was replaced, is being deleted."""
+"""Endings of the hidden names of a folder that is filled, was replaced, or is deleted."""
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make the names inside `folder` (new files, renames) survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_file(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or the names in a folder (new files, renames), survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +28,7 @@ def _fsync_file(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader, even after a crash, sees the old or the new content whole."""
+    """Replace the content of `path`. A reader sees the old or the new content, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -47,11 +39,11 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    fsync_path(path.parent)
 
 
 def checksum_of(path: Path) -> int:
-    """CRC-32 of a file, read once in small pieces."""
+    """CRC-32 of a file."""
     found, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -60,10 +52,10 @@ def checksum_of(path: Path) -> int:
 
 
 def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, sum_up: bool = True) -> None:
-    """Put everything in `folder` on disk and write its marker.
+    """Sync everything in `folder` to disk and write its marker.
 
-    `checksums`: of files that whoever wrote them has summed up and put on disk already. The same goes for what lies in
-    a subfolder with a marker of its own; every other file is read once, unless `sum_up` is False: then it has none.
+    Files in `checksums`, and in a subfolder with a marker, are on disk already. Every other file is read for its
+    checksum, unless `sum_up` is False: then it has none.
     """
     known = {folder / name: value for name, value in _marked_below(folder)} | dict(checksums or {})
     sizes: dict[str, int] = {}
@@ -77,13 +69,13 @@ def seal_folder(folder: Path, checksums: Mapping[Path, int] | None = None, *, su
             if path in known:
                 sums[name] = known[path]
             else:
-                _fsync_file(path)
+                fsync_path(path)
                 if sum_up:
                     sums[name] = checksum_of(path)
             sizes[name] = path.stat().st_size
     write_atomic(folder / COMPLETE, json.dumps({"files": sizes, "crc32": sums}).encode())
     for found in folders:
-        fsync_dir(found)
+        fsync_path(found)
 
 
 def _marked_below(folder: Path) -> Iterator[tuple[str, int]]:
@@ -94,16 +86,13 @@ def _marked_below(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def install_folder(sealed: Path, final: Path) -> None:
-    """Rename a sealed folder to `final`, on the same file system.
-
-    An older `final` is moved aside before and deleted after, so `final` is always absent or complete.
-    """
+    """Rename a sealed folder to `final`, on the same file system. At any time `final` is absent or complete."""
     aside = _hidden(final, _REPLACED)
     if final.exists():
         _delete(aside)
         os.replace(final, aside)
     os.replace(sealed, final)
-    fsync_dir(final.parent)
+    fsync_path(final.parent)
     _delete(aside)
 
 
@@ -116,7 +105,7 @@ def publish_folder(
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a complete folder so that a crash on the way never leaves half of it under its name."""
+    """Delete a complete folder. After a crash it is complete or absent under its name."""
     hidden = _hidden(folder, _REMOVED)
     _delete(hidden)
     os.replace(folder, hidden)
@@ -124,9 +113,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def finish_interrupted_writes(parent: Path) -> None:
-    """Bring to an end what a writer was killed in; for the one process that writes in `parent`, before it does.
+    """Complete or undo the folder operations that a killed process left unfinished in `parent`.
 
-    A folder that was moved aside, but not yet replaced, comes back.
+    Only for the one process that writes there. A folder that was moved aside and not yet replaced is restored.
     """
     for aside in parent.glob(f".*{_REPLACED}"):
         final = parent / aside.name[1 : -len(_REPLACED)]
@@ -138,7 +127,7 @@ def finish_interrupted_writes(parent: Path) -> None:
 
 
 def writing_folder(final: Path) -> Path:
-    """Where a folder is filled before it is published as `final`."""
+    """The folder to fill before `publish_folder` makes it `final`."""
     return _hidden(final, _WRITING)
 
 
@@ -151,15 +140,15 @@ def _delete(folder: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """The marker's content; ValueError when it is none."""
+    """The marker's content. ValueError when it is malformed."""
     found = json.loads((folder / COMPLETE).read_bytes())
     if not isinstance(found, dict) or not isinstance(found["files"], dict):
-        raise ValueError("it lists no files")
+        raise ValueError("it has no list of files")
     return found
 
 
 def is_complete(folder: Path) -> bool:
-    """True when the marker is there and every file it lists has the size it lists. Reads no file but the marker."""
+    """Whether the marker exists and every listed file has the listed size. Reads only the marker."""
     try:
         return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())
     except (OSError, ValueError, KeyError, TypeError):
@@ -167,9 +156,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def damage_of(folder: Path, *, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with a published folder, "" when nothing is: reads everything and compares with the marker.
+    """How a published folder differs from its marker; empty when it does not.
 
-    Several readers share the work: of all files this one reads every `parts`-th, beginning with number `part`.
+    Reads every `parts`-th file from number `part` on, so that several readers can share the work.
     """
     try:
         manifest = _manifest(folder)
@@ -180,7 +169,7 @@ def damage_of(folder: Path, *, part: int = 0, parts: int = 1) -> str:
                 return f"{name} has {found} bytes instead of {size}"
         for name in sorted(sums)[part::parts]:
             if checksum_of(folder / name) != sums[name]:
-                return f"{name} is not what was written (its checksum differs)"
+                return f"{name} has changed since it was written (its checksum differs)"
     except OSError as error:
         return f"{error.filename or folder}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:

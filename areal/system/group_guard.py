@@ -1,8 +1,7 @@
-"""Owns the guard of a process group: a tiny process that kills all of its group once the one who started it is gone.
+"""The guard of a process group: a small process that kills its group when the leader of the group dies.
 
-A foreign server starts processes of its own, which outlive it when it is killed. They stay in its process group, and
-that is what the guard ends: `kill -9` of whoever hosts the server leaves nothing behind. The guard waits for the end of
-its standard input, a pipe whose other end only its starter holds; the starter's death, however it comes, closes that.
+Processes that a foreign server started survive it when it is killed, but stay in its process group, so the guard ends
+them. It waits for the end of its standard input, a pipe whose other end only the leader holds and the kernel closes.
 
 Run as a file and without the rest of areal, so that it is small and starts in milliseconds.
 """
@@ -15,14 +14,14 @@ import sys
 
 
 def start_guard() -> int:
-    """Start the guard of this process's group, which strikes when this process has ended. Returns its pid.
+    """Start the guard of this process's group, which kills the group when this process has ended. Returns its pid.
 
-    Only the leader of a group may ask for it: any other would take along processes that it knows nothing of.
+    Only for the leader of a group: otherwise the group contains processes of others.
     """
     if os.getpgrp() != os.getpid():
-        raise RuntimeError("only the leader of a process group may have it guarded")
-    # Nobody else gets the writing end, since it is closed at every exec, and we never close it: that is left to the
-    # kernel, once our exit code is settled and the guard's blow cannot change it.
+        raise RuntimeError("only the leader of a process group can start its guard")
+    # The writing end is closed at every exec, so no other process gets it. This process leaves it open: the kernel
+    # closes it when the exit code is final, and the guard's kill cannot change that.
     reading, _ = os.pipe()
     argv = [sys.executable, "-I", "-S", __file__]
     pid = os.posix_spawn(
@@ -30,7 +29,7 @@ def start_guard() -> int:
         argv,
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)],
-        setsigmask=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT],  # from its first moment on
+        setsigmask=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT],  # from its start on
     )
     os.close(reading)
     return pid

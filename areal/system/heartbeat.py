@@ -1,11 +1,10 @@
-"""Owns heartbeats: the file in which a process says about once a second that it lives, and what it does.
+"""Heartbeats: a file in which a process writes about once a second that it lives, and what it does.
 
-A trainer rank beats from a thread, so that a long tensor operation is no silence; controller and server beat from
-their event loop, so that a blocked loop is one. Whoever reads judges by changes of `beats` against its own clock. A
-beat that cannot be written (disk full, folder gone) is silence too: ask about the disk before calling a process hung.
-A process that ends in order removes its file first: the teardown is no hang. That of a killed one stays: who starts a
-process removes the old one.
-The thread and the task wait for nothing but the next second, and end with the block that started them.
+A trainer rank writes from a thread, so that a long tensor operation causes no silence; controller and server write from
+their event loop, so that a blocked loop causes one. A reader compares `beats` with its own clock. A heartbeat that
+cannot be written (disk full, folder removed) looks like a hang: check the disk first. A process that ends in order
+removes its file; that of a killed one stays until its launcher removes it.
+The thread and the task wait only for the next second, and end with the block that started them.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a process said last."""
+    """One heartbeat."""
 
     pid: int
     beats: int
-    """Counts up while the process lives; starts at 1 with each process."""
+    """Number of heartbeats since the start of the process."""
     doing: str
     for_s: float
-    """Seconds since it began to do that."""
+    """Seconds since the process began to do that."""
     step: int | None
-    """Train step that it works on, 0 first; None for who has none."""
+    """Train step that it works on, from 0; None for a process without steps."""
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file, None when there is none."""
+    """The last heartbeat in a file; None without one."""
     try:
         return Beat(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -52,65 +51,60 @@ def read_beat(path: Path) -> Beat | None:
 
 
 class Heartbeat:
-    """One process's signs of life. `doing` may be called often and by any thread: only `beat` writes."""
+    """Writes the heartbeats of one process. `doing` is cheap and thread-safe: only `beat` writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._beats = 0
         self._state = ("starts", None, time.monotonic())  # replaced as a whole: readers need no lock
-        self._is_told = False
+        self._has_warned = False
         self._has_ended = False
-        with contextlib.suppress(OSError):  # told by the first beat
+        with contextlib.suppress(OSError):  # the first heartbeat reports it
             path.parent.mkdir(exist_ok=True)
 
     def doing(self, what: str, step: int | None = None) -> None:
-        """From now on this process does `what`; saying the same again keeps the time since when."""
+        """From now on the process does `what`. A repeated call with the same values keeps the start time."""
         if (what, step) != self._state[:2]:
             self._state = (what, step, time.monotonic())
 
     def beat(self) -> None:
-        """Write a sign of life, whole or not at all. A disk that does not take it is told once and harms nothing."""
+        """Replace the file by a new heartbeat. A failure is logged once and ignored."""
         what, step, since_s = self._state
         self._beats += 1
-        beat = Beat(
-            pid=os.getpid(),
-            beats=self._beats,
-            doing=what[:_MAX_CHARACTERS],
-            for_s=round(time.monotonic() - since_s, 1),
-            step=step,
-        )
+        for_s = round(time.monotonic() - since_s, 1)
+        beat = Beat(pid=os.getpid(), beats=self._beats, doing=what[:_MAX_CHARACTERS], for_s=for_s, step=step)
         try:
             self._temporary.write_bytes(json.dumps(asdict(beat)).encode())
             os.replace(self._temporary, self._path)
-            if self._has_ended:  # meanwhile
+            if self._has_ended:  # during the write
                 self._path.unlink(missing_ok=True)
         except OSError as error:
-            if not self._is_told:
-                self._is_told = True
-                _log.warning("no sign of life can be written to %s: %s", self._path, error.strerror or error)
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("no heartbeat can be written to %s: %s", self._path, error.strerror or error)
 
     def end(self) -> None:
-        """From here on silence is no bad sign: what is left to do is to end."""
+        """The process ends in order: remove the file, so that the rest of its end is not taken for a hang."""
         self._has_ended = True
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def heartbeat_of(context: ProcessContext) -> Heartbeat:
-    """The heartbeat of a launched process, where its launcher looks for it."""
+    """The heartbeat of a launched process, in the file that its launcher reads."""
     return Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
 
 
 def launched_heartbeat() -> Heartbeat | None:
-    """That of this process; None without a launcher."""
+    """The heartbeat of this process; None without a launcher."""
     context = ProcessContext.from_env()
     return None if context is None else heartbeat_of(context)
 
 
 @contextlib.contextmanager
 def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
-    """Beat from a thread of its own while the block runs."""
+    """Write heartbeats from a thread while the block runs."""
     stopped = threading.Event()
 
     def run() -> None:
@@ -129,10 +123,10 @@ def beating_thread(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
 
 
 @contextlib.asynccontextmanager
-async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str | None]) -> AsyncIterator[None]:
-    """Beat from the running event loop while the block runs; `tell` says before each beat what the process does.
+async def beating_loop(heartbeat: Heartbeat | None, describe: Callable[[], str | None]) -> AsyncIterator[None]:
+    """Write heartbeats from the running event loop while the block runs. `describe` returns what the process does.
 
-    None withholds the beat: the loop turns, but what the process is there for hangs.
+    No heartbeat is written when it returns None: the loop runs, but the work of the process hangs.
     """
     if heartbeat is None:
         yield
@@ -141,12 +135,12 @@ async def beating_loop(heartbeat: Heartbeat | None, tell: Callable[[], str | Non
     async def run() -> None:
         while True:
             try:
-                what = tell()
-            except Exception as error:  # noqa: BLE001 - a sentence that cannot be made is no reason to look dead
-                what = f"cannot tell what it does ({type(error).__name__}: {error})"
+                what = describe()
+            except Exception as error:  # noqa: BLE001 - a failed description must not look like a hang
+                what = f"no description ({type(error).__name__}: {error})"
             if what is not None:
                 heartbeat.doing(what)
-                await asyncio.to_thread(heartbeat.beat)  # a slow disk must not hold up the loop
+                await asyncio.to_thread(heartbeat.beat)  # a slow disk must not block the loop
             await asyncio.sleep(INTERVAL_S)
 
     task = asyncio.create_task(run(), name="heartbeat")

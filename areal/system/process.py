@@ -9,6 +9,7 @@ import errno
 import faulthandler
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ USER_ERROR_EXIT = 2
 TRANSIENT_EXIT = 75
 """Exit code after the loss of another process (EX_TEMPFAIL of sysexits.h): a restart may succeed."""
 
+WANTED_OPEN_FILES = 65536
+"""Every request in flight is a connection, and there are thousands. Many systems start processes with 256 or 1024."""
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
@@ -157,6 +160,21 @@ def watch_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=poll, name="watch-parent", daemon=True).start()
+
+
+def raise_open_file_limit(wanted: int = WANTED_OPEN_FILES) -> int:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard limit allows. Returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed <= soft:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):  # some systems cap it below the hard limit that they report
+        return soft
+    return allowed
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:

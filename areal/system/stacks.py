@@ -1,7 +1,7 @@
-"""Owns stack dumps: on SIGUSR1 a process appends to a file what all its threads and asyncio tasks are doing.
+"""Stack dumps: on SIGUSR1 a process appends the stacks of its threads and the state of its asyncio tasks to a file.
 
-The threads are written by the signal handler itself, in C: also while the main thread is inside a long tensor operation
-or a collective, and when it holds the interpreter for ever. The tasks follow once the loop's thread runs Python again.
+The signal handler writes the threads in C, also while the main thread is inside a tensor operation or a collective, or
+keeps the interpreter. The tasks follow once the loop's thread runs Python again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHOWN_NAMES = 4
 def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
     """From now on SIGUSR1 appends this process's stacks to `path`, or to standard error when that cannot be opened.
 
-    `with_tasks`: those of the event loop in the main thread too. Without it a system call that the signal interrupts
-    goes on in libraries that do not try again by themselves, too: a trainer rank is inside such ones most of the time.
+    `with_tasks`: also the tasks of the event loop in the main thread. Not for trainer ranks: without it an interrupted
+    system call continues, also in libraries that do not repeat it themselves.
     """
     descriptor = _open(path)
     if with_tasks:
@@ -38,19 +38,19 @@ def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=with_tasks)
 
 
-def request_stacks(path: Path, pid: int, why: str) -> None:
-    """Make a process that has registered write its stacks to `path`, below a line that tells when and why.
+def request_stacks(path: Path, pid: int, reason: str) -> None:
+    """Make a registered process write its stacks to `path`, below a line with time and reason.
 
-    A process that has not registered would die of the signal.
+    A process that has not registered would be ended by the signal.
     """
     try:
         descriptor = _open_file(path)
     except OSError:
-        descriptor = None  # the process has its own descriptor
+        descriptor = None  # the process has a descriptor
     if descriptor is not None:
-        _write(descriptor, f"\n=== {_now()} pid {pid}: {why}\n")
+        _write(descriptor, f"\n=== {_now()} pid {pid}: {reason}\n")
         os.close(descriptor)
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         os.kill(pid, signal.SIGUSR1)
 
 
@@ -73,7 +73,7 @@ def _now() -> str:
 
 
 def _write(descriptor: int, text: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the process matters more than its stacks
+    with contextlib.suppress(OSError):  # a full disk must not harm the process
         os.write(descriptor, text.encode())
 
 
@@ -84,15 +84,15 @@ def _task_dumper(descriptor: int) -> Callable[[int, FrameType | None], None]:
             text = describe_tasks(tasks)
         except RuntimeError:
             text = "no event loop runs in the main thread\n"
-        except Exception as error:  # noqa: BLE001 - raised here it would end whatever the main thread is doing
-            text = f"tasks cannot be told: {type(error).__name__}: {error}\n"
+        except Exception as error:  # noqa: BLE001 - it would be raised in the code of the main thread
+            text = f"no tasks: {type(error).__name__}: {error}\n"
         _write(descriptor, f"=== {_now()} pid {os.getpid()}: asyncio\n{text}")
 
     return dump
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> str:
-    """Where each task waits, one line for all that wait at one place: names, its deepest frame of ours, the deepest."""
+    """One line for each place where tasks wait: their names, the deepest frame outside libraries, the deepest frame."""
     names: dict[str, list[str]] = {}
     for task in tasks:
         names.setdefault(_place(task), []).append(task.get_name())
@@ -106,16 +106,16 @@ def describe_tasks(tasks: set[asyncio.Task[Any]]) -> str:
 def _place(task: asyncio.Task[Any]) -> str:
     frames = _frames(task.get_coro())
     if not frames:
-        return "has ended" if task.done() else "has not begun, or is not written in Python"
+        return "has ended" if task.done() else "has not started, or is not written in Python"
     own = [text for code, text in frames if _is_own(code)]
     deepest = frames[-1][1]
     if not own:
         return deepest
-    return own[-1] if own[-1] == deepest else f"{own[-1]}, there in {deepest}"
+    return own[-1] if own[-1] == deepest else f"{own[-1]}, in {deepest}"
 
 
 def _frames(awaited: Any) -> list[tuple[CodeType, str]]:
-    """From the task's outermost frame to the innermost one that can be seen: (code, place)."""
+    """(code, place) from the outermost frame of a task to the innermost visible one."""
     found: list[tuple[CodeType, str]] = []
     while awaited is not None:
         for prefix in ("cr", "gi", "ag"):  # coroutine, generator, asynchronous generator

@@ -133,7 +133,7 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     registry = registry_of(config)
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
-        stack.callback(tracer.close if tracer else lambda: None)
+        stack.callback(tracer.flush if tracer else lambda: None)
         heartbeat = stack.enter_context(beating_thread(heartbeat_of(context)))
         clock = PhaseClock(tracer, heartbeat)
         stack.enter_context(clock.active())

@@ -106,7 +106,7 @@ class RowTrainer(ABC, Generic[RowT]):
         paths, registry = RunPaths.of(config), registry_of(config)
         tracer = open_tracer(config.perf_tracer, paths, context.name)
         with contextlib.ExitStack() as stack:
-            stack.callback(tracer.close if tracer else lambda: None)
+            stack.callback(tracer.flush if tracer else lambda: None)
             heartbeat = stack.enter_context(beating_thread(heartbeat_of(context)))
             clock = PhaseClock(tracer, heartbeat)
             stack.enter_context(clock.active())

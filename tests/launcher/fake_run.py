@@ -29,7 +29,6 @@ NUMBERS = Identities(
     rows=None,
     steps_per_epoch=None,
     total_steps=None,
-    total_optimizer_steps=None,
 )
 
 PRELUDE = """

@@ -21,8 +21,16 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.errors import ConfigError
-from areal.launcher.job import Machine, another_server, describe, make_plan, parse_env_vars, start_again
-from areal.launcher.memory import bytes_text, trained_bytes
+from areal.launcher.job import (
+    Machine,
+    another_server,
+    describe,
+    make_plan,
+    parse_env_vars,
+    start_again,
+    trained_bytes,
+)
+from areal.launcher.local import bytes_text
 from areal.system.model_shape import ModelShape
 from areal.system.process import ProcessContext
 
@@ -61,7 +69,7 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     numbers = plan.identities
     assert (numbers.episodes_per_step, numbers.samples_per_step) == (8, 32)
     assert (numbers.max_staleness, numbers.max_concurrent_episodes) == (3, 32)
-    assert (numbers.steps_per_epoch, numbers.total_steps, numbers.total_optimizer_steps) == (12, 12, 24)
+    assert (numbers.steps_per_epoch, numbers.total_steps) == (12, 12)
     assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
     assert "straggler" in str(describe(plan))
 
@@ -119,14 +127,16 @@ def test_process_that_starts_again_is_told_what_has_changed(tmp_path):
 
 
 def test_too_few_gpus_are_refused_and_none_means_cpu(tmp_path):
-    with pytest.raises(ConfigError, match=r"needs 4 GPUs, but 2 may be used.*n_gpus_per_node=0"):
+    with pytest.raises(ConfigError, match=r"4 GPUs, but 2.*n_gpus_per_node") as error:
         make_plan(rl_config(tmp_path), Machine(cores=8, gpus=("0", "1")))
+    assert error.value.code == "launch.too_few_gpus"
     on_cpu = rl_config(tmp_path, cluster=ClusterSpecConfig(fileroot=str(tmp_path), n_gpus_per_node=0))
     plan = make_plan(on_cpu, Machine(cores=8, gpus=("0", "1")))
     assert {process.device for process in plan.processes} == {"cpu"}
     assert {process.env["CUDA_VISIBLE_DEVICES"] for process in plan.processes} == {""}
-    with pytest.raises(ConfigError, match=r"native.device=cuda"):
+    with pytest.raises(ConfigError, match=r"native.device=cuda") as error:
         make_plan(rl_config(tmp_path, native=NativeServerConfig(device="cuda")), Machine(cores=8))
+    assert error.value.code == "launch.no_gpu"
 
 
 def test_servers_on_the_cpu_leave_the_gpus_to_the_trainers(tmp_path):
@@ -178,12 +188,19 @@ def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
     assert {plan.identities.total_steps for plan in plans} == {10}  # a pair is two sequences
 
 
+def test_far_more_processes_than_cores_are_warned_of(tmp_path):
+    assert make_plan(rl_config(tmp_path), Machine(cores=2)).warning == ""
+    crowded = make_plan(rl_config(tmp_path, "vllm:d9+fsdp:d1"), Machine(cores=2))
+    assert "10 server and trainer processes share 2 cores" in crowded.warning
+
+
 def test_environment_of_the_user(tmp_path):
     assert parse_env_vars(r"A=1, B=x\,y=z,C=\\,") == {"A": "1", "B": "x,y=z", "C": "\\"}
     assert parse_env_vars("") == {}
     for bad in ("A", "1A=2", "=3"):
-        with pytest.raises(ConfigError, match="NAME=value"):
+        with pytest.raises(ConfigError, match="NAME=value") as error:
             parse_env_vars(bad)
+        assert error.value.code == "launch.bad_env_vars"
     launcher = LauncherConfig(trainer_env_vars="A=1", inference_server_env_vars="A=2,OMP_NUM_THREADS=9")
     plan = make_plan(rl_config(tmp_path, launcher=launcher), Machine(cores=8))
     found = {process.role: process.env.get("A") for process in plan.processes}

@@ -126,7 +126,8 @@ def test_run_completes_and_is_not_written_over(folder):
     assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["identities"]["samples_per_step"] == 2
     again = launch(folder)
     assert again.returncode == 2
-    assert "holds an earlier run (metrics.jsonl)" in again.stderr
+    assert "(metrics.jsonl)" in again.stderr
+    assert "[launch.earlier_run]" in again.stderr
     assert again.stderr.startswith("areal: error: ")
 
 
@@ -217,7 +218,7 @@ def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
     done = launch(folder, *recover, behaviour="end")
     assert done.returncode == 0, done.stderr
     assert json.loads(paths.plan.read_text())["recover"]
-    assert f"areal: goes on with the run in {paths.root}, trainers from step-000003" in done.stderr
+    assert f"areal: continues the run in {paths.root}, trainers from step-000003" in done.stderr
     assert not paths.requests.exists()
     assert not paths.alive_of("trainer-7").exists()
     again = launch(folder, *recover, behaviour="leave")  # a run that was complete: its trainers end at once
@@ -226,7 +227,7 @@ def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
 
 def test_a_run_that_goes_on_without_a_checkpoint_says_so(folder):
     recover = ["recover.mode=auto", "recover.freq_steps=1"]
-    assert "goes on" not in launch(folder, *recover, behaviour="end").stderr
+    assert "areal: continues" not in launch(folder, *recover, behaviour="end").stderr
     RunPaths(folder / "runs" / "e" / "t").metrics.write_text("{}\n")
     done = launch(folder, *recover, behaviour="end")
     assert "trainers from the beginning" in done.stderr
@@ -246,7 +247,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(folder):
         (["model.pth=x"], "model.pth: unknown key"),
         (["allocation_mode=fsdp:dx"], "allocation_mode: "),
         (["cluster.n_nodes=2"], "cluster.n_nodes=2: the local launcher runs on one machine"),
-        (["model.path=/no/model"], "model.path: /no/model is no folder"),
+        (["model.path=/no/model"], "model.path: /no/model is not a folder"),
         (["train_dataset.path=no.jsonl"], "train_dataset.path: no.jsonl does not exist"),
         (["launcher.trainer_env_vars=A"], "NAME=value"),
     ],

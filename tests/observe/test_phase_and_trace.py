@@ -58,7 +58,7 @@ def test_tracer_writes_by_interval_and_on_close(tmp_path):
     assert (span["name"], span["ph"]) == ("update", "X")
     assert span["dur"] >= 0
     tracer.add_span("late", 0, 5)
-    tracer.close()
+    tracer.flush()
     assert '"late"' in (tmp_path / "t" / "a.jsonl").read_text()
 
 
@@ -66,7 +66,7 @@ def test_tracer_is_opened_as_configured(tmp_path):
     paths = RunPaths(tmp_path)
     assert open_tracer(None, paths, "a") is None
     assert open_tracer(PerfTracerConfig(), paths, "a") is None
-    open_tracer(PerfTracerConfig(enabled=True), paths, "a").close()
+    open_tracer(PerfTracerConfig(enabled=True), paths, "a").flush()
     assert (tmp_path / "trace" / "a.jsonl").exists()
 
 
@@ -75,12 +75,12 @@ def test_join_keeps_processes_apart_and_skips_torn_lines(tmp_path):
     for name in ("a", "b"):
         tracer = ChromeTracer(folder / f"{name}.jsonl", name)
         tracer.add_span("work", 0, 1000)
-        tracer.close()
+        tracer.flush()
     with open(folder / "a.jsonl", "a") as file:
         file.write('{"name": "torn')
     again = ChromeTracer(folder / "a.jsonl", "a")
     again.add_span("after", 0, 1000)
-    again.close()
+    again.flush()
     trace = join_traces(folder)
     work = [event for event in trace["traceEvents"] if event["name"] == "work"]
     assert len({event["pid"] for event in work}) == 2
@@ -93,7 +93,7 @@ def test_command_joins_a_run_and_names_what_is_missing(tmp_path):
     missing = subprocess.run(command, capture_output=True, text=True)
     assert missing.returncode == 2
     assert "perf_tracer.enabled=true" in missing.stderr
-    ChromeTracer(tmp_path / "trace" / "a.jsonl", "a").close()
+    ChromeTracer(tmp_path / "trace" / "a.jsonl", "a").flush()
     subprocess.run(command, check=True)
     assert len(json.loads((tmp_path / "out.json").read_text())["traceEvents"]) == 1
 

@@ -31,8 +31,9 @@ def test_add_get_list_remove_clear(registry):
 
 def test_taken_name_is_refused_unless_replaced(registry):
     registry.add("controller", "first")
-    with pytest.raises(LaunchError, match=r"controller is already registered.*first"):
+    with pytest.raises(LaunchError, match=r"controller is already registered.*first") as error:
         registry.add("controller", "second")
+    assert error.value.code == "process.name_taken"
     assert registry.get("controller") == "first"
     registry.add("controller", "second", replace=True)
     assert registry.get("controller") == "second"
@@ -40,8 +41,9 @@ def test_taken_name_is_refused_unless_replaced(registry):
 
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", ".hidden", "a b"])
 def test_names_cannot_leave_the_folder(registry, name):
-    with pytest.raises(RequestError, match="registry name"):
+    with pytest.raises(RequestError, match="registry name") as error:
         registry.add(name, "x")
+    assert error.value.code == "process.bad_name"
 
 
 def test_wait_sees_a_name_that_comes_later(registry):
@@ -52,8 +54,9 @@ def test_wait_sees_a_name_that_comes_later(registry):
 
 
 def test_wait_names_what_it_waited_for(registry):
-    with pytest.raises(ServerUnavailable, match=r"waited 0.1 s for ready/server-0"):
+    with pytest.raises(ServerUnavailable, match=r"ready/server-0 .* 0.1 s") as error:
         registry.wait("ready/server-0", 0.1)
+    assert error.value.code == "process.not_registered"
 
 
 def test_readers_never_see_half_a_value(registry):

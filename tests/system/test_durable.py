@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_that_part(tmp_path):
     flipped[2 * 2**20 + 7] ^= 16
     (final / "model.bin").write_bytes(flipped)
     assert is_complete(final)  # the cheap test reads nothing
-    assert damage_of(final, part=0, parts=2) == "model.bin is not what was written (its checksum differs)"
+    assert damage_of(final, part=0, parts=2) == "model.bin has changed since it was written (its checksum differs)"
     assert damage_of(final, part=1, parts=2) == ""
 
 

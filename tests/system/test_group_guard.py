@@ -111,7 +111,7 @@ def test_what_the_leader_starts_does_not_keep_the_guard_from_seeing_its_end(lead
 def test_only_a_leader_may_have_its_group_guarded():
     code = "from areal.system.group_guard import start_guard; start_guard()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
-    assert "only the leader of a process group may have it guarded" in done.stderr
+    assert "only the leader of a process group can start its guard" in done.stderr
 
 
 def test_the_rest_of_a_group_can_be_killed_by_its_leader(lead):

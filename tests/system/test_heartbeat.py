@@ -70,7 +70,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_harms_nothing(tmp_path, capl
         deadline = time.monotonic() + 200.0
         while heartbeat._beats < 5 and time.monotonic() < deadline:
             time.sleep(0.002)
-        assert sum("no sign of life" in record.message for record in caplog.records) == 1
+        assert sum("no heartbeat" in record.message for record in caplog.records) == 1
         folder.mkdir()  # there is room again
         assert wait_for_beats(folder / "server-0.json", 4).beats >= 5
 
@@ -134,4 +134,4 @@ async def test_a_sentence_that_cannot_be_made_does_not_end_the_beats(tmp_path):
 
     async with beating_loop(Heartbeat(path), tell):
         beat = await asyncio.to_thread(wait_for_beats, path, 3)
-    assert beat.doing == "cannot tell what it does (KeyError: 'step')"
+    assert beat.doing == "no description (KeyError: 'step')"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from areal.system.open_files import raise_open_file_limit
+from areal.system.process import raise_open_file_limit
 
 
 def test_the_soft_limit_is_raised_up_to_what_is_wanted() -> None:
