@@ -151,7 +151,8 @@ def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
     (run / "ledger" / "events-000001.jsonl").write_text("{}\n")
     used = launch(folder, f"cluster.fileroot={tmp_path}")
     assert used.returncode == 2
-    assert "holds an earlier run (ledger)" in used.stderr
+    assert "(ledger)" in used.stderr
+    assert "[launch.earlier_run]" in used.stderr
     assert "change trial_name" in used.stderr
     assert (run / "ledger" / "events-000001.jsonl").read_text() == "{}\n"
     lock = RunPaths(run).lock
