@@ -114,9 +114,13 @@ def test_request_for_stacks_does_not_kill_a_process_that_is_ending(tmp_path, rol
 
 
 def test_run_main_keeps_the_lines_of_a_message_at_a_terminal():
-    command = [sys.executable, "-c", RUN_MAIN.format(body="raise ConfigError('2 problems:\\n  a\\n  b')")]
+    command = [
+        sys.executable,
+        "-c",
+        RUN_MAIN.format(body="raise ConfigError('2 problems:\\n  a\\n  b', code='config.x')"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr == "areal: error: 2 problems:\n  a\n  b [areal.error]\n"
+    assert done.stderr == "areal: error: 2 problems:\n  a\n  b [config.x]\n"
 
 
 STUBBORN = """
