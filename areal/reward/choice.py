@@ -70,7 +70,12 @@ def extract_choice(text: str) -> str | None:
         if found := list(statement.finditer(text)):
             match = found[-1]
             return None if _MORE.match(text, match.end()) else _letter_of(match)
-    lone = [match for match in _LONE.finditer(text) if not _is_word(text, match) and not _is_denied(text, match)]
+    lone = [
+        match
+        for match in _LONE.finditer(text)
+        if not (match[0] in ("A", "I") and _ARTICLE.match(text, match.end()))
+        and not _DENIED.search(text[max(0, match.start() - 30) : match.start()])
+    ]
     if len(lone) > 1 and _JOINED.fullmatch(text, lone[-2].end(), lone[-1].start()):
         return None
     return _letter_of(lone[-1]) if lone else None
@@ -90,11 +95,3 @@ def _sole_letter(text: str) -> str | None:
 
 def _letter_of(match: re.Match[str]) -> str:
     return next(group for group in match.groups() if group).upper()
-
-
-def _is_word(text: str, match: re.Match[str]) -> bool:
-    return match[0] in ("A", "I") and _ARTICLE.match(text, match.end()) is not None
-
-
-def _is_denied(text: str, match: re.Match[str]) -> bool:
-    return _DENIED.search(text[max(0, match.start() - 30) : match.start()]) is not None

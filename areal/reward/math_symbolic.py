@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from areal.api.errors import InputError
@@ -88,8 +87,8 @@ def gold_answer(answer: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def _require_readable(wanted: str) -> None:
     """InputError when the library cannot read the row's answer. Cached for the other answers of a group."""
-    library = _library()
-    output, ending = _in_child(lambda write: write(_READ) if library.read(wanted) else None)
+    read, _ = _library()
+    output, ending = _in_child(lambda write: write(_READ) if read(wanted) else None)
     if output != _READ:
         message = f"the row's answer {wanted[:200]!r} is not a formula that math-verify can read{ending}"
         raise InputError(message, code="reward.bad_row")
@@ -121,11 +120,11 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
 
 def _symbolic_equality(given: str, wanted: str) -> bool:
     """Whether the library finds the two equal; computed in a child."""
-    library = _library()
+    read, equal = _library()
 
     def compare(write: Callable[[bytes], Any]) -> None:
-        answer = library.read(given)
-        if answer and library.equal(library.read(wanted), answer):
+        answer = read(given)
+        if answer and equal(read(wanted), answer):
             write(_EQUAL)
 
     return _in_child(compare)[0] == _EQUAL
@@ -163,19 +162,13 @@ def _limit_this_process() -> None:
     logging.disable(logging.CRITICAL)  # the library logs each failure
 
 
-@dataclass(frozen=True, slots=True)
-class _Library:
-    """The two functions of math-verify, bound to options."""
-
-    read: Callable[[str], list[Any]]
-    """The possible expressions of a text; empty when it cannot be read."""
-    equal: Callable[[list[Any], list[Any]], bool]
-    """(of the row, of the completion). The order matters: `5` answers `x=5`."""
-
-
 @functools.cache
-def _library() -> _Library:
-    """Import math-verify and fill the cache of its parser: about two seconds, once in each worker."""
+def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
+    """Import math-verify and fill the cache of its parser: about two seconds, once in each worker.
+
+    Returns two functions. The first reads a text: its possible expressions, none when it cannot be read. The second
+    compares (expressions of the row, of the completion); the order matters: `5` answers `x=5`.
+    """
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
@@ -194,4 +187,4 @@ def _library() -> _Library:
     for one, other in _WARM_UP:
         equal(read(one), read(other))
     gc.freeze()  # else a child's garbage collection would copy the pages shared with this process
-    return _Library(read, equal)
+    return read, equal

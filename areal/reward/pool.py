@@ -10,6 +10,7 @@ must therefore allow a second call.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import signal
 from collections import deque
@@ -283,23 +284,15 @@ class RewardPool:
 
 
 def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> bytes:
-    shared = {
-        "function": {"name": function.name, "module": function.module, "file": function.file},
-        "prompt": prompt,
-        "prompt_ids": prompt_ids,
-        "row": row,
-    }
+    shared = {"function": dataclasses.asdict(function), "prompt": prompt, "prompt_ids": prompt_ids, "row": row}
     try:
         return orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        column = next((name for name, value in row.items() if not _is_json(value)), None)
-        if column is None:
-            message = f"a row cannot be sent to the reward pool as JSON: {error}"
-        else:
-            message = (
-                f"column {column!r} holds a {type(row[column]).__name__}, which JSON cannot represent: convert it to "
-                "text, numbers, lists or dicts in the dataset's map_fn, or remove it"
-            )
+        named = (f"column {name!r}, a {type(item).__name__}" for name, item in row.items() if not _is_json(item))
+        message = (
+            f"JSON cannot represent {next(named, 'a value')} of a row ({error}): convert it to text, numbers, lists or "
+            "dicts in the dataset's map_fn, or remove it"
+        )
         raise InputError(message, code="reward.row_not_json") from error
 
 
@@ -322,8 +315,4 @@ def _failure(status: RewardStatus, message: str, seconds: float) -> RewardResult
 def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    return f"was killed by signal {-code}" + (" (SIGKILL; out of memory?)" if -code == signal.SIGKILL else "")

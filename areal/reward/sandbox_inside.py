@@ -33,7 +33,11 @@ def main(argv: list[str]) -> NoReturn:
     channel, parent = int(argv[0]), int(argv[1])
     signals = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # for sigtimedwait; the program unblocks them
-    orders = json.loads(_read_line(channel))
+    with open(channel, "rb", closefd=False) as lines:  # one line: the sender then waits for the answer
+        line = lines.readline()
+    if not line:
+        os._exit(1)
+    orders = json.loads(line)
     limits, folder = orders["limits"], orders["folder"]
     outside = os.open(
         os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY
@@ -88,17 +92,6 @@ def _end_with(parent: int, number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() not in (parent, 0):  # 0 = outside this process namespace
         os._exit(1)
-
-
-def _read_line(channel: int) -> bytes:
-    """One line. Nothing follows it, because the sender waits for the answer before it sends the next."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        data = os.read(channel, 1 << 16)
-        if not data:
-            os._exit(1)
-        line += data
-    return bytes(line)
 
 
 def _keep(child: int, *, until_s: float) -> int:

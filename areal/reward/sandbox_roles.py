@@ -51,17 +51,16 @@ class Lines:
     """Lines of JSON over a descriptor."""
 
     def __init__(self, channel: int) -> None:
-        self._file = open(channel, "rb", closefd=False)  # noqa: SIM115 - open until the process ends
-        self._channel = channel
+        self._input = open(channel, closefd=False)  # noqa: SIM115 - open until the process ends
+        self._output = open(channel, "w", closefd=False)  # noqa: SIM115
 
     def read(self) -> Any | None:
-        line = self._file.readline()
+        line = self._input.readline()
         return json.loads(line) if line else None
 
     def write(self, message: Any) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(self._channel, data) :]
+        self._output.write(json.dumps(message) + "\n")
+        self._output.flush()
 
 
 class Functions:

@@ -67,30 +67,29 @@ def parsed_result(value: Any) -> dict[str, Any]:
     functions return the extracted answer as text, for example).
     """
     if not isinstance(value, Mapping):
-        status, number, text = _number(value)
-        return {"status": status, "value": number, "message": text}
+        return _number(value)
     items: Mapping[Any, Any] = value
     if "score" not in items:
         shown = ", ".join(sorted(map(str, items))) or "nothing"
         return {"status": "error", "value": 0.0, "message": f"returned a mapping without 'score', with {shown}"}
-    status, number, text = _number(items["score"], "score=")
+    result = _number(items["score"], "score=")
     metrics: dict[str, float] = {}
     for name, entry in items.items():
-        if status == "ok" and name != "score" and hasattr(entry, "__float__"):
-            status, metrics[str(name)], text = _number(entry, f"{name}=")
-    if status != "ok":
-        return {"status": status, "value": 0.0, "message": text}
-    return {"status": status, "value": number, "message": "", "metrics": metrics}
+        if result["status"] == "ok" and name != "score" and hasattr(entry, "__float__"):
+            number = _number(entry, f"{name}=")
+            metrics[str(name)] = number["value"]
+            result = result if number["status"] == "ok" else number
+    return result | {"metrics": metrics} if result["status"] == "ok" else result
 
 
-def _number(value: Any, name: str = "") -> tuple[str, float, str]:
+def _number(value: Any, name: str = "") -> dict[str, Any]:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         shown = "None" if value is None else f"a {type(value).__name__}"
-        return "error", 0.0, f"returned {name}{shown} instead of a number"
+        return {"status": "error", "value": 0.0, "message": f"returned {name}{shown} instead of a number"}
     number = float(value)
     if not math.isfinite(number):
-        return "not_finite", 0.0, f"returned {name}{number}"
-    return "ok", number, ""
+        return {"status": "not_finite", "value": 0.0, "message": f"returned {name}{number}"}
+    return {"status": "ok", "value": number, "message": ""}
 
 
 def described(error: BaseException) -> str:

@@ -90,7 +90,7 @@ async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
     assert (await score(pool, "exits")).status == "error"
     unknown = await score(pool, "lenght")
     assert unknown.status == "unusable"
-    assert "did you mean length?" in unknown.message
+    assert "'length'" in unknown.message
     missing = await score(pool, "echo_row", other=1)
     assert missing.message.endswith("echo_row needs the column 'weight', a row has only ['other']")
     assert "async function" in (await score(pool, "is_async")).message
@@ -183,7 +183,7 @@ async def test_an_abandoned_call_is_not_run(tmp_path):
 async def test_large_rows_pass_and_unsendable_ones_are_named(pool):
     result = await score(pool, "length", "x" * 3_000_000, text="y" * 3_000_000)
     assert result.value == 3_000_000
-    with pytest.raises(InputError, match=r"'when' .* timedelta") as error:
+    with pytest.raises(InputError, match="'when', a timedelta") as error:
         await score(pool, "length", when=datetime.timedelta(1))
     assert error.value.code == "reward.row_not_json"
 
