@@ -241,7 +241,10 @@ class LegacyKeys:
         if not tree.get("use_decoupled_loss"):
             self.ignored.append(path)  # AReaL compares a policy with itself then
             return
-        values = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else {"level": value}
+        if not isinstance(value, dict):
+            self.problems.append(ConfigProblem(path, f"{shown(value)} is not a section", "config.wrong_type"))
+            return
+        values = dict(cast("dict[str, Any]", value))
         options, wrong = validated(_RejectionSamplingOptions, values)
         self.problems += [problem._replace(path=f"{path}.{problem.path}") for problem in wrong]
         if options is not None and not wrong:
@@ -295,7 +298,9 @@ class _RejectionSamplingOptions:
         has the other sign than ours, its k3 is the divergence in the other direction.
         """
         level = f"sequence_{self.agg}" if self.level == "sequence" else "token"
-        weights = {"level": "geometric" if self.metric == "ratio" and level != "token" else "token"}
+        weights: dict[str, Any] = {"level": "geometric" if self.metric == "ratio" and level != "token" else "token"}
+        if self.action == "mask":
+            weights["drop_from_ratio"] = True
         if self.metric == "ratio" and level in ("token", "sequence_mean"):
             return weights | {"mode": self.action, "lower": self.lower or 0.0, "upper": self.upper}
         if self.action == "clamp" or self.metric == "kl_k3" or (self.metric, level) == ("kl_k1", "sequence_max"):
