@@ -23,5 +23,5 @@ def test_a_row_has_all_facts() -> None:
     row = next(line for line in config_page().splitlines() if line.startswith("| `eps_clip_higher` |"))
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
     assert cells[1:3] == ["number or null", "null"]
-    assert cells[4].startswith("actor.policy_loss is ppo or gspo")
+    assert cells[4].startswith("actor.policy_loss is ppo, gspo, ")
     assert cells[5].startswith("AReaL; verl: ")

@@ -23,14 +23,17 @@ read by the name of the backend (`ServerBackend.given`)."""
 
 
 def attributes_in(folder: Path, *, without: Path) -> set[str]:
-    """Every attribute name read in the modules below `folder`."""
+    """Every attribute name read in the modules below `folder`, except from `self`: no config class is defined there."""
     names: set[str] = set()
     for path in folder.rglob("*.py"):
         if without in path.parents:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names |= {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if not (isinstance(node.value, ast.Name) and node.value.id == "self")
         }
     return names
 

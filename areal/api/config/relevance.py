@@ -8,42 +8,33 @@ relative to the section of the field: `name` is an option of the same section, `
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 
-class Condition(ABC):
-    """Whether an option has an effect under the other options."""
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Whether an option has an effect under the other options: one test, or several joined by a word."""
+
+    path: str = ""
+    passes: Callable[[Any], bool] = bool
+    text: str = ""
+    """What the option at `path` is when the test passes; a whole sentence where `path` is a section ('.' or '/')."""
+    parts: tuple[Condition, ...] = ()
+    word: str = ""
+    """'and' or 'or' between `parts`; empty for a single test."""
 
     def __and__(self, other: Condition) -> Condition:
-        return _Joined((self, other), all, " and ")
+        return Condition(parts=(self, other), word="and")
 
     def __or__(self, other: Condition) -> Condition:
-        return _Joined((self, other), any, " or ")
+        return Condition(parts=(self, other), word="or")
 
-    @abstractmethod
     def holds(self, sections: tuple[Any, ...]) -> bool:
         """Evaluate in the last of `sections`, the config objects from the whole configuration down to the section."""
-
-    @abstractmethod
-    def words(self, section: str) -> str:
-        """The condition in words, for an option of the section at the dotted path `section` ('' = top level)."""
-
-    @abstractmethod
-    def paths(self, section: str) -> Iterator[str]:
-        """The absolute paths of the options that the condition reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Test(Condition):
-    path: str
-    passes: Callable[[Any], bool]
-    text: str
-    """What the option at `path` is when the test passes; a whole sentence where `path` is a section ('.' or '/')."""
-
-    def holds(self, sections: tuple[Any, ...]) -> bool:
+        if self.parts:
+            return (all if self.word == "and" else any)(part.holds(sections) for part in self.parts)
         up, name = _split(self.path, len(sections) - 1)
         value: Any = sections[-1 - up]
         try:
@@ -54,59 +45,45 @@ class _Test(Condition):
             return True  # a config class that lacks the option, such as an actor alone: the effect is unknown
 
     def words(self, section: str) -> str:
-        return " ".join([*self.paths(section), self.text])
+        """The condition in words, for an option of the section at the dotted path `section` ('' = top level)."""
+        if not self.parts:
+            return " ".join([*self.paths(section), self.text])
+        texts = [(part.words(section), part.word in ("", self.word)) for part in self.parts]
+        return f" {self.word} ".join(text if is_flat else f"({text})" for text, is_flat in texts)
 
     def paths(self, section: str) -> Iterator[str]:
-        parts = section.split(".") if section else []
-        up, name = _split(self.path, len(parts))
-        if name:
-            yield ".".join([*parts[: len(parts) - up], name])
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined(Condition):
-    parts: tuple[Condition, ...]
-    join: Callable[[Iterator[bool]], bool]
-    word: str
-
-    def holds(self, sections: tuple[Any, ...]) -> bool:
-        return self.join(part.holds(sections) for part in self.parts)
-
-    def words(self, section: str) -> str:
-        texts: list[str] = []
-        for part in self.parts:
-            nested = isinstance(part, _Joined) and part.word != self.word
-            texts.append(f"({part.words(section)})" if nested else part.words(section))
-        return self.word.join(texts)
-
-    def paths(self, section: str) -> Iterator[str]:
+        """The absolute paths of the options that the condition reads."""
         for part in self.parts:
             yield from part.paths(section)
+        parents = section.split(".") if section else []
+        up, name = _split(self.path, len(parents))
+        if name:
+            yield ".".join([*parents[: len(parents) - up], name])
 
 
 def when(path: str, *values: object) -> Condition:
     """The option at `path` has one of `values`."""
-    return _Test(path, lambda value: value in values, f"is {_listed(values)}")
+    return Condition(path, lambda value: value in values, f"is {_listed(values)}")
 
 
 def unless(path: str, *values: object) -> Condition:
     """The option at `path` has none of `values`."""
-    return _Test(path, lambda value: value not in values, f"is not {_listed(values)}")
+    return Condition(path, lambda value: value not in values, f"is not {_listed(values)}")
 
 
 def above(path: str, bound: float) -> Condition:
     """The number at `path` is above `bound`; null is not."""
-    return _Test(path, lambda value: value is not None and value > bound, f"is above {bound:g}")
+    return Condition(path, lambda value: value is not None and value > bound, f"is above {bound:g}")
 
 
 def given(path: str) -> Condition:
     """The option at `path` is neither null nor empty."""
-    return _Test(path, lambda value: value not in (None, "", [], {}), "is set")
+    return Condition(path, lambda value: value not in (None, "", [], {}), "is set")
 
 
 def satisfies(path: str, test: Callable[[Any], bool], text: str) -> Condition:
     """For the rare complex case: `test` of the section at `path` ('.' = the field's own, '/' = all); `text` says it."""
-    return _Test(path, test, text)
+    return Condition(path, test, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +150,8 @@ def _split(path: str, depth: int) -> tuple[int, str]:
 
 
 def _listed(values: tuple[object, ...]) -> str:
-    return " or ".join(map(_text, values))
+    *texts, last = map(_text, values)
+    return f"{', '.join(texts)} or {last}" if texts else last
 
 
 def _text(value: object) -> str:
