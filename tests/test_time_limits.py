@@ -27,7 +27,7 @@ def stand_still(request):
     return stop
 
 
-async def test_a_standstill_of_the_test_process_ends_no_wait(stand_still):
+async def test_a_pause_of_the_test_process_ends_no_wait(stand_still):
     answer = asyncio.get_running_loop().create_future()
     async with asyncio.timeout(0.3):
         stand_still()
@@ -62,7 +62,7 @@ def test_heavy(request):
 """
 
 
-def test_a_test_that_hangs_fails_and_the_others_go_on(tmp_path):
+def test_a_test_that_hangs_fails_and_the_others_run(tmp_path):
     (tmp_path / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
     (tmp_path / "test_hangs.py").write_text(HANGS)
     argv = [sys.executable, "-X", "no_debug_ranges", "-m", "pytest", "-p", "no:cacheprovider", "--timeout=1"]

@@ -104,7 +104,7 @@ def test_the_rows_answer(answer, letter):
 
 
 @pytest.mark.parametrize("answer", ["Paris", "", "7", "A or B"])
-def test_a_rows_answer_without_a_letter_is_named(answer):
+def test_a_row_whose_answer_has_no_letter_is_an_error(answer):
     with pytest.raises(InputError, match="A to J"):
         choice_reward("", "B", [], [], answer=answer)
 

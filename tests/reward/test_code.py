@@ -20,7 +20,7 @@ PAIRS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 @pytest.fixture(scope="module", autouse=True)
 def patient():
-    """On a busy machine a sandbox may take long to start."""
+    """On a busy machine a sandbox may start slowly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "_START_WAIT_S", 100.0)
         yield
@@ -85,13 +85,13 @@ def test_programs_by_their_output():
     assert score("print(3)", PAIRS) == 0.0
 
 
-def test_part_of_the_tests_counts_only_when_asked():
+def test_the_fraction_of_passed_tests_counts_only_with_continuous():
     tests = [*ASSERTS, "assert add(1, 2) == 4", "assert add(2, 2) == 4"]
     assert score(ADD, tests) == 0.0
     assert score(ADD, tests, continuous=True) == 0.75
     assert score("print(3)", PAIRS, continuous=True) == 0.5
     dies = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b"
-    assert score(dies, tests, continuous=True) == 0.5  # the tests behind its death have a new process
+    assert score(dies, tests, continuous=True) == 0.5  # later tests have a new process
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_part_of_the_tests_counts_only_when_asked():
         "def add(a, b): return lambda: 3",
     ],
 )
-def test_no_way_around_the_tests(source):
+def test_programs_cannot_pass_tests_by_manipulation(source):
     for tests, row in ((ASSERTS[:1], {}), (CHECK, {"entry_point": "add"}), (CALLS, {})):
         assert score(source, tests, **row) == 0.0
 
@@ -158,7 +158,7 @@ else:
     assert score(stack, ["assert Stack() == Stack()"]) == 0.0
 
 
-def test_a_program_cannot_bring_its_own_meaning_of_a_module():
+def test_a_program_cannot_replace_a_module_of_the_tests():
     uses_math = ["assert math.isclose(add(1, 2), 3)"]
     assert score("import math\n" + ADD, uses_math) == 1.0
     fake = "class Fake:\n    def isclose(self, *a): return True\nmath = Fake()\ndef add(a, b): return 9"
@@ -173,7 +173,7 @@ def test_a_program_cannot_end_the_loops_of_a_test(end):
     assert score("def add(a, b): yield a + b", "it = iter(add(1, 2))\nassert list(it) == [3]") == 1
 
 
-def test_a_test_runs_as_a_script_does():
+def test_a_test_runs_as_a_script():
     guarded = "def test():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    test()"
     unit = (
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n"
@@ -185,8 +185,8 @@ def test_a_test_runs_as_a_script_does():
         assert score("def add(a, b): raise SystemExit(0)", tests) == 0
 
 
-def test_the_tests_stand_in_no_file_and_no_memory_that_the_program_can_read(monkeypatch):
-    """Where there are no namespaces; with them there is nothing to find."""
+def test_a_program_can_read_the_tests_in_no_file_and_no_memory(monkeypatch):
+    """Without namespaces; with them no other process is visible."""
     source = """
 import glob, os
 def add(a, b):
@@ -237,7 +237,7 @@ def test_all_or_nothing_stops_at_the_first_failure(monkeypatch):
     assert len(tried) == 3
 
 
-def test_an_endless_program_fails_and_the_next_test_gets_its_turn():
+def test_an_endless_program_fails_and_the_next_test_runs():
     loop = "def add(a, b):\n    while a == 1: pass\n    return a + b"
     tests = ["assert add(1, 1) == 2", "assert add(2, 2) == 4"]
     assert score(loop, tests, continuous=True, time_limit_s=3.0) == 0.5
@@ -284,7 +284,7 @@ def test_invalid_limits_are_an_error():
 
 
 def test_null_in_a_column_is_its_default():
-    """As in data sets whose rows do not all have it."""
+    """For data sets in which only some rows have a value."""
     row = dict.fromkeys(["entry_point", "continuous", "time_limit_s", "total_time_limit_s", "memory_mb"])
     assert score(ADD, ASSERTS, **row, float_tolerance=None) == 1
     assert score(ADD, CALLS, **row, float_tolerance=None) == 1

@@ -17,7 +17,7 @@ from areal.reward.sandbox_values import decoded, encoded
         ("a  b", "a b", True),  # words
         ("0.3000000001", "0.3", True),
         ("1", "1.0", True),
-        ("1.0", "1", False),  # a whole number asked for is no decimal
+        ("1.0", "1", False),  # a wanted integer is not a decimal
         ("1000001", "1000000", False),
         ("x 1.0000001", "x 1.0", True),
         ("x 1.1", "x 1.0", False),
@@ -115,7 +115,7 @@ def test_plain_values_arrive_as_they_were(value):
     assert type(back) is type(value)
 
 
-def test_what_derives_from_plain_data_arrives_plain_and_the_rest_by_number():
+def test_subclasses_arrive_as_plain_data_and_objects_as_numbers():
     class Loud(int):
         def __eq__(self, other):
             return True
@@ -134,6 +134,6 @@ def test_what_derives_from_plain_data_arrives_plain_and_the_rest_by_number():
 @pytest.mark.parametrize(
     "data", [{}, {"set": [[]]}, {"what": 1}, {"tuple": 3}, {"dict": [1]}, {"int": "x"}, {"a": 1, "b": 2}]
 )
-def test_data_that_stand_for_nothing_are_errors(data):
+def test_invalid_data_is_an_error(data):
     with pytest.raises((ValueError, TypeError)):
         decoded(data, lambda number: number)

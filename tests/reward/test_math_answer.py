@@ -98,7 +98,7 @@ def test_reward_reads_the_answer_column_of_gsm8k():
 @given(
     st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "{}.0", "{:,}.00", "{} dollars", "x = {}"])
 )
-def test_a_whole_number_is_read_back_from_any_of_its_forms(number, form):
+def test_every_form_of_an_integer_is_read(number, form):
     assert parse_number(form.format(number)) == (Fraction(number), False)
     assert answers_equal(form.format(number), str(number))
     assert not answers_equal(form.format(number), str(number + 1))
@@ -116,7 +116,7 @@ def test_long_junk_takes_no_long_time(text):
     assert time.process_time() - began_s < 1.0
 
 
-def test_a_fraction_behind_a_whole_number_is_added_to_it():
+def test_a_fraction_after_an_integer_is_added_to_it():
     assert answers_equal("2\\frac{1}{2}", "2.5")
     assert answers_equal("-2\\frac12", "-2.5")
     assert not answers_equal("2\\frac{1}{2}", "10.5")

@@ -119,9 +119,9 @@ def test_not_equal(given, gold):
     assert score(given, gold) == 0.0
 
 
-def test_what_the_row_asks_for_comes_first_since_the_comparison_is_not_symmetric():
-    assert score("(1,2)", "1<x<2") == 1.0  # an inequality asked for is met by its interval
-    assert score("1<x<2", "(1,2)") == 0.0  # what is asked for may be a point
+def test_the_comparison_is_not_symmetric():
+    assert score("(1,2)", "1<x<2") == 1.0  # an interval answers an inequality
+    assert score("1<x<2", "(1,2)") == 0.0  # the wanted value may be a point
 
 
 def test_an_answer_outside_a_box_scores_nothing():
@@ -229,13 +229,13 @@ def test_the_missing_library_is_named(monkeypatch):
      ("3e", "3"),
      ("2\\frac{1}{2}", "\\frac{21}{2}"), ("\\frac{1}{2}3", "\\frac{1}{23}"), ("2/3x", "2/3")],
 )  # fmt: skip
-def test_a_number_is_not_that_number_with_something_behind_it(given, gold):
+def test_a_number_does_not_equal_that_number_with_a_suffix(given, gold):
     for one, other in ((given, gold), (gold, given)):
         assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=other) == 0
         assert symbolic_math_reward("", f"\\boxed{{{one}}}", [], [], answer=one) == 1
 
 
-def test_the_configuration_knows_how_long_it_may_take():
+def test_the_limits_in_the_configuration_are_those_of_the_code():
     assert math_symbolic._WALL_LIMIT_S < MATH_NEEDS_S <= RewardConfig().timeout_s
     limits = CodeLimits()
     assert limits.total_time_limit_s == CODE_TESTS_S

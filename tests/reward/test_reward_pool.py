@@ -24,7 +24,7 @@ def ref(name: str) -> FunctionRef:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """A worker that has died may get no CPU to finish that."""
+    """A dead worker may be reaped late on a busy machine."""
     monkeypatch.setattr("areal.reward.pool._EXIT_WAIT_S", 100.0)
 
 
@@ -37,7 +37,7 @@ async def pool():
 
 @pytest.fixture
 async def quick_pool():
-    """For calls that hang: they are given up after a time in which others get their turn on a busy machine."""
+    """For calls that hang: the limit is long enough for other calls on a busy machine."""
     pool = RewardPool(RewardConfig(workers=1, timeout_s=3.0))
     yield pool
     await pool.aclose()
@@ -61,7 +61,7 @@ async def test_numbers_of_every_kind_become_floats(pool):
     assert result.seconds >= 0
 
 
-async def test_a_mapping_brings_its_score_and_other_numbers(pool):
+async def test_a_mapping_has_a_score_and_other_numbers(pool):
     found = await score(pool, "details", details={"score": 1, "acc": True, "pred": "42", "steps": [1], "ratio": 0.5})
     assert (found.status, found.value, found.metrics) == ("ok", 1.0, {"acc": 1.0, "ratio": 0.5})
     assert (await score(pool, "length")).metrics is None
@@ -77,7 +77,7 @@ async def test_a_mapping_brings_its_score_and_other_numbers(pool):
         assert (found.status, found.value, found.message, found.metrics) == (status, 0.0, message, None)
 
 
-async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
+async def test_every_failure_has_its_status_and_the_next_call_works(pool):
     raised = await score(pool, "raises")
     assert raised.status == "error"
     assert "ValueError: cannot read 'yes'" in raised.message
@@ -97,10 +97,10 @@ async def test_every_bad_end_has_its_status_and_the_next_call_works(pool):
     assert (await score(pool, "length")).status == "ok"
 
 
-async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(quick_pool):
+async def test_a_hanging_call_is_killed_and_the_others_of_its_group_are_scored(quick_pool):
     pool = quick_pool
     before = await score(pool, "process_id")
-    for _ in range(3):  # learns that calls are quick, so that siblings travel together
+    for _ in range(3):  # the pool then expects short calls and sends them together
         await pool.score_many(ref("hangs"), "", [], [("quick", [])] * 4, {})
     results = await pool.score_many(ref("hangs"), "", [], [(text, []) for text in ("a", "hang", "b", "c")], {})
     assert [r.status for r in results] == ["ok", "timeout", "ok", "ok"]
@@ -109,14 +109,14 @@ async def test_a_hanging_call_is_killed_and_its_siblings_are_scored(quick_pool):
     await until_gone(int(before.value))
 
 
-async def test_siblings_of_a_failure_are_not_scored_when_the_first_failure_decides(quick_pool):
+async def test_fail_fast_ends_the_other_calls_of_a_group(quick_pool):
     answers = [(text, []) for text in ("hang", "hang", "hang", "hang")]
     results = await quick_pool.score_many(ref("hangs"), "", [], answers, {}, fail_fast=True)
     assert [r.status for r in results] == ["timeout"]
     assert (await score(quick_pool, "length")).status == "ok"
 
 
-async def test_a_call_that_kills_its_worker_is_tried_twice_and_its_siblings_are_scored(pool, tmp_path):
+async def test_a_call_that_kills_its_worker_is_tried_twice_and_the_others_are_scored(pool, tmp_path):
     for _ in range(3):
         await pool.score_many(ref("dies"), "", [], [("quick", [])] * 4, {})
     results = await pool.score_many(ref("dies"), "", [], [(text, []) for text in ("a", "die", "b", "c")], {})
@@ -144,7 +144,7 @@ async def test_calls_run_at_once_on_all_workers(tmp_path):
     await pool.aclose()
 
 
-async def test_calls_run_in_the_order_they_were_asked(tmp_path):
+async def test_calls_run_in_the_order_of_their_requests(tmp_path):
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
     (tmp_path / "go").touch()
@@ -154,7 +154,7 @@ async def test_calls_run_in_the_order_they_were_asked(tmp_path):
     await pool.aclose()
 
 
-async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
+async def test_slow_calls_of_a_group_run_on_several_workers(tmp_path):
     pool = RewardPool(RewardConfig(workers=2, timeout_s=200))
     row = {"folder": str(tmp_path)}
     task = asyncio.create_task(pool.score_many(ref("waits_for_file"), "", [], [("0", []), ("1", [])], row))
@@ -165,7 +165,7 @@ async def test_slow_siblings_are_spread_over_the_workers(tmp_path):
     await pool.aclose()
 
 
-async def test_an_abandoned_call_is_not_run(tmp_path):
+async def test_a_cancelled_call_is_not_run(tmp_path):
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     row = {"folder": str(tmp_path)}
     first = asyncio.create_task(score(pool, "waits_for_file", "first", **row))
@@ -180,7 +180,7 @@ async def test_an_abandoned_call_is_not_run(tmp_path):
     await pool.aclose()
 
 
-async def test_large_rows_pass_and_unsendable_ones_are_named(pool):
+async def test_large_rows_are_sent_and_rows_that_are_not_json_are_errors(pool):
     result = await score(pool, "length", "x" * 3_000_000, text="y" * 3_000_000)
     assert result.value == 3_000_000
     with pytest.raises(InputError, match="'when', a timedelta") as error:
@@ -188,7 +188,7 @@ async def test_large_rows_pass_and_unsendable_ones_are_named(pool):
     assert error.value.code == "reward.row_not_json"
 
 
-async def test_closing_ends_the_workers_and_fails_what_waits(tmp_path):
+async def test_closing_ends_the_workers_and_fails_waiting_calls(tmp_path):
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200))
     pid = int((await score(pool, "process_id")).value)
     waiting = asyncio.create_task(score(pool, "waits_for_file", folder=str(tmp_path)))
@@ -204,7 +204,7 @@ async def test_closing_ends_the_workers_and_fails_what_waits(tmp_path):
     assert error.value.code == "reward.pool_closed"
 
 
-async def test_workers_ignore_ctrl_c_and_are_a_group_of_their_own(pool):
+async def test_workers_ignore_ctrl_c_and_are_separate_process_groups(pool):
     pid = int((await score(pool, "process_id")).value)
     assert os.getpgid(pid) == pid
     os.kill(pid, 2)
@@ -253,7 +253,7 @@ def test_a_busy_worker_dies_with_its_parent():
         pytest.fail("the worker still runs after its parent ended")
 
 
-async def test_a_module_that_hangs_at_import_is_given_up(tmp_path, monkeypatch):
+async def test_a_module_that_hangs_at_import_is_killed(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\ndef f(*a, **k): return 1.0\n")
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     await score(pool, "length")  # a worker has started
@@ -264,7 +264,7 @@ async def test_a_module_that_hangs_at_import_is_given_up(tmp_path, monkeypatch):
     await pool.aclose()
 
 
-async def test_workers_that_cannot_start_are_not_replaced_for_ever(monkeypatch):
+async def test_workers_that_cannot_start_are_replaced_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     pool = RewardPool(RewardConfig(workers=1))
     result = await score(pool, "length")
@@ -273,7 +273,7 @@ async def test_workers_that_cannot_start_are_not_replaced_for_ever(monkeypatch):
     await pool.aclose()
 
 
-async def test_a_killed_call_takes_its_children_along(quick_pool, tmp_path):
+async def test_the_children_of_a_killed_call_are_killed(quick_pool, tmp_path):
     row = {"folder": str(tmp_path)}
     result = await score(quick_pool, "starts_a_child", **row)
     assert result.status == "timeout"
@@ -281,8 +281,8 @@ async def test_a_killed_call_takes_its_children_along(quick_pool, tmp_path):
     await until_gone(child)
 
 
-def test_a_worker_whose_pool_was_killed_ends_without_a_word():
-    """Its traceback in the controller's log would look like the cause of the controller's death."""
+def test_a_worker_whose_pool_was_killed_ends_without_output():
+    """A traceback in the controller's log would look like the cause of the controller's end."""
     pool_end, worker_end = socket.socketpair()
     pool_end.close()
     Worker(worker_end).run()

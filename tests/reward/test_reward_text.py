@@ -38,12 +38,12 @@ def test_format(completion, score):
     assert format_reward("2+2=?", completion, [], []) == score
 
 
-def test_a_tag_that_the_prompt_has_opened_counts():
+def test_a_tag_at_the_end_of_the_prompt_counts():
     assert format_reward("2+2=?<think>\n", "a</think><answer>4</answer>", [], []) == 1.0
     assert format_reward("2+2=?<think>\n", "<think>a</think><answer>4</answer>", [], []) == 0.0
 
 
-def test_a_row_may_bring_its_own_format():
+def test_a_row_may_have_its_own_format():
     assert format_reward("", "a\nb", [], [], format_pattern="a.b") == 1.0
     assert format_reward("", "a\nbc", [], [], format_pattern="a.b") == 0.0
     assert format_reward("", "<think>a</think><answer>4</answer>", [], [], format_pattern=None) == 1.0
@@ -86,7 +86,7 @@ def test_unknown_names_say_what_to_do(text, message):
         resolve_reward_fn(text)
 
 
-def test_functions_that_no_other_process_can_find_are_refused():
+def test_functions_that_other_processes_cannot_import_are_errors():
     def nested(*a, **k):
         return 1.0
 

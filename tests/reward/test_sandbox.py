@@ -1,4 +1,4 @@
-"""What a hostile program can and cannot do. Each wall is also tried alone, with the others left out."""
+"""What a hostile program can and cannot do. Each protection is also tested alone, with the others switched off."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ NO_FILTER = Isolation(system_calls=False)
 
 @pytest.fixture(scope="module", autouse=True)
 def patient():
-    """On a busy machine a sandbox may take long to start."""
+    """On a busy machine a sandbox may start slowly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_START_WAIT_S", 100.0)
         yield
@@ -84,7 +84,7 @@ def test_files_go_into_its_own_folder_which_is_removed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("isolation", [None, NO_WALLS])
-def test_nothing_of_our_environment_and_descriptors_is_there(monkeypatch, isolation):
+def test_environment_and_descriptors_of_the_worker_are_not_inherited(monkeypatch, isolation):
     monkeypatch.setenv("AREAL_SECRET", "hunter2")
     mine, theirs = socket.socketpair()
     with mine, theirs:
@@ -129,7 +129,7 @@ print(tried(lambda: open("/dev/zero")), tried(lambda: open("/dev/null", "w").wri
 
 
 @pytest.mark.parametrize("isolation", [NO_NAMESPACES, NO_FILTER])
-def test_no_socket_reaches_us(namespaces, call_filter, isolation):
+def test_no_socket_reaches_the_test(namespaces, call_filter, isolation):
     source = (
         "import socket, sys; s = socket.socket(); s.settimeout(9); s.connect(('127.0.0.1', int(input()))); print('in')"
     )
@@ -148,7 +148,7 @@ def test_a_unix_socket_of_another_process_is_out_of_reach(call_filter, tmp_path)
         assert run(source, stdin=bytes(tmp_path / "s")).stdout == b""
 
 
-def test_no_process_can_be_started_none_be_touched_and_its_keeper_not_be_left(call_filter):
+def test_a_program_can_start_signal_and_leave_no_process(call_filter):
     source = """
 import ctypes, os, resource, subprocess
 def tried(step):
@@ -175,7 +175,7 @@ for step in (os.fork, lambda: subprocess.run(["true"]), lambda: os.execv("/bin/t
 
 
 def test_no_descriptor_sends_a_signal_or_a_datagram(call_filter, tmp_path):
-    """A pipe may be told to send SIGKILL to any process of the user when it becomes ready."""
+    """A pipe can be set to send SIGKILL to any process of the user when it becomes ready."""
     kill = """
 import fcntl, os
 pid, (r, w) = int(input()), os.pipe()
@@ -213,13 +213,13 @@ def test_other_processes_cannot_be_slowed_down(call_filter):
         "import os\nfor k in range(9): os.makedirs(f'{k}/b/{k}')\nos.symlink('/', 'l'); os.symlink('l', '0/x')",
     ],
 )
-def test_a_folder_is_removed_however_it_was_left(tmp_path, monkeypatch, source):
+def test_a_folder_is_removed_whatever_the_program_wrote(tmp_path, monkeypatch, source):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
     assert run(source, isolation=NO_WALLS).exit_code == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_message_that_would_cost_us_memory_is_refused():
+def test_a_message_that_would_need_too_much_memory_is_refused():
     source = """
 import os
 for descriptor in range(3, 64):
@@ -237,16 +237,16 @@ for descriptor in range(3, 64):
         sandbox.wait_started().receive(until_s=time.monotonic() + 100)
 
 
-def test_a_bomb_of_processes_is_gone_with_its_program(namespaces):
-    """Without the filter, at most 30 processes of it: the namespace takes them all along."""
+def test_all_processes_of_a_fork_bomb_end_with_the_program(namespaces):
+    """Without the filter (at most 30 processes): the namespace ends them all."""
     source = "import os, time\nfor _ in range(30):\n  if os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nprint(1)"
     before = set(psutil.pids())
     assert run(source, isolation=NO_FILTER) == module.Output(stdout=b"1\n", exit_code=0)
     assert not [p for p in set(psutil.pids()) - before if is_sandbox(p)]
 
 
-def test_a_daemon_is_gone_with_its_program():
-    """With neither namespaces nor the filter: its keeper finds it."""
+def test_a_daemon_ends_with_its_program():
+    """Without namespaces and filter: its keeper ends it."""
     source = """
 import os, time
 if os.fork() == 0:
@@ -263,7 +263,7 @@ os.wait()
 
 
 def is_sandbox(pid):
-    """Of this test run: its command line names who started it."""
+    """Only of this test process: the command line contains the id of the process that started it."""
     try:
         process = psutil.Process(pid)
         is_ours = process.cmdline()[-3:-2] == ["areal.reward.sandbox_inside"] and process.cmdline()[-1] == str(
@@ -324,11 +324,11 @@ time.sleep(1000)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sandbox_that_nobody_ends_ends_itself():
+def test_a_sandbox_ends_without_close():
     with Sandbox(
         "functions", "", limits=SandboxLimits(), isolation=module.available_isolation(), keep_s=0.3
     ) as sandbox:
-        assert os.getsid(sandbox.pid) == sandbox.pid  # signals to its group are none to ours
+        assert os.getsid(sandbox.pid) == sandbox.pid  # signals to its process group do not reach the test
         sandbox.wait_started().receive(until_s=time.monotonic() + 100)
         with pytest.raises(SandboxEnded, match="ended early"):
             sandbox.receive(until_s=time.monotonic() + 100)
