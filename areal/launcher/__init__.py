@@ -1,1 +1,1 @@
-"""Owns the start of a run: config to launch plan to processes. No torch."""
+"""The start of a run: configuration to launch plan to processes. Never imports torch."""

@@ -1,4 +1,4 @@
-"""Owns the choice of a launcher: `python -m areal.launcher` takes the one that the configuration needs."""
+"""The command `python -m areal.launcher`: runs a configuration with the launcher that it needs."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from areal.launcher.local import main
 from areal.system.process import run_main
 
 if __name__ == "__main__":
-    # The local launcher is the only one so far; it refuses a configuration of several machines by name.
+    # The local launcher is the only one so far. It refuses a configuration with several machines.
     run_main(main)

@@ -89,7 +89,7 @@ class LocalBackend:
     def signal(self, name: str, number: signal.Signals) -> None:
         process = self._processes[name]
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGKILL:  # every process leads a group of its own
+            if number == signal.SIGKILL:  # every process leads its own group
                 os.killpg(process.pid, number)
             else:
                 process.send_signal(number)

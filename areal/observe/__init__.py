@@ -1,1 +1,1 @@
-"""what is told about a run: logging, metrics, phases and traces, trackers."""
+"""Observation of a run: logging, metrics, phases, traces, trackers."""
