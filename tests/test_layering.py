@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, what is loaded at import time, sizes, names."""
+"""The house rules that a test can check: allowed imports, what an import loads, sizes, names."""
 
 import ast
 import subprocess
@@ -36,14 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launcher": {"api", "system", "observe", "server_side", "fleet"},
     "replay": ALL | {"trainer", "launcher"},
 }
-"""Besides itself. The test fails for a package that is missing here, and for a row without a package."""
+"""Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""
 
 WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher")
-"""Packages that never import torch, not even inside a function."""
+"""Packages that never import torch, also not inside a function."""
 TORCH_LATER = ("api", "system", "observe", "reward", *WITHOUT_TORCH)
 """Packages whose import must not load torch."""
 OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab")
-"""Dependencies of extras: each is imported by at most one module, which names it when it is missing."""
+"""Dependencies of extras: at most one module imports each of them, and names it when it is missing."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "experimental"}
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
@@ -123,7 +123,7 @@ def test_importing_the_light_packages_does_not_load_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_algorithms_know_nothing_of_ranks() -> None:
+def test_algorithms_do_not_use_torch_distributed() -> None:
     broken: list[str] = []
     for path in MODULES:
         if package_of(path) != "algorithm":
@@ -143,7 +143,7 @@ def test_an_optional_dependency_is_imported_in_one_module(name: str) -> None:
     assert len(users) <= 1, f"{name} is imported by {sorted(users)}"
 
 
-def test_modules_say_what_they_own() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(parse(path))]
     assert not silent, f"without a docstring: {silent}"
 
@@ -163,13 +163,13 @@ def test_no_global_state_pickle_or_eval() -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_no_module_is_named_after_nothing() -> None:
+def test_no_module_has_a_name_without_meaning() -> None:
     broken = [
         str(path.relative_to(ROOT))
         for path in MODULES
         if FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
     ]
-    assert not broken, f"say what it owns: {broken}"
+    assert not broken, f"name it by its contents: {broken}"
 
 
 def test_files_and_functions_stay_small() -> None:

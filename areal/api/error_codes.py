@@ -396,7 +396,8 @@ _PAGE_HEAD = """# Errors
 
 Every error that areal raises on purpose has a code, such as `config.unknown_key`. A code keeps its meaning across
 releases: programs and tests compare the code (`error.code`), people read the message, which names the option, file or
-process and its value. An error without a code in this list is a defect of areal.
+process and its value. Commands print the code in brackets after the message. An error without a code in this list is
+a defect of areal.
 
 This page is generated from `areal/api/error_codes.py` by `make docs`.
 """
