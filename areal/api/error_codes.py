@@ -216,6 +216,26 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Return PolicyLoss(losses=..., stats=...) with losses of the shape of tokens.mask.",
     ),
     # model
+    "model.cache_too_small": ErrorCode(
+        "The KV cache cannot hold one request of full length.",
+        "Increase native.max_total_tokens or lower native.context_length.",
+    ),
+    "model.context_length": ErrorCode(
+        "native.context_length exceeds the limit of the model, or the model states no limit.",
+        "Set native.context_length to a value within the limit of the model.",
+    ),
+    "model.not_found": ErrorCode(
+        "There is no model at the given path or hub name.",
+        "Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.",
+    ),
+    "model.not_loadable": ErrorCode(
+        "transformers cannot load the model or its tokenizer.",
+        "Read the error that the message quotes; the checkpoint may be incomplete or need a newer transformers.",
+    ),
+    "model.unsupported": ErrorCode(
+        "The native engine cannot serve this architecture.",
+        "Use sglang or vllm for this model.",
+    ),
     # process
     "process.bad_context": ErrorCode(
         "The environment variable AREAL_PROCESS does not contain what a launcher writes there.", "Unset it."

@@ -1,1 +1,1 @@
-"""Owns the native inference engine and its HTTP server."""
+"""The native inference server: HTTP interface, engine, scheduler, paged KV cache, model runner."""

@@ -1,7 +1,7 @@
-"""Owns attention over the paged KV cache: the function that transformers' models call instead of their own.
+"""Attention over the paged KV cache, registered with transformers in place of the attention of the models.
 
-One flat row of tokens goes through the model per step: first the rows of one token each (decoding), then chunks of
-prompts. Keys and values of all tokens are written first, so every chunk may read what the same step writes.
+A step is one flat row of tokens: first the decode rows with one token each, then prompt chunks. All keys and values
+are written before they are read, so a chunk can read what another chunk writes in the same step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSED = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer stores per token."""
+    """The sizes that one attention layer stores per token."""
 
     num_kv_heads: int
     key_size: int
@@ -29,7 +29,7 @@ class LayerShape:
 
 
 class LayerCache:
-    """Memory for the keys and values of one layer."""
+    """The keys and values of one layer."""
 
     def __init__(self, blocks: Tensor, shape: LayerShape) -> None:
         self.blocks = blocks  # [num_blocks, block_size, kv heads, key size + value size]
@@ -43,16 +43,16 @@ class LayerCache:
 
 @dataclass(slots=True, kw_only=True)
 class DecodeGroup:
-    """Rows start..end-1, one token each, of sequences of similar length."""
+    """Decode rows start..end-1, one token each, of sequences with similar lengths."""
 
     start: int
     end: int
     blocks: Tensor  # [(end - start) * width] int64, padded with any valid block
     width: int
-    lengths: list[int]  # per row: tokens to attend to, its own included
+    lengths: list[int]  # per row: tokens to attend to, including its own
     max_length: int
     workspace: Tensor
-    """Flat memory that blocks are gathered into layer after layer, so that it stays in the CPU's cache."""
+    """Flat memory for gathered blocks, reused by all layers so that it stays in the cache of the CPU."""
     masks: dict[int | None, Tensor | None] = field(default_factory=dict[int | None, Tensor | None])
     views: dict[LayerShape, tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict[LayerShape, tuple[Tensor, Tensor, Tensor]]
@@ -71,7 +71,7 @@ class DecodeGroup:
         return views[1], views[2]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [rows, 1, 1, max_length] for a sliding window (None = full attention); made once a step."""
+        """Additive mask [rows, 1, 1, max_length] for a sliding window (None = full attention), cached per step."""
         if window is not None and window >= self.max_length:
             window = None
         if window not in self.masks:
@@ -90,7 +90,7 @@ class DecodeGroup:
 
 @dataclass(slots=True, kw_only=True)
 class PromptGroup:
-    """`num_sequences` prompts of `count` tokens each, whole or their first chunks, from row `start` on."""
+    """`num_sequences` prompts or first chunks of `count` tokens each, from row `start` on."""
 
     start: int
     num_sequences: int
@@ -99,7 +99,7 @@ class PromptGroup:
 
 @dataclass(slots=True, kw_only=True)
 class LaterChunk:
-    """`count` tokens of one sequence from row `start` on, `num_before` tokens of which are in the cache already."""
+    """`count` tokens of one sequence from row `start` on; its first `num_before` tokens are in the cache."""
 
     start: int
     count: int
@@ -109,7 +109,7 @@ class LaterChunk:
 
 @dataclass(slots=True, kw_only=True)
 class AttentionPlan:
-    """One step as the attention layers see it."""
+    """The inputs of the attention layers for one step."""
 
     caches: list[LayerCache]
     slots: Tensor  # [tokens] int64: block * block_size + offset
@@ -120,13 +120,13 @@ class AttentionPlan:
 
 @dataclass(slots=True, kw_only=True)
 class AttentionProbe:
-    """In place of a plan: writes down what the layers of a model look like."""
+    """Used in place of a plan to record the shapes of all layers."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
 
 
 def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers. There is no mask function of that name, so no mask is made."""
+    """Register `ATTENTION_NAME` with transformers. It has no mask function, so transformers creates no mask."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
@@ -139,12 +139,12 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     attention_plan: AttentionPlan | AttentionProbe | None = None,
-    **options: object,  # transformers passes what a model's author thought of
+    **options: object,  # transformers passes model-specific options
 ) -> tuple[Tensor, None]:
-    """One layer's attention: store new keys and values, then attend per group. Gives [1, tokens, heads, size]."""
+    """Attention of one layer: write the new keys and values, then attend. Returns [1, tokens, heads, size]."""
     if isinstance(attention_plan, AttentionProbe):
         return _probe(attention_plan, module, query, key, value, options), None
-    assert attention_plan is not None, "the model was called by somebody else than the model runner"
+    assert attention_plan is not None, "only the model runner may call the model"
     cache = attention_plan.caches[_layer_of(module)]
     cache.write(attention_plan.slots, key, value)
     rows = query.transpose(1, 2)
@@ -167,7 +167,8 @@ def _probe(
 ) -> Tensor:
     for name in _REFUSED:
         if options.get(name) is not None:
-            raise ConfigError(f"the native engine does not support this model: its attention uses {name}; use sglang")
+            message = f"the native engine cannot serve this model, whose attention uses {name}; use sglang or vllm"
+            raise ConfigError(message, code="model.unsupported")
     probe.shapes[_layer_of(module)] = LayerShape(
         num_kv_heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3]
     )
@@ -175,7 +176,7 @@ def _probe(
 
 
 def _layer_of(module: nn.Module) -> int:
-    layer = module.layer_idx  # every attention module of transformers has one
+    layer = module.layer_idx  # all attention modules of transformers have it
     assert isinstance(layer, int)
     return layer
 
@@ -183,7 +184,7 @@ def _layer_of(module: nn.Module) -> int:
 def _attend_decode(
     group: DecodeGroup, cache: LayerCache, rows: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Output of a group's rows [1, rows, heads, size]. Query heads that share a key head act as its query tokens."""
+    """Output [1, rows, heads, size]. Query heads that share a key head are treated as query tokens of that head."""
     keys, values = group.gather(cache)
     queries = rows.reshape(keys.shape[0], keys.shape[1], -1, rows.shape[-1])
     mask = group.mask(window, rows.dtype)
@@ -234,13 +235,13 @@ def _attend_later(
 
 
 def _repeat(states: Tensor, query: Tensor) -> Tensor:
-    """Key or value heads [sequences, kv heads, ...], each as often as query heads share it."""
+    """Key or value heads [sequences, kv heads, ...], repeated for the query heads that share them."""
     times = query.shape[0] // states.shape[1]
     return states if times == 1 else states.repeat_interleave(times, dim=1)
 
 
 def _causal_mask(count: int, num_before: int, window: int | None, like: Tensor) -> Tensor:
-    """Boolean [count, num_before + count]: token i sees everything up to itself, within the window."""
+    """Boolean [count, num_before + count]: token i attends to itself and earlier tokens within the window."""
     last = torch.arange(num_before, num_before + count, device=like.device)[:, None]
     places = torch.arange(num_before + count, device=like.device)
     visible = places <= last

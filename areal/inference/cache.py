@@ -1,4 +1,4 @@
-"""Owns the account of the KV cache: which block is free, and how many sequences hold each one. No tensors."""
+"""Allocation of KV-cache blocks with reference counts. No tensors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Reference-counted blocks of `block_size` tokens. A block is free exactly when nobody holds it."""
+    """Reference-counted blocks of `block_size` tokens. A block without references is free."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
-        # A stack: the block freed last is used next, so that memory never needed is never touched.
+        # A stack: the block released last is used next, so that memory beyond the peak is never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -27,11 +25,11 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Number of blocks for this number of tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` free blocks, each now held once; None, and nothing changed, when there are fewer."""
+        """Allocate `count` blocks with one reference each. None, without an effect, when fewer are free."""
         free = self._free
         if count > len(free):
             return None
@@ -41,24 +39,24 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block, all of which somebody holds already."""
+        """Add a reference to each block. The blocks must not be free."""
         for block in blocks:
             if self._references[block] < 1:
                 raise ValueError(f"block {block} is free and cannot be shared")
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each block; those without holders become free."""
+        """Remove a reference from each block. A block without references becomes free."""
         references = self._references
         for block in blocks:
             if references[block] < 1:
-                raise ValueError(f"block {block} was released once too often")
+                raise ValueError(f"block {block} was released more often than it was shared")
             references[block] -= 1
             if references[block] == 0:
                 self._free.append(block)
 
     def check_integrity(self, holders: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the counts are exactly what `holders` (one list of blocks each) amount to."""
+        """AssertionError unless the references equal those of `holders`, one list of blocks each."""
         held = Counter[int]()
         for blocks in holders:
             if len(set(blocks)) != len(blocks):

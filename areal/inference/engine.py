@@ -1,7 +1,7 @@
-"""Owns generation: one thread that turns the scheduler's plans into tokens and takes commands between two steps.
+"""The engine: one thread that computes the steps of the scheduler and runs commands between two steps.
 
-The thread waits for commands when nothing can be computed (idle, paused, or weights half replaced); any call of
-`submit`, `abort` or `call` unblocks it.
+The thread waits for a command while nothing can be computed (idle, paused, or a weight update is incomplete); `submit`,
+`abort` and `call` wake it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _LOG = get_logger(__name__)
 _T = TypeVar("_T")
 PauseMode = Literal["abort", "retract", "in_place"]
 STUCK_S = 60.0
-"""A step that takes longer than this will not end: native.chunked_prefill_size limits what it computes."""
+"""A step that takes longer hangs: native.chunked_prefill_size limits the work of a step."""
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "in_place"}
 
 
 class Delivery(Protocol):
-    """Called in the engine's thread: sequences that ended, and streaming ones that are due an event."""
+    """Called in the engine thread with finished sequences, and streaming ones whose next event is due."""
 
     def __call__(self, finished: list[Sequence], progressed: list[Sequence]) -> None: ...
 
 
 class Detokenizer(Protocol):
-    """What stop strings need of a tokenizer."""
+    """Converts token ids to text, for stop strings."""
 
     def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start. Written by the engine's thread only."""
+    """Totals since the start. Only the engine thread writes them."""
 
     generated_tokens: int = 0
     computed_tokens: int = 0
@@ -71,13 +71,13 @@ class Engine:
         self.version = version
         self.counters = EngineCounters()
         self.is_paused = False
-        self.is_torn = False
-        """Weights are half replaced: nothing may be computed until an update completes."""
+        self.has_partial_weights = False
+        """A weight update is incomplete; nothing may be computed until one completes."""
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
-        self._moved_s = time.monotonic()
-        """When the thread last began a step or was called out of idleness."""
+        self._last_active_s = time.monotonic()
+        """When the thread last started a step or was woken by a command."""
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -88,21 +88,21 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the running step; requests in flight are aborted.
+        """Abort all requests and end the thread after the current step.
 
-        A thread that waits for a broadcast is left behind after `timeout_s`: it dies with the process.
+        A thread that waits for a collective is left running after `timeout_s`; it ends with the process.
         """
         self._commands.put(self._stop)
         self._thread.join(timeout_s)
 
     @property
     def stuck_s(self) -> float:
-        """For how long the thread has made no step although there is one to make; 0 while it has a reason to rest."""
-        return 0.0 if self._is_blocked else time.monotonic() - self._moved_s
+        """Seconds since the thread was last active; 0 while nothing can be computed."""
+        return 0.0 if self._is_blocked else time.monotonic() - self._last_active_s
 
     @property
     def is_stuck(self) -> bool:
-        """The thread is in a step that will not end."""
+        """The current step hangs."""
         return self.stuck_s > STUCK_S
 
     def submit(self, sequence: Sequence) -> None:
@@ -110,19 +110,19 @@ class Engine:
         self._commands.put(lambda: self.scheduler.add(sequence))
 
     def abort(self, sequence: Sequence, message: str) -> None:
-        """End a request, wherever it is, with what it has."""
+        """End a request with the tokens generated so far."""
         self._commands.put(lambda: self._abort([sequence], message))
 
     def call(self, command: Callable[[], _T]) -> Future[_T]:
-        """Run `command` in the engine's thread between two steps; errors come back through the future."""
+        """Run `command` in the engine thread between two steps; the future has its result or its error."""
         future: Future[_T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has given up meanwhile
+                return  # the caller has cancelled the future
             try:
                 result = command()
-            except Exception as error:  # noqa: BLE001 - one control request fails, the engine goes on
+            except Exception as error:  # noqa: BLE001 - one control request fails, the engine continues
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -130,14 +130,14 @@ class Engine:
         self._commands.put(run)
         return future
 
-    # ---- commands, run in the engine's thread through `call`
+    # ---- commands, run in the engine thread through `call`
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop computing. abort: what has begun returns what it has; retract: it is kept without its cache."""
+        """Stop computing. abort: started requests end with their tokens; retract: they wait without their cache."""
         self.is_paused = True
         if mode == "abort":
-            begun = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
-            self._abort([*self.scheduler.running, *begun], "the server was paused")
+            started = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
+            self._abort([*self.scheduler.running, *started], "the server was paused")
         elif mode == "retract":
             self.scheduler.retract_all()
 
@@ -148,26 +148,26 @@ class Engine:
         self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
 
     def flush_cache(self) -> None:
-        """Forget all keys and values; running requests compute theirs anew."""
+        """Discard all keys and values; running requests compute theirs again."""
         self.scheduler.retract_all()
 
     def replace_weights(self, write: Callable[[], None], version: str | None, *, abort_running: bool) -> None:
-        """Let `write` change the model in place. `version` None: more is to come, and nothing runs until then.
+        """Change the model in place with `write`, and discard all keys and values of the old weights.
 
-        No key or value computed under the old weights is used again.
+        `version` None: the update is incomplete, and nothing is computed until it completes.
         """
         if abort_running:
             self.abort_all("the weights are replaced")
         self.scheduler.retract_all()
-        was_torn, self.is_torn = self.is_torn, True
+        was_partial, self.has_partial_weights = self.has_partial_weights, True
         try:
             write()
         except RequestError:
-            self.is_torn = was_torn  # refused before the first copy: the weights are what they were
+            self.has_partial_weights = was_partial  # refused before the first copy: the weights are unchanged
             raise
         if version is not None:
             self.version = version
-            self.is_torn = False
+            self.has_partial_weights = False
 
     # ---- the thread
 
@@ -177,19 +177,19 @@ class Engine:
                 self._take_commands()
                 if not self._is_blocked and not self._stopping:
                     self.step()
-        except BaseException as error:  # noqa: BLE001 - the process must end with the cause, never hang
-            _LOG.critical("the engine's thread failed", exc_info=error)
+        except BaseException as error:  # noqa: BLE001 - the process ends with the cause instead of hanging
+            _LOG.critical("the engine thread failed", exc_info=error)
             self._on_failure(error)
 
     @property
     def _is_blocked(self) -> bool:
-        return self.is_paused or self.is_torn or not (self.scheduler.running or self.scheduler.waiting)
+        return self.is_paused or self.has_partial_weights or not (self.scheduler.running or self.scheduler.waiting)
 
     def _take_commands(self) -> None:
-        """Run what has been asked for; wait for it when there is nothing else to do."""
+        """Run all queued commands; wait for one while nothing can be computed."""
         if self._is_blocked:
             command = self._commands.get()
-            self._moved_s = time.monotonic()
+            self._last_active_s = time.monotonic()
             command()
         try:
             while True:
@@ -198,29 +198,29 @@ class Engine:
             return
 
     def step(self) -> None:
-        """Compute once for all running sequences: plan, forward, sample, take in, deliver."""
-        began_s = time.perf_counter()
-        self._moved_s = time.monotonic()
+        """One step for all running sequences: plan, forward, sample, append, deliver."""
+        start_s = time.perf_counter()
+        self._last_active_s = time.monotonic()
         plan = self.scheduler.plan_step()
         if plan is None:
-            raise RuntimeError("requests wait, but nothing can be computed: the cache account is broken")
+            raise RuntimeError("requests wait, but no step can be planned: the block counts are inconsistent")
         logits, sequences = self.runner.forward(plan)
         finished: list[Sequence] = []
         progressed: list[Sequence] = []
         if sequences:
             tokens, logprobs = sample(logits, sequences)
-            finished, progressed = self._take_in(sequences, tokens, logprobs)
+            finished, progressed = self._append(sequences, tokens, logprobs)
         counters = self.counters
         counters.steps += 1
         counters.computed_tokens += sum(chunk.count for chunk in plan.chunks)
-        counters.busy_s += time.perf_counter() - began_s
+        counters.busy_s += time.perf_counter() - start_s
         if finished or progressed:
             self._deliver(finished, progressed)
 
-    def _take_in(
+    def _append(
         self, sequences: list[Sequence], tokens: list[int], logprobs: list[float]
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Append the new tokens and end what is complete: (ended, those whose stream is due an event)."""
+        """Append the new tokens and finish complete sequences. Returns (finished, streams whose next event is due)."""
         version = self.version
         ended: list[tuple[Sequence, FinishReason]] = []
         progressed: list[Sequence] = []
@@ -250,10 +250,10 @@ class Engine:
         return None
 
     def _matched_stop(self, sequence: Sequence) -> str | None:
-        """The stop string that the newest token completed."""
+        """The stop string that the last token completed."""
         assert self._detokenizer is not None, "requests with stop strings are refused without a tokenizer"
         longest = max(map(len, sequence.params.stop))
-        # A token may be one byte of a character of four.
+        # A token may be one byte of a character of four bytes.
         first = max(sequence.num_prompt - sequence.num_prior_output, len(sequence.token_ids) - 4 * longest - 4)
         window = sequence.token_ids[first:]
         text, before = self._detokenizer.decode(window), self._detokenizer.decode(window[:-1])

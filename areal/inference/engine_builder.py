@@ -1,4 +1,4 @@
-"""Owns how a native engine is put together from its options: model, sizes of the cache, end tokens, tokenizer."""
+"""Builds a native engine from its options: model, cache size, end tokens, tokenizer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Scheduler
 
 NO_VERSION = "-1"
-"""The version of a server that waits for its first weights."""
+"""The version of a server before its first weight update, when it has no weights of its own."""
 _CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
-"""Of the memory that is free once the model is loaded; the rest is for activations."""
+"""Share of the free memory after the model is loaded; the rest is for activations."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -35,9 +35,9 @@ def build_engine(
     detokenizer: Detokenizer | None = None,
     from_scratch: bool = False,
 ) -> Engine:
-    """An engine on the model in `model_path`, not yet started.
+    """An engine for the model in `model_path`, not started. Its weights are policy version 0.
 
-    Its own weights are policy version 0; `from_scratch`: they are random, and no version until an update is in.
+    `from_scratch`: the weights are random and have no version until the first weight update.
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     runner = ModelRunner(load_model(model_path, dtype, device, from_scratch=from_scratch))
@@ -60,22 +60,25 @@ def build_engine(
 
 
 def context_length(config: NativeServerConfig, model: PreTrainedModel) -> int:
-    """Most tokens of prompt and answer together: what was asked for, at most what the model was made for."""
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # foreign: not every model has one
-    asked = config.context_length
-    if asked and own and asked > own:
-        raise ConfigError(f"native.context_length={asked} exceeds the model's own limit of {own}: lower it")
-    if not (asked or own):
-        raise ConfigError("the model names no longest context: set native.context_length")
-    return int(asked or own or 0)
+    """Maximum tokens of prompt and answer together: native.context_length, or the limit of the model."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # not every model has it
+    wanted = config.context_length
+    if wanted and limit and wanted > limit:
+        message = f"native.context_length={wanted} exceeds the limit of the model, {limit}: lower it"
+        raise ConfigError(message, code="model.context_length")
+    if not (wanted or limit):
+        message = "the model configuration has no maximum context length: set native.context_length"
+        raise ConfigError(message, code="model.context_length")
+    return int(wanted or limit or 0)
 
 
 def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int) -> int:
     if config.max_total_tokens:
         if config.max_total_tokens < longest:
             raise ConfigError(
-                f"native.max_total_tokens={config.max_total_tokens} is below the context length of {longest}: one "
-                "request of full length would never fit; raise it or lower native.context_length"
+                f"native.max_total_tokens={config.max_total_tokens} is below the context length of {longest}, so a "
+                "request of full length cannot run: increase it, or lower native.context_length",
+                code="model.cache_too_small",
             )
         return config.max_total_tokens
     if runner.device.type == "cpu":
@@ -83,14 +86,15 @@ def _cache_tokens(config: NativeServerConfig, runner: ModelRunner, longest: int)
     free_bytes, _ = torch.cuda.mem_get_info(runner.device)
     tokens = int(free_bytes * _CUDA_CACHE_SHARE) // runner.bytes_per_token
     if tokens < longest:
-        raise ConfigError(f"the GPU has room for {tokens} cached tokens, less than the context length of {longest}")
+        message = f"the GPU has memory for {tokens} cached tokens, less than the context length of {longest}"
+        raise ConfigError(f"{message}: lower native.context_length", code="model.cache_too_small")
     return min(tokens, config.max_running_requests * longest)
 
 
 def request_limits(
     config: NativeServerConfig, model: PreTrainedModel, detokenizer: FolderTokenizer | None
 ) -> RequestLimits:
-    """What the server accepts. End tokens are those of the generation config, the config and the tokenizer together."""
+    """What requests may contain. End tokens are the union of those in generation config, config and tokenizer."""
     stop_ids: set[int] = set()
     sources = [model.config.get_text_config().eos_token_id, detokenizer.eos_token_id if detokenizer else None]
     if model.generation_config is not None:
@@ -108,7 +112,7 @@ def request_limits(
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer, as far as a server needs it."""
+    """A Hugging Face tokenizer behind the Detokenizer protocol."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +124,7 @@ class FolderTokenizer:
 
 
 def load_detokenizer(path: Path) -> FolderTokenizer | None:
-    """The tokenizer in the model's folder, None when there is none."""
+    """The tokenizer in the folder of the model; None when it has none."""
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
@@ -128,19 +132,20 @@ def load_detokenizer(path: Path) -> FolderTokenizer | None:
             return FolderTokenizer(PreTrainedTokenizerFast.from_pretrained(path))
         return FolderTokenizer(AutoTokenizer.from_pretrained(path))
     except (ValueError, OSError) as error:
-        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}", code="model.not_loadable") from error
 
 
 def resolve_model_path(name: str) -> Path:
-    """The folder of a model: `name` itself, or what the hub has under that name."""
+    """The folder of a model: `name` itself, or a download of the hub repository `name`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(f"model_path={name}: there is no such folder")
+        raise ConfigError(f"model_path={name}: there is no such folder", code="model.not_found")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_MODEL_FILES))
     except Exception as error:
-        raise ConfigError(f"model_path={name}: no such folder here, and the hub did not give it ({error})") from error
+        message = f"model_path={name}: there is no such folder, and the download from the hub failed ({error})"
+        raise ConfigError(message, code="model.not_found") from error

@@ -1,4 +1,4 @@
-"""Owns the model, the memory of the KV cache, and the tensors of one step."""
+"""The model, the memory of the KV cache, and the tensors of one step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from areal.inference.sequence import Sequence
 
 BLOCK_SIZE = 16
 _CPU_GROUP_BYTES = 1 << 20
-"""Gathered keys and values of one decode group: about what a core's own cache keeps until they are read."""
+"""Size of the gathered keys and values of one decode group, so that they stay in the cache of a CPU core."""
 _CUDA_GROUP_BYTES = 1 << 28
 
 
 def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: bool = False) -> PreTrainedModel:
-    """The causal language model in `path`, ready to generate through our attention; from scratch: random weights."""
+    """The causal language model in `path`, using our attention; `from_scratch`: with random weights."""
     if not (path / "config.json").is_file():
-        raise ConfigError(f"model_path={path}: no config.json there; give the folder of a Hugging Face checkpoint")
+        message = f"model_path={path} has no config.json: set it to the folder of a Hugging Face checkpoint"
+        raise ConfigError(message, code="model.not_found")
     register_attention()
     try:
         config = AutoConfig.from_pretrained(path)
@@ -46,22 +47,23 @@ def load_model(path: Path, dtype: torch.dtype, device: str, *, from_scratch: boo
             model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
         model.set_attn_implementation(ATTENTION_NAME)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"model_path={path}: transformers cannot load it ({error})") from error
+        message = f"model_path={path}: transformers cannot load it ({error})"
+        raise ConfigError(message, code="model.not_loadable") from error
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType] - its stub lacks the device form
     return model.eval().requires_grad_(False)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Token ids below this are known to the model."""
+    """The number of token ids of the model."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.shape[0]
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Let RMS norms use torch's own kernel on CPU where it gives the very same bits. Returns how many do.
+    """Use the fused RMS norm kernel of torch on CPU for norms where it is bitwise equal. Returns their number.
 
-    A small model spends a tenth of a decoding step in the seven small operations that each norm is made of.
+    The seven operations of an unfused norm take a tenth of the decode step of a small model.
     """
     num_fused = 0
     for module in model.modules():
@@ -102,19 +104,21 @@ class ModelRunner:
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def _probe(self) -> list[LayerShape]:
-        """Shapes of all attention layers, found by running one token through the model."""
+        """Shapes of all attention layers, from a forward pass with one token."""
         probe = AttentionProbe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         expected = self.model.config.get_text_config().num_hidden_layers
         try:
             with torch.inference_mode():
                 self.model(input_ids=one, position_ids=one, use_cache=False, attention_plan=probe)
-        except TypeError as error:  # a forward that takes no such keyword
-            raise ConfigError(f"the native engine cannot serve {type(self.model).__name__}: {error}") from error
+        except TypeError as error:  # its forward does not accept the keyword
+            message = f"the native engine cannot serve {type(self.model).__name__}: {error}; use sglang or vllm"
+            raise ConfigError(message, code="model.unsupported") from error
         if sorted(probe.shapes) != list(range(expected)):
             raise ConfigError(
                 f"the native engine cannot serve {type(self.model).__name__}: {len(probe.shapes)} of its {expected} "
-                "layers use transformers' attention interface; use sglang or vllm for it"
+                "layers use the attention interface of transformers; use sglang or vllm",
+                code="model.unsupported",
             )
         return [probe.shapes[layer] for layer in range(expected)]
 
@@ -125,14 +129,14 @@ class ModelRunner:
         return sum(sizes) * self.dtype.itemsize
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make the memory of the cache. On CPU it is real only where it was once used."""
+        """Allocate the memory of the cache. On CPU, untouched pages use no memory."""
         self._caches = [
             LayerCache(_zeros(num_blocks, shape, self.dtype, self.device), shape) for shape in self.layer_shapes
         ]
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Tensor, list[Sequence]]:
-        """Compute a step. Returns logits [rows, vocabulary] and, for each row, the sequence it is the next token of."""
+        """Compute a step. Returns logits [rows, vocabulary] and the sequence of each row."""
         self._copy_blocks(plan.copies_before)
         single = [chunk for chunk in plan.chunks if chunk.count == 1]
         longer = [chunk for chunk in plan.chunks if chunk.count > 1]
@@ -175,7 +179,7 @@ class ModelRunner:
         return both[:1], both[1:]
 
     def _slots(self, single: list[Chunk], longer: list[Chunk]) -> Tensor:
-        """Where the new keys and values go."""
+        """Cache slots of the new keys and values: block * BLOCK_SIZE + offset, int64 [tokens]."""
         slots = [
             chunk.sequence.blocks[chunk.start // BLOCK_SIZE] * BLOCK_SIZE + chunk.start % BLOCK_SIZE for chunk in single
         ]
@@ -189,7 +193,7 @@ class ModelRunner:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
     def _decode_groups(self, single: list[Chunk]) -> list[DecodeGroup]:
-        """Neighbouring rows, as many as the group's memory takes; rows come sorted by length when one is not enough."""
+        """Split the decode rows into groups that fit into the group memory; several groups are sorted by length."""
         groups: list[DecodeGroup] = []
         start = 0
         while start < len(single):
@@ -247,7 +251,7 @@ class ModelRunner:
 
 
 def _sampled_rows(chunks: list[Chunk]) -> tuple[list[int], list[int] | None, list[Sequence]]:
-    """Rows of the flat batch whose logits are needed, how they are repeated for siblings, and whose they are."""
+    """Rows of the flat batch whose logits are needed, their repetition for siblings, and their sequences."""
     rows: list[int] = []
     expand: list[int] = []
     sequences: list[Sequence] = []
@@ -271,6 +275,6 @@ def _zeros(num_blocks: int, shape: LayerShape, dtype: torch.dtype, device: torch
     sizes = (num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.key_size + shape.value_size)
     if device.type != "cpu":
         return torch.zeros(sizes, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which cost nothing before they are touched; torch would write them.
+    # numpy gets zeroed pages from the system, which use no memory before they are touched; torch would write zeros.
     flat = np.zeros(int(np.prod(sizes)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(flat).view(dtype).view(sizes)

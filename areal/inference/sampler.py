@@ -1,7 +1,7 @@
-"""Owns the choice of the next tokens: one batch, each row with its own settings and its own random numbers.
+"""Samples the next tokens of a batch; each row has its own parameters and random numbers.
 
-A row's random number is a hash of its seed and the token's position, so it does not depend on what else is in the
-batch, and a request that goes on elsewhere after an interruption draws the numbers it would have drawn.
+The random number of a row is a hash of its seed and the token position. It does not depend on the other rows, so a
+request that continues on another server after an interruption uses the same random numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from areal.inference.sequence import ALL_TOKENS, Sequence
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """The next token of each sequence and its log_softmax(logits / temperature), from logits [rows, vocabulary].
+    """The next token of each sequence and its log-probability, from logits [rows, vocabulary].
 
-    Log-probabilities are those of the plain softmax at the request's temperature (1 when it is 0), as the trainer
-    computes them: penalties, top-k and top-p change the choice, not the number.
+    The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
+    computes it. Penalties, top-k and top-p change the choice of the token but not this value.
     """
     logits = logits.float()
     temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
@@ -50,7 +50,7 @@ def uniform_numbers(sequences: list[Sequence]) -> np.ndarray:
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit numbers under which neighbours lose all likeness (the splitmix64 finaliser)."""
+    """The splitmix64 finaliser, a bijection of 64-bit numbers that decorrelates neighbouring values."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -58,9 +58,9 @@ def _scramble(values: np.ndarray) -> np.ndarray:
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """An index per row with probability in proportion to its weight; one of weight 0 is never drawn."""
+    """One index per row with probability proportional to its weight. An index of weight 0 is never chosen."""
     sums = weights.cumsum(dim=-1)
-    # Below the total by at least one unit in the last place, since the numbers end at 1 - 2**-23.
+    # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
     target = uniforms[:, None] * sums[:, -1:]
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
@@ -81,7 +81,8 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
     ranks = torch.arange(ordered.shape[1], device=logits.device)
     ordered = ordered.masked_fill(ranks >= top_k.to(logits.device)[:, None], -torch.inf)
     weights = ordered.softmax(dim=-1)
-    # A token stays while the mass before it is below top_p; the first always does. 1 means all, rounding or not.
+    # A token is kept while the mass before it is below top_p; the first one always is. top_p = 1 keeps all tokens,
+    # independent of rounding.
     before = weights.cumsum(dim=-1) - weights
     weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
     tokens[rows] = places.gather(1, _draw(weights, uniforms[rows])[:, None])[:, 0]
@@ -89,7 +90,7 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
 
 
 def _adjusted(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """A copy of the logits with penalties applied and stop tokens masked where the answer is too short to end."""
+    """A copy of the logits with penalties, and with stop tokens masked while the answer is below its minimum."""
     logits = logits.clone()
     for row, sequence in enumerate(sequences):
         params = sequence.params

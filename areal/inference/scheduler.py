@@ -1,8 +1,4 @@
-"""Owns which tokens are computed in the next step: admission, chunked prefill, sharing, preemption. No tensors.
-
-Waits for nothing: `plan_step` answers at once, with None when there is nothing to compute. What unblocks a waiting
-sequence is room, which `finish` gives.
-"""
+"""Chooses the tokens of the next step: admission, chunked prefill, prefix sharing, preemption. No tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ class Chunk:
     start: int
     count: int
     siblings: list[Sequence] | None = None
-    """Sequences with the very same prompt: they take their first token from this chunk's last logits."""
+    """Sequences with the same prompt; their first token is sampled from the last logits of this chunk."""
 
     @property
     def is_last(self) -> bool:
@@ -32,7 +28,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: copy blocks, compute chunks, then copy blocks again for the siblings of what was computed."""
+    """One step: copy blocks, compute chunks, then copy blocks for the siblings of computed chunks."""
 
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies_before: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -41,7 +37,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """Two queues: waiting (first come, first served) and running (in order of admission)."""
+    """Two queues: waiting (first in, first out) and running (in order of admission)."""
 
     def __init__(self, pool: BlockPool, *, max_running: int, max_prefill_tokens: int) -> None:
         self._pool = pool
@@ -50,13 +46,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._groups: dict[str, list[Sequence]] = {}
-        """Running sequences by group, oldest first: the first one's blocks are shared with newcomers."""
+        """Running sequences by group, oldest first. New sequences share the blocks of the first one."""
         self.num_preemptions = 0
         self.num_shared_tokens = 0
 
     @property
     def num_used_tokens(self) -> int:
-        """Room of the cache, in tokens, that sequences hold; shared blocks count once."""
+        """Cache capacity in use, in tokens; shared blocks count once."""
         return self._pool.num_used * self._pool.block_size
 
     @property
@@ -64,11 +60,11 @@ class Scheduler:
         return self._pool.num_blocks * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. The caller has made sure that it fits into an empty cache."""
+        """Queue a new sequence. It must fit into an empty cache."""
         self.waiting.append(sequence)
 
     def plan_step(self) -> StepPlan | None:
-        """What to compute next; counts the planned tokens as computed. None when nothing can be."""
+        """The next step, whose tokens then count as computed. None when nothing can be computed."""
         plan = StepPlan()
         budget = self._max_prefill_tokens
         preemptions = self.num_preemptions
@@ -94,7 +90,7 @@ class Scheduler:
         return chunk
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Give a running sequence the blocks for `count` more tokens, at the cost of the youngest if need be."""
+        """Allocate blocks for `count` more tokens, preempting the youngest sequences if needed. False: preempted."""
         while True:
             missing = self._pool.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
             if missing <= 0:
@@ -110,7 +106,7 @@ class Scheduler:
                 return False
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting sequences in order until places, tokens or blocks run out."""
+        """Start waiting sequences in order until the limit of sequences, tokens or blocks is reached."""
         leaders: dict[Sequence, Chunk] = {}
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             sequence = self.waiting[0]
@@ -127,7 +123,7 @@ class Scheduler:
             leaders[sequence] = chunk
 
     def _fork(self, plan: StepPlan, leader: Chunk, sequence: Sequence) -> bool:
-        """Start a sequence with nothing to compute: its tokens are computed as `leader`'s in this very step."""
+        """Start a sequence whose tokens are all computed for `leader` in this step. False when blocks are lacking."""
         length = len(sequence.token_ids)
         if not self._take_blocks(sequence, leader.sequence, length, length, plan.copies_after):
             return False
@@ -138,14 +134,14 @@ class Scheduler:
         return True
 
     def _start(self, plan: StepPlan, sequence: Sequence, source: Sequence | None, budget: int) -> Chunk | None:
-        """Start a sequence with its first chunk after what it shares with `source`. None when blocks are lacking."""
+        """Start a sequence with the first chunk after the prefix shared with `source`. None: not enough blocks."""
         length = len(sequence.token_ids)
         shared = 0
         if source is not None:
-            # The last token is always computed: its logits are needed.
+            # The last token is always computed, because its logits are needed.
             shared = min(common_prefix(source.token_ids, sequence.token_ids), source.num_computed, length - 1)
-            # Whole blocks may be read in the step that writes them (each layer writes before it reads); the tail of
-            # a block is copied before the step, so it must have been written before.
+            # Whole blocks may be read in the step that writes them, since each layer writes before it reads. A partial
+            # block is copied before the step, so it must have been written in an earlier step.
             shared = max(min(shared, source.num_written), shared - shared % self._pool.block_size)
         count = min(length - shared, budget)
         if not self._take_blocks(sequence, source, shared, shared + count, plan.copies_before):
@@ -161,7 +157,7 @@ class Scheduler:
         total: int,
         copies: list[tuple[int, int]],
     ) -> bool:
-        """Blocks for `total` tokens, `shared` of which are in `source`'s: whole blocks are held, the tail is copied."""
+        """Blocks for `total` tokens; of the `shared` ones, whole blocks of `source` are shared, a partial one copied."""
         num_whole = shared // self._pool.block_size
         own = self._pool.allocate(self._pool.blocks_for(total) - num_whole)
         if own is None:
@@ -189,7 +185,7 @@ class Scheduler:
             self._groups.setdefault(sequence.group_id, []).append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence wherever it is and free what it held. One that has ended already stays as it is."""
+        """End a waiting or running sequence and release its blocks. No effect on a finished one."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._free(sequence)
@@ -201,7 +197,7 @@ class Scheduler:
         sequence.finish = reason
 
     def finish_many(self, ended: Iterable[tuple[Sequence, FinishReason]]) -> None:
-        """`finish` for running sequences, in one pass over the queue."""
+        """Like `finish` for several running sequences, in one pass over the queue."""
         for sequence, reason in ended:
             self._free(sequence)
             sequence.status = Status.FINISHED
@@ -209,7 +205,7 @@ class Scheduler:
         self.running = deque(sequence for sequence in self.running if sequence.status is Status.RUNNING)
 
     def retract_all(self) -> None:
-        """Send every running sequence back to the head of the queue without its cache, order kept."""
+        """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
         while self.running:
             self._retract(self.running[-1])
 
@@ -231,7 +227,7 @@ class Scheduler:
                 del self._groups[sequence.group_id]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless queues, statuses, groups and blocks agree."""
+        """AssertionError unless queues, statuses, groups and blocks are consistent."""
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
         assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
         grouped = [sequence for members in self._groups.values() for sequence in members]
@@ -243,7 +239,7 @@ class Scheduler:
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:
-    """How many leading tokens two lists have in common."""
+    """Length of the common prefix of two token lists."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high

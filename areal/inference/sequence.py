@@ -1,4 +1,4 @@
-"""Owns the state of one request inside the native engine: its tokens, its place in the cache, how it ends."""
+"""The state of one request in the native engine: sampling parameters, tokens, cache blocks, finish reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL_TOKENS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Validated by `areal.inference.request_parser`."""
+    """Sampling and stop parameters of one request. Validated by `areal.inference.request_parser`."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -23,11 +23,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    """All ids that end the answer, those of the model included; empty under ignore_eos."""
+    """All ids that end the answer, including those of the model; empty with ignore_eos."""
     is_greedy: bool = field(init=False)
-    """Whether the likeliest token is always taken."""
+    """Whether the most likely token is always chosen."""
     is_plain: bool = field(init=False)
-    """Whether tokens are drawn from the whole softmax, so that no logit has to be changed."""
+    """Whether tokens are sampled from the unmodified softmax."""
 
     def __post_init__(self) -> None:
         is_greedy = self.temperature == 0 or self.top_k == 1
@@ -44,7 +44,7 @@ class SamplingParams:
 
 
 class Status(IntEnum):
-    """Where a sequence is. WAITING and RUNNING may alternate; FINISHED is the end."""
+    """The state of a sequence. WAITING and RUNNING may alternate; FINISHED is final."""
 
     WAITING = 0
     RUNNING = 1
@@ -53,19 +53,19 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """Why a sequence ended, in the words of the wire."""
+    """Why a sequence ended, as in `finish_reason` of the HTTP answer."""
 
     kind: str
     """stop | length | abort."""
     matched: int | str | None = None
     """stop: the token id or string that ended it."""
     message: str = ""
-    """abort: on whose behalf."""
+    """abort: the cause."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One request. The engine thread writes; other threads may read `logprobs` first and then as many outputs."""
+    """One request. The engine thread writes it. Another thread must read `logprobs` first, then as many outputs."""
 
     request_id: str
     token_ids: list[int]
@@ -73,25 +73,25 @@ class Sequence:
     num_prompt: int
     params: SamplingParams
     seed: int = 0
-    """With the position of a token it decides the token's random number, whatever else runs."""
+    """Seed and token position alone determine the random number of a token."""
     num_prior_output: int = 0
-    """Tokens at the end of the prompt that are the beginning of the answer, generated before an interruption."""
+    """Tokens at the end of the prompt that belong to the answer, generated before an interruption."""
     group_id: str = ""
     stream_interval: int = 0
-    """Tokens after which the reader of a stream is told each time; 0 = only at the end."""
+    """Tokens per event of a stream; 0 = one answer at the end."""
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list[int])
-    """Cache blocks that hold, in order, the keys and values of `token_ids`."""
+    """Cache blocks with the keys and values of `token_ids`, in order."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the cache once the planned step is done."""
+    """Tokens whose keys and values are in the cache after the planned step."""
     num_written: int = 0
-    """Tokens of which that holds before the planned step; may lag behind."""
+    """A lower bound of the tokens whose keys and values are in the cache before the planned step."""
     num_cached: int = 0
-    """Prompt tokens that were first found in the cache instead of computed."""
+    """Prompt tokens that were taken from the cache at the first start."""
     logprobs: list[float] = field(default_factory=list[float])
-    """One for each token of the answer."""
+    """One per token of the answer."""
     version_starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    """(index into the answer, policy version) wherever the version changes."""
+    """(index into the answer, policy version) at each change of the version."""
     num_retractions: int = 0
     finish: FinishReason | None = None
 
@@ -101,18 +101,18 @@ class Sequence:
 
     @property
     def answer_ids(self) -> list[int]:
-        """The whole answer: what was generated before an interruption too."""
+        """The whole answer, including tokens generated before an interruption."""
         return self.token_ids[self.num_prompt - self.num_prior_output :]
 
     def append(self, token_id: int, logprob: float, version: str) -> None:
-        """Take in one generated token."""
+        """Append one generated token."""
         if not self.version_starts or self.version_starts[-1][1] != version:
             self.version_starts.append((len(self.logprobs), version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
 
     def version_spans(self, start: int, end: int) -> list[tuple[str, int, int]]:
-        """(version, start, end) for the answer's tokens start..end-1, counted from `start`."""
+        """(version, start, end) for the tokens start..end-1 of the answer, with indices relative to `start`."""
         starts = self.version_starts
         spans: list[tuple[str, int, int]] = []
         for place, (first, version) in enumerate(starts):

@@ -1,9 +1,9 @@
-"""Owns the process of the native inference server: options, start, readiness, end.
+"""The process of the native inference server: options, start, readiness, end.
 
     python -m areal.inference.server --model-path DIR [--port 0] [--device cpu] [--dtype float32]
     python -m areal.inference.server --config RUN/config.yaml        (under a launcher)
 
-Waits for SIGTERM or Ctrl-C, then ends with 0; or for the failure of the engine's thread, then ends with 1.
+It waits for SIGTERM or Ctrl-C and exits with status 0, or for a failure of the engine thread and exits with status 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Everything a server process is told."""
+    """All options of a server process."""
 
     native: NativeServerConfig
     host: Host
@@ -51,28 +51,30 @@ class ServerOptions:
     index: int
     registry: NameRegistry | None
     from_scratch: bool = False
-    """The policy starts from random weights of the trainer's: this server has none until they arrive."""
+    """The policy starts from random weights of the trainer; the server has no weights until the first update."""
 
 
 def parse_options(argv: Sequence[str]) -> ServerOptions:
-    """Options from flags, on top of the run's config and the launcher's context where there are some."""
+    """Options from flags, then from the config of the run and the context of the launcher, if any."""
     parser = argparse.ArgumentParser(
         prog="python -m areal.inference.server",
         description=f"The native inference server. A token in {TOKEN_VARIABLE} is required of every request, and "
         "must be set to listen beyond this machine.",
     )
-    parser.add_argument("--config", help="the run's config.yaml; its section `native` gives the defaults below")
+    parser.add_argument(
+        "--config", help="config.yaml of the run; its section `native` has the defaults of the options below"
+    )
     parser.add_argument("--model-path", help="folder or hub name of the model")
     parser.add_argument("--host", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 = any free one (default)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="weight and compute type")
-    parser.add_argument("--num-threads", type=int, help="CPU threads to compute with (default: torch's)")
-    parser.add_argument("--context-length", type=int, help="most tokens of prompt and answer together")
-    parser.add_argument("--max-running-requests", type=int, help="most requests decoded together")
-    parser.add_argument("--max-total-tokens", type=int, help="room of the KV cache in tokens")
-    parser.add_argument("--chunked-prefill-size", type=int, help="most prompt tokens computed in one step")
-    parser.add_argument("--random-seed", type=int, help="seed of requests that bring none")
+    parser.add_argument("--num-threads", type=int, help="CPU threads (default: that of torch)")
+    parser.add_argument("--context-length", type=int, help="maximum tokens of prompt and answer together")
+    parser.add_argument("--max-running-requests", type=int, help="maximum running requests")
+    parser.add_argument("--max-total-tokens", type=int, help="capacity of the KV cache in tokens")
+    parser.add_argument("--chunked-prefill-size", type=int, help="maximum prompt tokens per step")
+    parser.add_argument("--random-seed", type=int, help="seed of requests without a seed")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(argv)
     context = ProcessContext.from_env()
@@ -80,7 +82,8 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
-            raise ConfigError(f"{args.config} has no section `native`: this kind of training starts no server")
+            message = f"{args.config} has no section `native`: this kind of training starts no server"
+            raise ConfigError(message, code="config.conflict")
         native = replace(config.native, model_path=config.native.model_path or config.actor.path)
         from_scratch = config.actor.init_from_scratch
         if context is not None:
@@ -90,9 +93,9 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     native = replace(native, **given)
     for name, sentence, *_ in native.problems():
-        raise ConfigError(f"--{name.replace('_', '-')}: {sentence}")
+        raise ConfigError(f"--{name.replace('_', '-')}: {sentence}", code="config.conflict")
     if not native.model_path:
-        raise ConfigError("no model is named: give --model-path")
+        raise ConfigError("no model: set --model-path", code="config.required")
     host = context.host if context else Host()
     if args.host:
         host = Host(bind=args.host, advertise=args.host, node=host.node)
@@ -113,7 +116,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
 async def serve(
     options: ServerOptions, stopped: asyncio.Event, on_ready: Callable[[str], None]
 ) -> BaseException | None:
-    """Serve until `stopped` is set. Returns what made the engine fail, None after an orderly end."""
+    """Serve until `stopped` is set. Returns the error of the engine thread; None after a regular end."""
     loop = asyncio.get_running_loop()
     failures: list[BaseException] = []
 
@@ -138,13 +141,13 @@ async def serve(
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = bind_socket(options.host.bind, options.port)
-    # A gone client must cancel its handler: that is how its place in the batch gets free.
+    # A closed connection cancels its handler, which aborts the request of the client.
     runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.SockSite(runner, bound, backlog=4096).start()
     engine.start()
     on_ready(http_address(bound, options.host.advertise))
-    async with beating_loop(launched_heartbeat(), lambda: _doing(engine)):
+    async with beating_loop(launched_heartbeat(), lambda: _activity(engine)):
         await stopped.wait()
     if failures:
         app.fail_waiting(failures[0])
@@ -154,8 +157,8 @@ async def serve(
     return failures[0] if failures else None
 
 
-def _doing(engine: Engine) -> str | None:
-    """None when nothing is done any more, so that the launcher takes it for the hang that it is."""
+def _activity(engine: Engine) -> str | None:
+    """The activity for the heartbeat; None when the engine hangs, so that the launcher restarts the server."""
     if engine.is_stuck:
         return None
     paused = "is paused with" if engine.is_paused else "runs"
@@ -164,7 +167,7 @@ def _doing(engine: Engine) -> str | None:
 
 
 def announce(options: ServerOptions, address: str) -> None:
-    """Tell the run, or whoever started the server by hand, where it listens."""
+    """Register the address with the run, or print it when the server was started by hand."""
     _LOG.info("serving %s on %s", options.native.model_path, address)
     if options.registry is None:
         sys.stdout.write(f"{address}\n")
@@ -174,14 +177,14 @@ def announce(options: ServerOptions, address: str) -> None:
 
 
 async def serve_until_signal(options: ServerOptions) -> BaseException | None:
-    """Serve until SIGTERM or Ctrl-C, and tell the run where."""
+    """Serve until SIGTERM or Ctrl-C."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
 
     def ready(address: str) -> None:
         gc.collect()
-        gc.freeze()  # a full collection would otherwise walk through all of torch and transformers, mid-generation
+        gc.freeze()  # otherwise each full collection scans all objects of torch and transformers
         announce(options, address)
 
     return await serve(options, stopped, ready)
@@ -192,7 +195,7 @@ def main() -> None:
     configure_logging(options.native.log_level, options.process_name)
     torch.set_num_threads(options.num_threads)
     raise_open_file_limit()
-    # Two threads share the interpreter: hand it over soon, so that neither waits for the other's whole turn.
+    # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         failure = runner.run(serve_until_signal(options))

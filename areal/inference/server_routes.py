@@ -232,7 +232,7 @@ class ServerApp:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         if self._engine.is_stuck:
             return error_response(500, f"the engine's thread has made no step for {self._engine.stuck_s:.0f} s")
-        if self._engine.is_torn:
+        if self._engine.has_partial_weights:
             return error_response(503, "a weight update is under way or has failed half-way: send a complete one")
         return ok()
 

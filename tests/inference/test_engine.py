@@ -180,7 +180,7 @@ def test_a_refused_update_leaves_everything_as_it_was(build_model, drive, prompt
     driver.steps(2)
     with pytest.raises(RequestError, match="does not exist"):
         load(driver, tmp_path / "nothing", "8")
-    assert not driver.engine.is_torn
+    assert not driver.engine.has_partial_weights
     driver.run()
     assert sequence.version_spans(0, 8) == [("0", 0, 8)]
 
@@ -193,10 +193,10 @@ def test_half_replaced_weights_compute_nothing(build_model, drive, prompts, chec
     def fail() -> None:
         raise OSError("gone")
 
-    assert driver.engine.is_torn
+    assert driver.engine.has_partial_weights
     with pytest.raises(OSError, match="gone"):
         driver.engine.replace_weights(fail, "8", abort_running=False)
-    assert driver.engine.is_torn
+    assert driver.engine.has_partial_weights
     assert driver.engine._is_blocked
     load(driver, checkpoint(1), "9")
     assert not driver.engine._is_blocked

@@ -91,5 +91,6 @@ def test_many_rows_are_cut_into_groups_of_similar_length(build_model, drive, ref
 
 def test_a_model_without_the_attention_interface_is_refused(drive):
     config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ConfigError, match="cannot serve MambaForCausalLM"):
+    with pytest.raises(ConfigError, match="MambaForCausalLM") as error:
         drive(MambaForCausalLM(config))
+    assert error.value.code == "model.unsupported"

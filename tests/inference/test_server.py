@@ -88,7 +88,7 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
 
 
 async def test_an_engine_that_makes_no_step_gives_no_sign_of_life(options, serve_with, monkeypatch, tmp_path):
-    path, told, doing = tmp_path / "alive.json", [], server._doing
+    path, told, doing = tmp_path / "alive.json", [], server._activity
     monkeypatch.setattr(server, "launched_heartbeat", lambda: heartbeat.Heartbeat(path))
     monkeypatch.setattr(server, "_doing", lambda engine: told.append(doing(engine)) or told[-1])
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
@@ -285,13 +285,14 @@ async def test_a_failing_engine_ends_the_server_with_the_cause(options, serve_wi
 def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path):
     monkeypatch.delenv("AREAL_PROCESS", raising=False)
     monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
-    for argv, message in [
-        ([], "no model is named"),
-        (["--model-path", "x", "--host", "0.0.0.0"], server.TOKEN_VARIABLE),
-        (["--model-path", "x", "--max-total-tokens", "100", "--context-length", "200"], "would never fit"),
+    for argv, code, value in [
+        ([], "config.required", "--model-path"),
+        (["--model-path", "x", "--host", "0.0.0.0"], "launch.token_missing", server.TOKEN_VARIABLE),
+        (["--model-path", "x", "--max-total-tokens", "100", "--context-length", "200"], "config.conflict", "100"),
     ]:
-        with pytest.raises(server.ConfigError, match=message):
+        with pytest.raises(server.ConfigError, match=value) as error:
             server.parse_options(argv)
+        assert error.value.code == code
     options = server.parse_options(["--model-path", "m", "--dtype", "float32", "--device", "cpu", "--num-threads", "2"])
     assert (options.native.model_path, options.native.dtype, options.num_threads) == ("m", "float32", 2)
     assert options.registry is None
@@ -303,5 +304,6 @@ def test_a_missing_model_is_one_clear_line(options):
     async def run() -> None:
         await serve(missing, asyncio.Event(), lambda address: None)
 
-    with pytest.raises(server.ConfigError, match="/nowhere/model: there is no such folder"):
+    with pytest.raises(server.ConfigError, match="/nowhere/model") as error:
         asyncio.run(run())
+    assert error.value.code == "model.not_found"

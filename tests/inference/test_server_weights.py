@@ -148,7 +148,7 @@ async def test_leaving_the_group_ends_a_receive_that_nobody_serves(served, build
     update = {"names": [name], "dtypes": ["float32"], "shapes": [list(value.shape)], "group_name": "g"}
     update |= {"flush_cache": True, "weight_version": "2", "load_format": "flattened_bucket"}
     waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
-    await served.until(lambda: served.engine.is_torn)
+    await served.until(lambda: served.engine.has_partial_weights)
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
     assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 200))["error"]["message"]
     await served.get("/health", 503)  # nobody knows what was copied
