@@ -157,7 +157,7 @@ class Scheduler:
         total: int,
         copies: list[tuple[int, int]],
     ) -> bool:
-        """Blocks for `total` tokens; of the `shared` ones, whole blocks of `source` are shared, a partial one copied."""
+        """Blocks for `total` tokens; of the `shared` ones, whole blocks of `source` are shared, the last is copied."""
         num_whole = shared // self._pool.block_size
         own = self._pool.allocate(self._pool.blocks_for(total) - num_whole)
         if own is None:
