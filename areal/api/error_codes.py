@@ -101,9 +101,41 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Choose a granularity that divides the number of sequences of every rank.",
     ),
     # fleet
+    "fleet.closed": ErrorCode(
+        "A request was waiting when its fleet was closed.",
+        "None: the controller is ending.",
+    ),
+    "fleet.invalid_address": ErrorCode(
+        "The address of a server is not of the form http://host:port.",
+        "Correct the address in rollout.server_addrs or in the registry.",
+    ),
+    "fleet.no_answer": ErrorCode(
+        "A server did not accept a connection or lost it during an answer.",
+        "Read the log of the server; its requests continue on other replicas.",
+    ),
+    "fleet.no_live_replica": ErrorCode(
+        "No replica serves the current policy version.",
+        "Read the reason of each replica in the message, then the log of the servers.",
+    ),
+    "fleet.not_ready": ErrorCode(
+        "Not all inference servers became healthy within rollout.setup_timeout.",
+        "Read the log of the servers that the message names, or raise rollout.setup_timeout.",
+    ),
+    "fleet.replica_lost": ErrorCode(
+        "A replica was disconnected or replaced during a weight update.",
+        "Read the log of that server; the launcher restarts it and the trainer publishes again.",
+    ),
+    "fleet.too_many_retries": ErrorCode(
+        "More replicas failed during one request than rollout.request_retries allows.",
+        "Read the log of the servers for the failure that the message quotes, or raise rollout.request_retries.",
+    ),
     "fleet.unknown_backend": ErrorCode(
         "allocation_mode or a command line names an inference backend that areal does not have.",
         "Use a backend listed in docs/servers.md.",
+    ),
+    "fleet.update_failed": ErrorCode(
+        "A replica, or every replica, failed to install new weights.",
+        "Fix the cause that the message quotes for each replica, usually a folder, a network or a memory problem.",
     ),
     # launch
     "launch.attached_needs_disk": ErrorCode(
@@ -264,6 +296,14 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "The body of a request is not a JSON object.",
         "Send a JSON object.",
     ),
+    "request.token_id": ErrorCode(
+        "A request has a token id outside of the vocabulary of the served model.",
+        "Use the tokenizer of the served model, or remove the id.",
+    ),
+    "request.too_long": ErrorCode(
+        "A prompt, or prompt and answer together, exceed a length limit.",
+        "Shorten the prompt, lower gconfig.max_new_tokens, or raise the limit that the message names.",
+    ),
     "request.unauthorized": ErrorCode(
         "A request to a server of the run has no token or a wrong one.",
         "Send the token of the run as a bearer token.",
@@ -351,7 +391,44 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "The sandbox for a program did not start within 4 s.",
         "Check that the machine has free memory and processes, and that Python can start there.",
     ),
+    # server
+    "server.adapter_folder": ErrorCode(
+        "A folder is not a LoRA adapter in the format of PEFT.",
+        "Give a folder that has an adapter_config.json.",
+    ),
+    "server.no_adapters": ErrorCode(
+        "A request names a LoRA adapter, and this kind of server has none.",
+        "Use sglang or vllm servers with enable_lora: true.",
+    ),
+    "server.no_extension": ErrorCode(
+        "A vLLM server that was started by hand lacks areal's worker extension.",
+        "Start it as docs/servers.md describes.",
+    ),
+    "server.request_failed": ErrorCode(
+        "A server answered with status 5xx, or failed in the middle of an update.",
+        "Read the log of the server.",
+    ),
+    "server.request_refused": ErrorCode(
+        "A server refused what was sent to it (status 4xx).",
+        "Fix the cause that the server names in the message.",
+    ),
+    "server.unreadable_answer": ErrorCode(
+        "A server sent an answer that does not follow its protocol.",
+        "Use a tested version of the server, see docs/servers.md.",
+    ),
+    "server.unsupported_sampling": ErrorCode(
+        "A sampling setting that this kind of server does not apply exactly.",
+        "Change the setting that the message names, or use another backend.",
+    ),
+    "server.wrong_backend": ErrorCode(
+        "A server at this address does not answer like a native server.",
+        "Name the backend of the running servers in allocation_mode.",
+    ),
     # weights
+    "weights.bad_folder": ErrorCode(
+        "A checkpoint folder is missing, incomplete, or does not match the served model.",
+        "Publish the weights again, or fix the folder that the message names.",
+    ),
     # workflow
     "workflow.invalid_args": ErrorCode(
         "workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.",

@@ -1,34 +1,36 @@
-"""Owns the rules by which an answer made in parts, on several replicas or under several versions, is one answer.
+"""The rules by which an answer generated in parts, on several replicas or under several versions, is one answer.
 
-Pure: no clock, no network. Token limits concern the whole answer: each part gets exactly what is left. An answer never
-goes on under an older policy than made its newest token.
+Pure: no clock, no network. Token limits apply to the whole answer: each part may add what is left. An answer never
+continues under an older policy than the one that generated its newest token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.replica import NO_VERSION, GenerationPart, PartChunk, ReplicaInfo
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
-    """Most tokens the whole answer may have. RequestError when the prompt leaves no room."""
+    """Maximum tokens of the whole answer. RequestError when the prompt leaves no room."""
     if num_prompt_tokens == 0:
-        raise RequestError("the prompt is empty: a request needs at least one token id")
+        raise RequestError("the prompt is empty: a request needs at least one token id", code="request.invalid_field")
     budget = min(gconfig.max_new_tokens, gconfig.max_tokens - num_prompt_tokens)
     if budget <= 0:
         raise RequestError(
             f"a prompt of {num_prompt_tokens} tokens leaves no room for an answer under "
-            f"gconfig.max_tokens={gconfig.max_tokens}: raise it or shorten the prompt"
+            f"gconfig.max_tokens={gconfig.max_tokens}: raise it or shorten the prompt",
+            code="request.too_long",
         )
     return budget
 
 
 class Answer:
-    """One answer while it is made: the tokens so far and what to ask for next."""
+    """One answer while it is generated: the tokens so far and the next part to request."""
 
     def __init__(self, request: GenerationRequest, *, stream_interval: int) -> None:
         self._request = request
@@ -38,9 +40,10 @@ class Answer:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._replicas: list[str] = []
-        self._num_parts = 0
+        self.num_parts = 0
+        """Requested so far."""
         self._part_start = 0
-        """Tokens that there were when the current part began."""
+        """Number of tokens when the current part was requested."""
         self._stop_reason: StopReason | None = None
 
     @property
@@ -52,24 +55,44 @@ class Answer:
         return len(self._token_ids)
 
     @property
-    def num_parts(self) -> int:
-        """Asked for so far."""
-        return self._num_parts
-
-    @property
     def newest_version(self) -> int | None:
-        """The policy that made the newest token, None before the first."""
+        """The policy version of the newest token, None before the first."""
         return self._versions[-1] if self._versions else None
 
+    def check(self, infos: Sequence[ReplicaInfo]) -> None:
+        """RequestError unless each of these replicas can generate all of the answer, which may continue at any of them.
+
+        A request that breaks these limits ends some servers, and others silently shorten its answer.
+        """
+        gconfig, num_prompt = self._request.gconfig, len(self._request.input_ids)
+        vocab_size = min(info.vocab_size for info in infos)
+        context = min(info.context_length for info in infos)
+        _check_ids(self._request.input_ids, vocab_size, "the prompt", "use the tokenizer of the served model")
+        if gconfig.stop_token_ids:
+            _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")
+        if num_prompt >= context:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens leaves no room for an answer in the servers' context length of "
+                f"{context}: shorten the prompt, or give the servers a longer context",
+                code="request.too_long",
+            )
+        if num_prompt + self._budget > context:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) and answer (up to {self._budget}) exceed the servers' context length of "
+                f"{context}: set gconfig.max_new_tokens to at most {context - num_prompt}, or gconfig.max_tokens to "
+                f"{context}, which limits both together",
+                code="request.too_long",
+            )
+
     def next_part(self, replica_name: str) -> GenerationPart:
-        """What `replica_name` is asked for now."""
+        """The part that `replica_name` is to add now."""
         request, done = self._request, len(self._token_ids)
         if not self._replicas or self._replicas[-1] != replica_name:
             self._replicas.append(replica_name)
-        self._num_parts += 1
+        self.num_parts += 1
         self._part_start = done
         return GenerationPart(
-            part_id=f"{request.request_id}-{self._num_parts % 1000:03d}",
+            part_id=f"{request.request_id}-{self.num_parts % 1000:03d}",
             input_ids=request.input_ids + self._token_ids if done else request.input_ids,
             num_prior_output_tokens=done,
             max_new_tokens=self._budget - done,
@@ -82,43 +105,40 @@ class Answer:
         )
 
     def add(self, chunk: PartChunk) -> None:
-        """Take in tokens of the current part. ServerUnavailable when the replica broke the protocol, or went back to an
-        older policy: tokens from there on are not taken in."""
+        """Append tokens of the current part.
+
+        ServerUnavailable when the replica breaks the protocol or returns to an older policy: the tokens from there on
+        are not appended.
+        """
         count = len(chunk.token_ids)
         if len(chunk.logprobs) != count or len(chunk.versions) != count:
-            raise ServerUnavailable(
-                f"{self._replicas[-1]} sent {count} tokens with {len(chunk.logprobs)} log-probabilities "
-                f"and {len(chunk.versions)} versions"
+            raise self._broken(
+                f"sent {count} tokens with {len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
             )
         if len(self._token_ids) + count > self._budget:
-            raise ServerUnavailable(f"{self._replicas[-1]} sent more tokens than it was asked for")
+            raise self._broken("sent more tokens than requested")
         self._token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
-        first, versions = len(self._versions), chunk.versions
-        if chunk.part_versions is not None:
-            first, versions = self._part_start, self._told_at_the_end(chunk.part_versions)
-        self._take_versions(first, versions)
+        if chunk.part_versions is None:
+            self._set_versions(len(self._versions), chunk.versions)
+        else:
+            num_in_part = len(self._token_ids) - self._part_start
+            if len(chunk.part_versions) != num_in_part:
+                self._cut(self._part_start)  # no token of the part has a known version
+                raise self._broken(f"reported {len(chunk.part_versions)} versions for a part of {num_in_part} tokens")
+            self._set_versions(self._part_start, chunk.part_versions)
         if chunk.finish_reason in ("stop", "length"):
             self._stop_reason = chunk.finish_reason
 
-    def _told_at_the_end(self, versions: list[int]) -> list[int]:
-        """What the server tells of the whole part, checked. Where it cannot be right, none of the part can be used."""
-        count = len(self._token_ids) - self._part_start
-        if len(versions) != count:
-            self._cut(self._part_start)
-            raise ServerUnavailable(f"{self._replicas[-1]} told {len(versions)} versions of a part of {count} tokens")
-        return versions
-
-    def _take_versions(self, first: int, versions: list[int]) -> None:
-        """Let these be the versions of the tokens from `first` on; tokens from where they fall are dropped."""
+    def _set_versions(self, first: int, versions: list[int]) -> None:
+        """Set the versions of the tokens from `first` on. Tokens from the first version that decreases are dropped."""
         del self._versions[first:]
         rising = _num_rising(versions, self.newest_version)
         self._versions += versions[:rising]
         if rising < len(versions):
             self._cut(first + rising)
-            raise ServerUnavailable(
-                f"{self._replicas[-1]} went on under policy version {versions[rising]}, which is older than "
-                f"{self.newest_version}, which made the tokens before"
+            raise self._broken(
+                f"continued under policy version {versions[rising]}, after version {self.newest_version}"
             )
 
     def _cut(self, num_tokens: int) -> None:
@@ -126,8 +146,11 @@ class Answer:
         del self._logprobs[num_tokens:]
         del self._versions[num_tokens:]
 
+    def _broken(self, text: str) -> ServerUnavailable:
+        return ServerUnavailable(f"{self._replicas[-1]} {text}", code="server.unreadable_answer")
+
     def interrupted(self) -> None:
-        """The part ended early, by an abort or a failure: settle whether the answer was complete all the same."""
+        """The part ended early, by an abort or a failure: finish the answer if it is complete nevertheless."""
         if self._stop_reason is None and len(self._token_ids) >= self._budget:
             self._stop_reason = "length"
         if self._stop_reason is None and self._ends_with_stop_token():
@@ -149,18 +172,28 @@ class Answer:
             output_versions=self._versions,
             stop_reason=self._stop_reason or "interrupted",
             replicas=self._replicas,
-            num_interruptions=self._num_parts - 1,
+            num_interruptions=self.num_parts - 1,
             latency_s=latency_s,
             ttft_s=ttft_s,
         )
 
 
-def prior_output_bias(part: GenerationPart) -> dict[int, float]:
-    """What to add to logits so that the frequency penalty counts the answer's earlier parts, by token id.
+def _check_ids(ids: list[int], vocab_size: int, where: str, fix: str) -> None:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise RequestError(
+            f"{where} has token id {low if low < 0 else high}, outside of the servers' vocabulary (0 to "
+            f"{vocab_size - 1}): {fix}",
+            code="request.token_id",
+        )
 
-    For servers that take all of `part.input_ids` for prompt and penalise only the output they make: the penalty is
-    linear in the count and taken off before the temperature, so this bias and the server's own penalty add up to that
-    of the unbroken answer. A repetition penalty multiplies, so beside one it would not.
+
+def prior_output_bias(part: GenerationPart) -> dict[int, float]:
+    """Bias of logits by token id that applies the frequency penalty of the answer's earlier parts.
+
+    For servers that treat all of `part.input_ids` as prompt and penalise only the output of the part. The penalty is
+    linear in the count and subtracted before the temperature, so this bias plus the server's own penalty equals the
+    penalty of the uninterrupted answer. A repetition penalty multiplies, so the sum does not hold together with one.
     """
     penalty, num_prior = part.gconfig.frequency_penalty, part.num_prior_output_tokens
     if penalty == 0 or num_prior == 0:
@@ -169,7 +202,7 @@ def prior_output_bias(part: GenerationPart) -> dict[int, float]:
 
 
 def _num_rising(versions: list[int], floor: int | None) -> int:
-    """How many of the first versions do not fall, starting from `floor`."""
+    """Length of the longest prefix that never decreases, starting from `floor`."""
     if versions and (floor is None or versions[0] >= floor) and versions.count(versions[0]) == len(versions):
         return len(versions)  # nearly always
     for index, version in enumerate(versions):
@@ -179,8 +212,18 @@ def _num_rising(versions: list[int], floor: int | None) -> int:
     return len(versions)
 
 
+def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:
+    """The policy version from a foreign server's name for its weights.
+
+    A server that was never given a version has its first weights: version 0, or none when they are random.
+    """
+    if reported == "default":
+        return NO_VERSION if has_dummy_weights else 0
+    return int(reported)
+
+
 def versions_of(spans: list[tuple[int, int, int]], num_tokens: int) -> list[int]:
-    """Spans (version, start, end) over a chunk's tokens -> one version per token. ValueError unless they cover it."""
+    """Spans (version, start, end) of a chunk -> one version per token. ValueError unless they cover the chunk."""
     if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] == num_tokens:
         return [spans[0][0]] * num_tokens
     versions: list[int] = []

@@ -1,100 +1,27 @@
-"""Owns a small HTTP/1.1 client for many concurrent requests to one server: kept-alive connections, plain or streamed
-answers, and a close that ends every running call at once.
+"""One HTTP/1.1 connection: requests as bytes, answers whole or streamed.
 
 Written by hand because a request costs a third of what it costs with a general client, and the rollout controller sends
-hundreds at a time. A call waits for its answer, without a time limit of its own; it ends when the answer is there, the
-connection is lost, the client is closed or the caller is cancelled.
+hundreds at a time. A call waits for its answer without a time limit; it ends with the answer, when the connection is
+lost or aborted, or when the caller is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import cast
-from urllib.parse import urlsplit
 
-from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.errors import ServerUnavailable
 
-CONNECT_TIMEOUT_S = 10.0
-IDLE_LIMIT_S = 4.0
-"""A connection idle for longer is not used again: the server may be about to close it (uvicorn's do after 5 s)."""
 _MAX_HEAD_BYTES = 65536
 
 OnData = Callable[[bytes], None]
 
 
-class HttpClient:
-    """All connections to one server."""
+class Connection(asyncio.Protocol):
+    """One connection to a server, for one call at a time; parses the answer while it arrives."""
 
-    def __init__(self, address: str, *, token: str = "") -> None:
-        parts = urlsplit(address)
-        if parts.scheme != "http" or not parts.hostname:
-            raise RequestError(f"server address {address!r} is not of the form http://host:port")
-        self._host = parts.hostname
-        self._port = parts.port or 80
-        self._head = f"Host: {parts.netloc}\r\n"
-        if token:
-            self._head += f"Authorization: Bearer {token}\r\n"
-        self._idle: list[_Connection] = []
-        self._all: set[_Connection] = set()
-        self._closed = False
-
-    async def request(
-        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
-    ) -> tuple[int, bytes]:
-        """Status and body of the answer. With `on_data`, the body of a 200 goes there piece by piece instead.
-
-        ServerUnavailable when there is no whole answer. What `on_data` raises ends the call and is raised here.
-        """
-        connection = await self._acquire()
-        head = (
-            f"{method} {path} HTTP/1.1\r\n{self._head}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        try:
-            return await connection.call(head.encode("latin-1") + body, on_data)
-        finally:
-            if connection.is_reusable and not self._closed:
-                connection.idle_since = time.monotonic()
-                self._idle.append(connection)
-            else:
-                connection.abort()
-
-    def close(self) -> None:
-        """Drop every connection; running calls fail with ServerUnavailable. The client is of no use afterwards."""
-        self._closed = True
-        self._idle.clear()
-        for connection in list(self._all):
-            connection.abort()
-
-    async def _acquire(self) -> _Connection:
-        if self._closed:
-            raise ServerUnavailable("the connection was closed")
-        oldest_useful = time.monotonic() - IDLE_LIMIT_S
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_reusable and connection.idle_since >= oldest_useful:
-                return connection
-            connection.abort()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: _Connection(self._all), self._host, self._port)
-        except TimeoutError as error:
-            raise ServerUnavailable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
-        except OSError as error:
-            raise ServerUnavailable(error.strerror or str(error)) from error
-        if self._closed:
-            connection.abort()
-            raise ServerUnavailable("the connection was closed")
-        return connection
-
-
-class _Connection(asyncio.Protocol):
-    """One connection, one call at a time; parses the answer as it comes."""
-
-    def __init__(self, registry: set[_Connection]) -> None:
+    def __init__(self, registry: set[Connection]) -> None:
         self._registry = registry
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
@@ -110,7 +37,7 @@ class _Connection(asyncio.Protocol):
     async def call(self, request: bytes, on_data: OnData | None) -> tuple[int, bytes]:
         """Send the bytes of a request and wait for its answer."""
         if self._transport is None:
-            raise ServerUnavailable("the connection was lost")
+            raise ServerUnavailable("the connection was lost", code="fleet.no_answer")
         self._answer = asyncio.get_running_loop().create_future()
         self._on_data = on_data
         self._start_answer()
@@ -123,7 +50,6 @@ class _Connection(asyncio.Protocol):
             self._answer = None
 
     def abort(self) -> None:
-        """Close without waiting for anything."""
         self._keep_alive = False
         if self._transport is not None:
             self._transport.abort()
@@ -139,15 +65,19 @@ class _Connection(asyncio.Protocol):
             if self._until_close:
                 self._finish()
             else:
-                self._fail(ServerUnavailable(str(exc) if exc else "the connection was lost in mid-answer"))
+                self._fail(
+                    ServerUnavailable(
+                        str(exc) if exc else "the connection was lost during the answer", code="fleet.no_answer"
+                    )
+                )
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.abort()  # nobody asked for this
+            self.abort()  # data without a request
             return
         try:
             self._parse(data)
-        except Exception as error:  # noqa: BLE001 - of the parser or of on_data: it belongs to the caller
+        except Exception as error:  # noqa: BLE001 - of the parser or of on_data: the caller gets it
             self._fail(error if isinstance(error, ServerUnavailable) else _unreadable(error))
 
     # The answer
@@ -201,7 +131,7 @@ class _Connection(asyncio.Protocol):
                 self._chunked, self._until_close = True, False
             elif name == b"connection" and value == b"close":
                 self._keep_alive = False
-        if self._until_close or self._status >= 500:  # uvicorn closes after such a failure without saying so
+        if self._until_close or self._status >= 500:  # uvicorn closes after such a failure without announcing it
             self._keep_alive = False
 
     def _read_chunks(self, data: bytes) -> None:
@@ -217,7 +147,7 @@ class _Connection(asyncio.Protocol):
                     return
                 size = int(data[position:end].partition(b";")[0], 16)
                 if size == 0:
-                    if len(data) < end + 4:  # the empty line after it belongs to this answer too
+                    if len(data) < end + 4:  # the empty line after it is part of this answer
                         self._rest = data[position:]
                         return
                     self._finish()
@@ -251,4 +181,4 @@ class _Connection(asyncio.Protocol):
 
 
 def _unreadable(error: Exception) -> ServerUnavailable:
-    return ServerUnavailable(f"the answer cannot be read: {error!r}")
+    return ServerUnavailable(f"the answer cannot be read: {error!r}", code="server.unreadable_answer")

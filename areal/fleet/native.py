@@ -1,4 +1,4 @@
-"""Owns the client of one native inference server; the only file that knows its URLs and its JSON."""
+"""The client of one native inference server. No other module knows its URLs and its JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import orjson
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.continuation import versions_of
-from areal.fleet.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import GenerationPart, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
 
-_NO_ADAPTERS = "native servers have no LoRA adapters: use sglang or vllm"
-_NO_RELEASE = "native servers cannot give up their memory: use sglang or vllm"
 _ALL_TOKENS = 100_000_000
-"""The default of gconfig.top_k, which means no limit; the wire says -1."""
+"""The default of gconfig.top_k, which means no limit; the server's value is -1."""
 
 
 class NativeReplica:
-    """Speaks to one server over kept-alive connections. See `areal.fleet.replica.Replica`."""
+    """See `areal.fleet.replica.Replica`."""
 
     def __init__(self, name: str, address: str, *, token: str = "") -> None:
         self.name = name
@@ -29,32 +27,28 @@ class NativeReplica:
         self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
-        """Run a part; see the protocol. A cancelled call drops its connection, which frees its place in the server."""
+        """See the protocol. A cancelled call drops its connection, which ends the request on the server."""
         if part.adapter:
-            raise RequestError(_NO_ADAPTERS)
+            raise _no_adapters()
         if part.max_new_tokens <= part.stream_interval:
-            chunk = self._parse(await self._client.post("/generate", _generate_body(part, stream=False)))
+            chunk = self._client.parsed(
+                await self._client.post("/generate", _generate_body(part, stream=False)), parse_chunk
+            )
             if chunk.finish_reason is None:
-                raise ServerUnavailable(f"{self.name} answered /generate without a finish reason")
+                raise _unfinished(self.name)
             on_chunk(chunk)
             return
         finished = False
 
         def on_event(event: bytes) -> None:
             nonlocal finished
-            chunk = self._parse(event)
+            chunk = self._client.parsed(event, parse_chunk)
             finished = finished or chunk.finish_reason is not None
             on_chunk(chunk)
 
         await self._client.stream("/generate", _generate_body(part, stream=True), on_event)
         if not finished:
-            raise ServerUnavailable(f"{self.name} ended a stream without a finish reason")
-
-    def _parse(self, payload: bytes) -> PartChunk:
-        try:
-            return parse_chunk(orjson.loads(payload))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+            raise _unfinished(self.name)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._client.post("/pause_generation", {"mode": mode})
@@ -63,7 +57,7 @@ class NativeReplica:
         await self._client.post("/continue_generation", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
+        """Disk: load the folder. Collective: join the group if it is new, then receive one bucket after another."""
         if update.kind == "disk":
             body = {"model_path": update.path, "weight_version": str(update.version), "flush_cache": True}
             await self._client.post("/update_weights_from_disk", {**body, "abort_all_requests": False})
@@ -79,7 +73,7 @@ class NativeReplica:
                     "dtypes": [spec.dtype for spec in bucket],
                     "shapes": [spec.shape for spec in bucket],
                     "group_name": update.group_name,
-                    # One flush at the end is enough; the version counts only once every weight is there.
+                    # One flush at the end is enough; the version is valid once all weights have arrived.
                     "flush_cache": index == last,
                     "weight_version": str(update.version) if index == last else None,
                     "load_format": "flattened_bucket",
@@ -87,7 +81,7 @@ class NativeReplica:
             )
 
     async def abandon_update(self) -> None:
-        if self._group_name:  # one that still joins ends with the trainer's store
+        if self._group_name:  # a pending join ends with the trainer's store
             group_name, self._group_name = self._group_name, ""
             await self._client.post("/destroy_weights_update_group", {"group_name": group_name})
 
@@ -111,7 +105,7 @@ class NativeReplica:
     async def info(self) -> ReplicaInfo:
         status, _ = await self._client.exchange("GET", "/health")
         if status not in (200, 503):
-            raise ServerUnavailable(f"{self.name} answered /health with status {status}")
+            raise ServerUnavailable(f"{self.name} answered /health with status {status}", code="server.request_failed")
         answer = await self._client.get("/get_model_info")
         try:
             model = orjson.loads(answer)
@@ -119,43 +113,43 @@ class NativeReplica:
                 version=int(model["weight_version"]),
                 vocab_size=int(model["vocab_size"]),
                 context_length=int(model["context_length"]),
-                weights_whole=status == 200,  # 503: alive, but an update stopped midway
+                weights_whole=status == 200,  # 503: alive, but an update failed midway
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerUnavailable(
-                f"{self.name} describes itself as no native server does ({error!r}): is it of the kind that "
-                "allocation_mode names?"
+                f"{self.name} does not describe itself as a native server ({error!r}): check that allocation_mode "
+                "names the right backend",
+                code="server.wrong_backend",
             ) from error
 
     async def load(self) -> ReplicaLoad:
-        """How busy it is; see the protocol."""
         answer = await self._client.get("/server_info")
-        try:
-            info = orjson.loads(answer)
-            return ReplicaLoad(
+        return self._client.parsed(
+            answer,
+            lambda info: ReplicaLoad(
                 running=int(info["running_requests"]),
                 queued=int(info["queued_requests"]),
                 cache_usage=info["kv_tokens_used"] / max(info["kv_tokens_capacity"], 1),
                 generated_tokens=int(info["generated_tokens_total"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerUnavailable(f"{self.name} told its load in a way that cannot be read: {error!r}") from error
+            ),
+        )
 
     async def load_adapter(self, name: str, path: str) -> None:
-        raise RequestError(_NO_ADAPTERS)
+        raise _no_adapters()
 
     async def unload_adapter(self, name: str) -> None:
-        raise RequestError(_NO_ADAPTERS)
-
-    async def release_memory(self, tags: list[MemoryTag]) -> None:
-        raise RequestError(_NO_RELEASE)
-
-    async def resume_memory(self, tags: list[MemoryTag]) -> None:
-        raise RequestError(_NO_RELEASE)
+        raise _no_adapters()
 
     async def close(self) -> None:
-        """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()
+
+
+def _no_adapters() -> RequestError:
+    return RequestError("native servers have no LoRA adapters: use sglang or vllm", code="server.no_adapters")
+
+
+def _unfinished(name: str) -> ServerUnavailable:
+    return ServerUnavailable(f"{name} ended an answer without a finish reason", code="server.unreadable_answer")
 
 
 def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
@@ -164,7 +158,7 @@ def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         "max_new_tokens": part.max_new_tokens,
         "min_new_tokens": part.min_new_tokens,
         "temperature": gconfig.temperature,
-        # The likeliest token is greedy's choice, and its log-probability is still the one at this temperature.
+        # top_k=1 selects the likeliest token and keeps the log-probability of this temperature.
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
         "top_k": 1 if gconfig.greedy else (-1 if gconfig.top_k >= _ALL_TOKENS else gconfig.top_k),
         "stop_token_ids": gconfig.stop_token_ids,
@@ -192,7 +186,7 @@ def _generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
 
 
 def parse_chunk(answer: dict[str, Any]) -> PartChunk:
-    """One answer or event of /generate. KeyError, TypeError or ValueError when it is not as agreed."""
+    """One answer or event of /generate. KeyError, TypeError or ValueError when a field is missing or wrong."""
     meta = answer["meta_info"]
     token_ids: list[int] = answer["output_ids"]
     finish = meta["finish_reason"]

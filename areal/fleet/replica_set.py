@@ -1,10 +1,9 @@
-"""Owns which replicas there are, how they are, and which of them may serve: those well and at the target version.
+"""The replicas of a fleet: which exist, whether they are healthy, and which serve the target version.
 
-One task follows the registry: a name that appears gets a slot, one that vanishes loses it. One asks every replica how
-busy it is, for whoever looks at the fleet: nothing else waits for that, nothing follows from it. One watch task per
-slot waits for its interval or a wake-up (a failed request, the end of a publication); it takes a replica out when it
-does not answer, takes it in when it does, and refits one that holds other weights than the target's. No watch waits
-for another replica.
+One task follows the registry: it adds a slot for each new name and drops the slot of a removed one. One task reads the
+load of every replica, for status reports only. One watch task per slot waits for its interval, or until it is woken by
+a failed request or a weight update; then it runs a health check and brings a stale replica to the target weights. No
+watch waits for another replica. `areal.fleet.replica_states` has the transitions.
 """
 
 from __future__ import annotations
@@ -20,9 +19,18 @@ from pathlib import Path
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
-from areal.fleet.replica import Replica, ReplicaFactory, ReplicaLoad
-from areal.fleet.request_check import RequestBounds, common_bounds
-from areal.fleet.slot import ANY_VERSION, Slot, State
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica_states import (
+    TRANSITIONS,
+    Action,
+    Event,
+    State,
+    Weights,
+    after_target_decreased,
+    obstacle,
+    reported,
+)
+from areal.fleet.slot import Slot
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.durable import is_complete
@@ -30,13 +38,13 @@ from areal.system.durable import is_complete
 log = get_logger(__name__)
 
 CHECK_TIMEOUT_INTERVALS = 10
-"""A health check may take so many of its intervals before the replica counts as hung: one more interval, for the next
-check to begin, bounds how long requests and publications wait for a server that does not answer."""
+"""Health-check timeout, in intervals. Requests and weight updates wait for a hung server at most this long plus one
+interval until the next check."""
 _REGISTERED = re.compile(r"servers/(\d+)")
 
 
 class ReplicaSet:
-    """The slots of a fleet and the version they should serve."""
+    """The slots of a fleet and the version that they should serve."""
 
     def __init__(
         self,
@@ -44,20 +52,19 @@ class ReplicaSet:
         num_servers: int,
         config: InferenceEngineConfig,
         factory: ReplicaFactory,
-        outlived: range,
+        abandoned: range,
     ) -> None:
         self._registry = registry
         self._config = config
         self._factory = factory
         self._num_servers = num_servers
-        self._outlived = outlived
-        """Versions from before the trainer went back. Whoever holds one when it is met did not get it from here, and so
-        not since."""
+        self._abandoned = abandoned
+        """Versions from before the trainer recovered. A server that has one when it is first met got it before that."""
         self.slots: list[Slot] = []
         """By index."""
-        self.target_version = ANY_VERSION
+        self.target_version = NO_VERSION
         self.target: WeightUpdate | None = None
-        """The publication that made the target version; None before the first."""
+        """The update that made the target version; None before the first."""
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
@@ -66,37 +73,38 @@ class ReplicaSet:
 
     @property
     def serving(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.state == "serving"]
+        return [slot for slot in self.slots if slot.state is State.SERVING]
 
-    def bounds(self) -> RequestBounds:
-        """What each replica that was ever well can take."""
-        return common_bounds(slot.info for slot in self.slots if slot.info is not None)
+    def infos(self) -> list[ReplicaInfo]:
+        """The limits of each replica that ever passed a health check."""
+        return [slot.info for slot in self.slots if slot.info is not None]
 
     def describe(self) -> str:
-        """Why each slot that does not serve does not."""
+        """The state and reason of each slot that does not serve."""
         if not self.slots:
             return "no server is registered"
-        return "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.slots if s.state != "serving")
+        return "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.slots if s.state is not State.SERVING)
 
     async def start(self) -> None:
-        """Follow the registry; return when `num_servers` replicas are well. ServerUnavailable after setup_timeout."""
+        """Wait until `num_servers` replicas are healthy. ServerUnavailable after rollout.setup_timeout."""
         self._tasks = [
-            asyncio.create_task(self._follow(), name="follow the registry"),
+            asyncio.create_task(self._follow_registry(), name="follow the registry"),
             asyncio.create_task(self._read_loads(), name="read the load of the servers"),
         ]
         deadline = time.monotonic() + self._config.setup_timeout
-        while (num_well := sum(slot.is_well for slot in self.slots)) < self._num_servers:
+        while (num_healthy := sum(slot.is_healthy for slot in self.slots)) < self._num_servers:
             if time.monotonic() >= deadline:
                 raise ServerUnavailable(
                     f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for {self._num_servers} "
-                    f"inference servers, {num_well} answer: {self.describe()}"
+                    f"inference servers, {num_healthy} answer: {self.describe()}",
+                    code="fleet.not_ready",
                 )
             await self.wait_for_change(deadline - time.monotonic())
         self.has_started = True
-        if self.target_version == ANY_VERSION:
-            known = [slot for slot in self.slots if slot.is_well and not (slot.is_outlived or slot.is_unproven)]
-            held = [slot.version for slot in known]
-            self.set_target(max(held, default=ANY_VERSION), None)
+        if self.target_version == NO_VERSION:
+            trusted = (Weights.VALID, Weights.INCOMPLETE)
+            versions = [slot.version for slot in self.slots if slot.is_healthy and slot.weights in trusted]
+            self.set_target(max(versions, default=NO_VERSION), None)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -108,7 +116,7 @@ class ReplicaSet:
         self.announce()
 
     async def wait_for_change(self, limit_s: float | None) -> None:
-        """Until some slot changes its state or the target changes, or `limit_s` is over."""
+        """Until a slot changes its state, the target changes, or `limit_s` seconds are over."""
         changed = self._changed
         try:
             async with asyncio.timeout(limit_s):
@@ -117,113 +125,112 @@ class ReplicaSet:
             pass
 
     def announce(self) -> None:
-        """Let all who wait for a change look again."""
+        """Wake every waiter of `wait_for_change`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve at `version`, and `update` is how others get there."""
+        """From now on replicas serve at `version`; `update` brings the others there."""
         if version < self.target_version:
-            older = self._outlived or range(version + 1, 0)
-            self._outlived = range(min(older.start, version + 1), max(older.stop, self.target_version + 1))
+            before = self._abandoned or range(version + 1, 0)
+            self._abandoned = range(min(before.start, version + 1), max(before.stop, self.target_version + 1))
             for slot in self.slots:
-                slot.is_outlived = slot.is_outlived or slot.version > version
+                slot.weights = after_target_decreased(slot.weights, slot.version, version)
         self.target_version = version
         self.target = update
         for slot in self.slots:
-            if slot.state in ("stale", "serving"):
-                self._settle(slot, slot.version)
-                slot.wake.set()
+            self._apply(slot, Event.TARGET_CHANGED)
         self.announce()
 
-    def move(self, slot: Slot, state: State, reason: str = "") -> None:
-        """Change a slot's state and tell whoever waits for a change."""
+    def _apply(self, slot: Slot, event: Event, reason: str = "") -> Replica | None:
+        """Change a slot as the table says. The result is the client of a dropped connection, which the caller closes.
+
+        `reason` replaces that of the weights, unless the new state is SERVING.
+        """
+        transition = TRANSITIONS.get((slot.state, event))
+        if transition is None:
+            return None
+        state = transition.to
+        if state is None:
+            unfit = obstacle(slot.weights, slot.version, self.target_version)
+            state, reason = (State.STALE, reason or unfit) if unfit else (State.SERVING, "")
+        dropped: Replica | None = None
+        for action in transition.actions:
+            match action:
+                case Action.DISCONNECT:
+                    dropped, slot.replica = slot.replica, None
+                    slot.load = None
+                    slot.registration = None  # a server that still runs under this name gets a new connection
+                case Action.FORGET_PREFIXES:
+                    slot.prefixes.clear()
+                case Action.COUNT_FAILURE:
+                    slot.num_failures += 1
+                case Action.CHECK_NOW:
+                    slot.wake.set()
         if (slot.state, slot.reason) != (state, reason):
-            was_well = slot.is_well
-            slot.state = state
-            level = logging.DEBUG if was_well and slot.is_well else logging.INFO
+            was_healthy, slot.state, slot.reason = slot.is_healthy, state, reason
+            level = logging.DEBUG if was_healthy and slot.is_healthy else logging.INFO
             log.log(level, "%s is %s%s", slot.name, state, f": {reason}" if reason else "")
-        slot.state = state
-        slot.reason = reason
         slot.changes += 1
         self.announce()
+        return dropped
 
-    def suspect(self, slot: Slot, replica: Replica, reason: str) -> None:
-        """A request to `replica` failed: nothing more is sent there until it has passed a check."""
-        if slot.replica is replica and slot.state in ("stale", "serving"):
-            slot.num_failures += 1
-            self.move(slot, "suspect", reason)
-            slot.wake.set()
+    def request_failed(self, slot: Slot, replica: Replica, reason: str) -> None:
+        """Send nothing more to `replica` until it has passed a health check."""
+        if slot.replica is replica:
+            self._apply(slot, Event.REQUEST_FAILED, reason)
 
-    async def take_out(self, slot: Slot, reason: str) -> None:
-        """Drop the connections to a replica: its running requests fail here and go on elsewhere."""
-        replica, slot.replica = slot.replica, None
-        slot.load = None
-        slot.registration = None  # a server that still lives under this name is met anew at the next look
-        self.move(slot, "absent", reason)
-        if replica is not None:
-            await replica.close()
+    async def disconnect(self, slot: Slot, event: Event, reason: str) -> None:
+        """Drop the connections to a replica: its running requests fail here and continue on other replicas."""
+        dropped = self._apply(slot, event, reason)
+        if dropped is not None:
+            await dropped.close()
 
     async def update(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
-        """Bring one replica to the update's weights. On failure it is stale or out, and the error is raised."""
+        """Bring one replica to the weights of an update. On failure it is stale or absent, and the error is raised."""
         replica = slot.replica
         if replica is None:
-            raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}")
-        before = slot.version
-        slot.prefixes.clear()  # whatever comes of it, nobody counts on what was cached before
-        self.move(slot, "updating", f"takes in version {update.version}")
+            raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
+        self._apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
             async with asyncio.timeout(self._config.weight_update_timeout_s):
                 await replica.update_weights(update, rank=rank)
         except RequestError as error:
             if update.kind == "disk":  # a folder is checked before the first copy
                 if slot.replica is replica:
-                    self._settle(slot, before, refusal=str(error))
-                raise
-            await self._lost_midway(slot, replica, str(error))
+                    self._apply(slot, Event.UPDATE_REFUSED, str(error))
+            else:
+                await self._failed_midway(slot, replica, str(error))
             raise
         except (ServerUnavailable, TimeoutError) as error:
             reason = str(error) or f"no weights after {self._config.weight_update_timeout_s:g} s"
-            await self._lost_midway(slot, replica, reason)
-            raise ServerUnavailable(f"{slot.name}: {reason}") from error
+            await self._failed_midway(slot, replica, reason)
+            raise ServerUnavailable(f"{slot.name}: {reason}", code="fleet.update_failed") from error
         if slot.replica is not replica:
-            raise ServerUnavailable(f"{slot.name} was replaced while it took in version {update.version}")
-        slot.half_updated = slot.is_outlived = slot.is_unproven = False
-        self._settle(slot, update.version)
+            raise ServerUnavailable(
+                f"{slot.name} was replaced during the update to version {update.version}", code="fleet.replica_lost"
+            )
+        slot.version, slot.weights = update.version, Weights.VALID
+        self._apply(slot, Event.UPDATE_DONE)
 
-    async def _lost_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
-        """Its requests must not go on with a mixture of weights, so they are dropped with the connections."""
-        slot.half_updated = True
+    async def _failed_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
+        """Its requests must not continue with a mixture of weights, so they are dropped with the connections."""
+        slot.weights = reported(slot.weights, False)
         if slot.replica is replica:
-            await self.take_out(slot, f"weight update failed: {reason}")
+            await self.disconnect(slot, Event.UPDATE_FAILED, f"weight update failed: {reason}")
 
-    def _settle(self, slot: Slot, version: int, refusal: str = "") -> None:
-        slot.version = version
-        if slot.half_updated:
-            self.move(slot, "stale", refusal or "an update failed midway, its weights are a mixture")
-        elif version == ANY_VERSION:
-            self.move(slot, "stale", "waits for its first weights")
-        elif slot.is_unproven:
-            self.move(slot, "stale", "ran before this run, and waits for the weights of this run")
-        elif self.target_version == ANY_VERSION:
-            self.move(slot, "stale", "waits for the other replicas to come in")
-        elif slot.is_outlived:
-            self.move(slot, "stale", f"holds version {version} from before the trainer went back")
-        elif version == self.target_version:
-            self.move(slot, "serving")
-        else:
-            self.move(slot, "stale", refusal or f"holds version {version} while {self.target_version} is current")
+    # The tasks
 
-    async def _follow(self) -> None:
+    async def _follow_registry(self) -> None:
         while True:
             try:
                 await self._read_registry()
-            except Exception:  # a registry that cannot be read now can be later
+            except Exception:  # a registry that cannot be read now can be read later
                 log.exception("reading the registry of servers failed")
             await asyncio.sleep(self._config.health_check_interval_s)
 
     async def _read_registry(self) -> None:
-        """Give each registered server a slot, and take away the slots of those that have left."""
+        """Add a slot for each new server, and drop the slots of servers that are no longer registered."""
         listed = await asyncio.to_thread(self._registry.list, "servers")
         found = {int(match[1]): value for name, value in listed.items() if (match := _REGISTERED.fullmatch(name))}
         for slot in [slot for slot in self.slots if slot.index not in found]:
@@ -240,77 +247,79 @@ class ReplicaSet:
         return slot
 
     async def _drop(self, slot: Slot, reason: str) -> None:
-        """Forget a replica: from here on its requests go on elsewhere, and that is no failure."""
+        """Remove a slot. Its requests continue on other replicas and do not count as failed."""
         self.slots = [other for other in self.slots if other is not slot]
         self._watches[slot].cancel()
         await asyncio.gather(self._watches[slot], return_exceptions=True)
-        await self.take_out(slot, reason)
+        await self.disconnect(slot, Event.REMOVED, reason)
         del self._watches[slot]
 
     async def _watch(self, slot: Slot) -> None:
         while True:
             slot.wake.clear()
             try:
-                await self._look(slot)
-            except Exception:  # one failed look must not end the watch
-                log.exception("looking after %s failed", slot.name)
+                await self._check(slot)
+            except Exception:  # one failed check must not end the watch
+                log.exception("checking %s failed", slot.name)
             try:
                 async with asyncio.timeout(self._config.health_check_interval_s):
                     await slot.wake.wait()
             except TimeoutError:
                 pass
 
-    async def _look(self, slot: Slot) -> None:
-        """One health check and what follows from it."""
-        if slot.state != "updating":
-            await self._meet(slot, slot.registered)
+    async def _check(self, slot: Slot) -> None:
+        """One health check and its consequences."""
+        if slot.state is not State.UPDATING:
+            await self._connect(slot)
         replica, changes = slot.replica, slot.changes
         if replica is None:
             return
-        fresh = slot.state in ("absent", "suspect")
-        limit = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
+        is_news = slot.state in (State.ABSENT, State.SUSPECT)
+        limit_s = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit_s):
                 info = await replica.info()
-                if slot.state == "absent" and slot.changes == changes:
-                    await replica.resume()  # whoever paused it may be gone; a suspect may have been paused by us
+                if slot.state is State.ABSENT and slot.changes == changes:
+                    await replica.resume()  # an earlier controller may have paused it
         except (ArealError, TimeoutError) as error:
             if slot.replica is replica:
-                await self.take_out(slot, str(error) or f"no answer to a health check in {limit:g} s")
+                reason = str(error) or f"no answer to a health check in {limit_s:g} s"
+                await self.disconnect(slot, Event.CHECK_FAILED, reason)
             return
-        if slot.info is None:
-            slot.is_outlived = info.version in self._outlived
+        if slot.info is None and slot.weights is Weights.VALID and info.version in self._abandoned:
+            slot.weights = Weights.ABANDONED
         slot.info = info
-        if slot.changes != changes or slot.state == "updating":
+        if slot.changes != changes or slot.state is State.UPDATING:
             return
+        weights = reported(slot.weights, info.weights_whole)
         if info.version != slot.version:
             slot.prefixes.clear()
-        was_half_updated = slot.half_updated
-        if info.weights_whole is not None:
-            slot.half_updated = not info.weights_whole
-        if fresh or info.version != slot.version or slot.half_updated != was_half_updated:
-            self._settle(slot, info.version)
-        if slot.state == "stale":
-            await self._refit(slot)
+        is_news = is_news or (info.version, weights) != (slot.version, slot.weights)
+        slot.version, slot.weights = info.version, weights
+        if is_news:
+            self._apply(slot, Event.CHECK_PASSED)
+        if slot.state is State.STALE:
+            await self._update_stale(slot)
 
-    async def _meet(self, slot: Slot, registration: str) -> None:
-        """A new registration is a new server process."""
-        if registration == slot.registration:
+    async def _connect(self, slot: Slot) -> None:
+        """Connect to the registered server. Another registration than before is another server process."""
+        if slot.registered == slot.registration:
             return
         if slot.replica is not None:
-            await self.take_out(slot, "replaced by a new registration")
-        told = json.loads(registration)
-        slot.address = str(told["address"])
-        slot.is_unproven = told.get("pid", 0) is None  # a server of ours begins with the weights of its run
+            await self.disconnect(slot, Event.REMOVED, "replaced by a new registration")
+        record = json.loads(slot.registered)
+        slot.registration = slot.registered
+        slot.address = str(record["address"])
         slot.replica = self._factory(slot.name, slot.address)
         slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
         slot.prefixes.clear()
-        slot.registration = registration
-        if registration != slot.last_registration:
+        if slot.registered != slot.last_registration:
             slot.info = None
-            slot.half_updated = slot.is_outlived = False  # a new process loads its weights whole
-            slot.given_up_version = None
-        slot.last_registration = registration
+            slot.failed_version = None
+            slot.weights = Weights.VALID  # a new process loads complete weights
+        if record.get("pid", 0) is None:  # not started by this run, and it may have been restarted since the last time
+            slot.weights = Weights.UNKNOWN
+        slot.last_registration = slot.registered
 
     async def _read_loads(self) -> None:
         while True:
@@ -326,24 +335,24 @@ class ReplicaSet:
             async with asyncio.timeout(self._config.health_check_interval_s):
                 load = await replica.load()
         except (ArealError, TimeoutError) as error:
-            log.debug("%s does not tell its load: %s", slot.name, error)
-        except Exception:  # one answer that cannot be read must not end the reading
+            log.debug("%s does not report its load: %s", slot.name, error)
+        except Exception:  # one answer that cannot be read must not end this task
             log.exception("reading the load of %s failed", slot.name)
         if slot.replica is replica:
             slot.load = load
 
-    async def _refit(self, slot: Slot) -> None:
-        """Bring a stale replica to the target, where that does not take the trainer."""
+    async def _update_stale(self, slot: Slot) -> None:
+        """Bring a stale replica to the target without the trainer: only a folder can be read a second time."""
         update, before = self.target, slot.reason
         if update is None or update.kind != "disk":
-            return  # the next publication includes it: only a folder can be read twice
+            return
         try:
             await self.update(slot, update, rank=0)
         except ArealError as error:
-            if slot.reason != before:  # else it was told when it was tried before
-                log.warning("%s could not be brought to version %d: %s", slot.name, update.version, error)
+            if slot.reason != before:  # otherwise the same error was logged before
+                log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)
             whole = not isinstance(error, RequestError) or await asyncio.to_thread(is_complete, Path(update.path))
             if not whole and self.target is update:
-                self.target = None  # somebody has deleted it: the trainer is to publish the version again
+                self.target = None  # the folder was deleted: the trainer must publish the version again
         else:
-            slot.wake.set()  # the target may have moved on meanwhile: look again at once
+            slot.wake.set()  # the target may have changed during the update

@@ -1,11 +1,10 @@
-"""Owns the choice of a replica for a request: the requests of a group together, and groups by load, in turn or by the
-prompts that replicas have seen.
+"""The choice of a replica for a request.
 
-Under every policy siblings of a group and turns of an episode (equal group ids) stay on one replica as long as it
-serves; there they share cached prefixes. The policy places everything else: a first request of a group, and requests
-without one. `prefix_affinity` takes the replica that knows the longest beginning of the prompt, the least loaded of
-several. A replica far busier than the least busy one has no affinity, however much it knows (`_is_overloaded`), so a
-prefix that all prompts share spreads over the fleet instead of drowning one replica.
+Requests with the same group id (the samples of a group, the turns of an episode) stay on one replica as long as it
+serves, and share cached prefixes there. The policy places the first request of a group and requests without one: on
+the least loaded replica, in turn, or by `prefix_affinity` on the replica that was sent the longest prefix of the
+prompt. A replica that is much busier than the least busy one is skipped (`_is_overloaded`), so a prefix that all
+prompts share spreads over the fleet.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from typing import Protocol, TypeVar
 from areal.api.data import GenerationRequest
 
 MAX_GROUPS = 65536
-"""Groups whose replica is remembered; the one not used for longest is forgotten first."""
+"""Maximum groups whose replica is remembered; the least recently used one is forgotten first."""
 BLOCK_TOKENS = 64
-"""Beginnings of prompts are compared in whole blocks of this many tokens."""
+"""Prefixes are compared in whole blocks of this many tokens."""
 MAX_BLOCKS = 16384
-"""Blocks remembered of each replica, a million tokens."""
+"""Maximum blocks remembered for each replica: a million tokens."""
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SLACK = 8
-"""A replica has no affinity while it runs more than factor x (requests of the least busy replica) + slack."""
+"""A replica is overloaded while it runs more than factor x (requests of the least busy replica) + slack."""
 
 
 class PrefixMemory:
-    """The beginnings of prompts that a replica was sent, and so may have in its cache. Whoever owns the replica clears
-    it where that cache is emptied.
+    """The prefixes of prompts that a replica was sent, which its cache may hold. Cleared when that cache is emptied.
 
-    A beginning is known by the chained hashes of its blocks. The block not used for longest is forgotten first; a use
-    counts for the later blocks of a prompt before the earlier ones, so what is known of a prompt has no holes.
+    A prefix is identified by the chained hashes of its blocks. The least recently used block is forgotten first; a use
+    marks the later blocks of a prompt before the earlier ones, so the known blocks of a prompt are always a prefix.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -44,11 +42,11 @@ class PrefixMemory:
         return len(self._blocks)
 
     def num_known(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks it knows."""
+        """Number of leading blocks that it knows."""
         return bisect_left(blocks, True, key=lambda block: block not in self._blocks)
 
     def add(self, blocks: Sequence[int]) -> None:
-        """A prompt with these blocks is sent to the replica."""
+        """Remember a prompt that is sent to the replica."""
         known = self._blocks
         for block in reversed(blocks[: self._max_blocks]):
             known[block] = None
@@ -61,9 +59,9 @@ class PrefixMemory:
 
 
 def prefix_blocks(request: GenerationRequest) -> list[int]:
-    """A hash for each whole block of the prompt that stands for all tokens up to the block's end."""
+    """One hash for each whole block of the prompt, of all tokens up to the end of the block."""
     ids = request.input_ids
-    chained = hash(request.adapter)  # each adapter has keys and values of its own
+    chained = hash(request.adapter)  # each adapter has its own keys and values
     blocks: list[int] = []
     for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
         chained = hash((chained, tuple(ids[end - BLOCK_TOKENS : end])))
@@ -72,7 +70,7 @@ def prefix_blocks(request: GenerationRequest) -> list[int]:
 
 
 class Candidate(Protocol):
-    """What routing must know of a replica."""
+    """The properties of a replica that routing uses."""
 
     @property
     def name(self) -> str: ...
@@ -86,7 +84,7 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Router:
-    """Picks among live replicas."""
+    """Chooses among serving replicas."""
 
     def __init__(self, policy: str, max_groups: int = MAX_GROUPS) -> None:
         """`policy` as in rollout.schedule_policy."""
@@ -96,7 +94,7 @@ class Router:
         self._replica_of: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[CandidateT], request: GenerationRequest, avoid: str = "") -> CandidateT:
-        """One of `candidates` (at least one); `avoid` is taken only when there is no other."""
+        """One of `candidates` (at least one). `avoid` is chosen only when there is no other."""
         if len(candidates) > 1 and avoid:
             candidates = [candidate for candidate in candidates if candidate.name != avoid]
         group_id = request.group_id

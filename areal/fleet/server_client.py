@@ -1,33 +1,53 @@
-"""Owns how an adapter talks JSON to its server, and what a refusal means: a fault of the request, or of the server.
+"""JSON over HTTP between an adapter and one server, and whether a refusal is a fault of the request or of the server.
 
-A call waits for its answer, as long as that takes; `HttpClient` tells what ends it.
+A call waits for its answer without a time limit; see `areal.fleet.http_connection`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.http_connection import HttpClient, OnData
+from areal.fleet.http_connection import Connection, OnData
 
+_CONNECT_TIMEOUT_S = 10.0
+_IDLE_LIMIT_S = 4.0
+"""A connection that was idle for longer is not used again: uvicorn closes connections after 5 s."""
 _TRY_ELSEWHERE = (408, 429)
-"""Client-error statuses that speak of the server's state, not of the request."""
-
+"""Client-error statuses that describe the state of the server and not the request."""
 _Found = TypeVar("_Found")
 
 
 class ServerClient:
-    """Requests to one server. All raise ServerUnavailable when it gives no whole answer or one of status 5xx, and
-    RequestError when it refuses what was sent (4xx)."""
+    """All connections to one server, kept alive between requests.
+
+    Calls raise ServerUnavailable when the server gives no complete answer or one of status 5xx, and RequestError when
+    it refuses what was sent (4xx).
+    """
 
     def __init__(self, name: str, address: str, *, token: str = "") -> None:
-        """`name` and `address` are what errors say."""
+        """`name` and `address` appear in errors. RequestError unless the address is http://host:port."""
+        parts = urlsplit(address)
+        if parts.scheme != "http" or not parts.hostname:
+            raise RequestError(
+                f"server address {address!r} is not of the form http://host:port", code="fleet.invalid_address"
+            )
         self.name = name
         self.address = address
-        self._http = HttpClient(address, token=token)
+        self._host = parts.hostname
+        self._port = parts.port or 80
+        self._head = f"Host: {parts.netloc}\r\n"
+        if token:
+            self._head += f"Authorization: Bearer {token}\r\n"
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+        self._closed = False
 
     async def get(self, path: str) -> bytes:
         """The body of the answer."""
@@ -38,14 +58,14 @@ class ServerClient:
         return await self.request("POST", path, orjson.dumps(body))
 
     async def stream(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
-        """Send JSON; `on_event` gets the data of each server-sent event but the closing [DONE]."""
+        """Send JSON; `on_event` gets the data of each server-sent event except the closing [DONE]."""
         rest = b""
 
         def on_data(data: bytes) -> None:
             nonlocal rest
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
-                if event.startswith(b"data: ") and event != b"data: [DONE]":  # else a comment, a keep-alive, the end
+                if event.startswith(b"data: ") and event != b"data: [DONE]":  # otherwise a comment or the end
                     on_event(event[6:])
 
         await self.request("POST", path, orjson.dumps(body), on_data)
@@ -60,33 +80,83 @@ class ServerClient:
     async def exchange(
         self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
     ) -> tuple[int, bytes]:
-        """Status and body, whatever the status."""
+        """Status and body of the answer. With `on_data`, the body of a 200 is passed to it piece by piece instead.
+
+        An exception of `on_data` ends the call and is raised here.
+        """
         try:
-            return await self._http.request(method, path, body, on_data)
+            connection = await self._acquire()
+            head = (
+                f"{method} {path} HTTP/1.1\r\n{self._head}"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            try:
+                return await connection.call(head.encode("latin-1") + body, on_data)
+            finally:
+                if connection.is_reusable and not self._closed:
+                    connection.idle_since = time.monotonic()
+                    self._idle.append(connection)
+                else:
+                    connection.abort()
         except ServerUnavailable as error:
-            raise ServerUnavailable(f"{self.name} at {self.address} did not answer {path}: {error}") from error
+            raise ServerUnavailable(
+                f"{self.name} at {self.address} did not answer {path}: {error}", code=error.code
+            ) from error
+
+    async def _acquire(self) -> Connection:
+        if self._closed:
+            raise ServerUnavailable("the connection was closed", code="fleet.no_answer")
+        oldest_useful = time.monotonic() - _IDLE_LIMIT_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_reusable and connection.idle_since >= oldest_useful:
+                return connection
+            connection.abort()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(lambda: Connection(self._all), self._host, self._port)
+        except TimeoutError as error:
+            raise ServerUnavailable(f"no connection within {_CONNECT_TIMEOUT_S:g} s", code="fleet.no_answer") from error
+        except OSError as error:
+            raise ServerUnavailable(error.strerror or str(error), code="fleet.no_answer") from error
+        if self._closed:
+            connection.abort()
+            raise ServerUnavailable("the connection was closed", code="fleet.no_answer")
+        return connection
 
     def refusal(self, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
-        """The error that says what a status other than 200 means."""
+        """The error for a status other than 200."""
         message = _message(answer)
         if 400 <= status < 500 and status not in _TRY_ELSEWHERE:
-            return RequestError(f"{self.name} refused {path}: {message}")
-        return ServerUnavailable(f"{self.name} failed {path} with status {status}: {message}")
+            return RequestError(f"{self.name} refused {path}: {message}", code="server.request_refused")
+        return ServerUnavailable(
+            f"{self.name} failed {path} with status {status}: {message}", code="server.request_failed"
+        )
 
     def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
-        """What `parse` makes of the JSON of an answer. ServerUnavailable where it does not find what was agreed."""
+        """The result of `parse` for the JSON of an answer. ServerUnavailable when a field is missing or wrong."""
         try:
             return parse(orjson.loads(payload))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: Exception) -> ServerUnavailable:
+        """The error for an answer that does not follow the server's protocol."""
+        return ServerUnavailable(
+            f"{self.name} sent an answer that cannot be read: {error!r}", code="server.unreadable_answer"
+        )
 
     def close(self) -> None:
-        """Drop all connections: every running call fails with ServerUnavailable."""
-        self._http.close()
+        """Drop all connections: every running call fails with ServerUnavailable. The client cannot be used again."""
+        self._closed = True
+        self._idle.clear()
+        for connection in list(self._all):
+            connection.abort()
 
 
 def _message(answer: bytes) -> str:
-    """What an error body says, in any of the servers' forms."""
+    """The message in an error body of any kind of server."""
     try:
         found = orjson.loads(answer)
         error = next(found[name] for name in ("error", "message", "detail", "error_message") if found.get(name))

@@ -1,14 +1,13 @@
-"""Owns the client of one SGLang server; with `sglang_wire`, the only file that knows its URLs and its JSON.
+"""The client of one SGLang server. With `sglang_wire`, the only module that knows its URLs and its JSON.
 
-Written for SGLang 0.5.23; older ones down to 0.5.9 differ in what `sglang_wire.ServerFacts` tells. Calls wait for the
-server's answer; each ends with the answer, with the connection, or with its caller's time limit.
+Written for SGLang 0.5.23; `sglang_wire.ServerFacts` states what differs in versions since 0.5.10. A call ends with the
+server's answer, with the connection, or with its caller's time limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import GenerationPart, MemoryTag, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import GenerationPart, OnChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
 from areal.fleet.sglang_wire import (
     PartReader,
@@ -32,28 +31,26 @@ from areal.fleet.sglang_wire import (
 from areal.fleet.stop_gate import generate_across_a_boundary
 from areal.system.checkpoint_files import folder_problem
 
-OnChunk = Callable[[PartChunk], None]
 DRAIN_S = 1.0
-"""How long a pause waits for aborted requests to come back by themselves; SGLang looks for them once a second."""
+"""How long a pause waits until aborted requests return; SGLang itself checks for them once a second."""
 
 
 class SGLangReplica:
-    """Speaks to one server over kept-alive connections. See `areal.fleet.replica.Replica`."""
+    """See `areal.fleet.replica.Replica`."""
 
     def __init__(self, name: str, address: str, *, token: str = "") -> None:
         self.name = name
         self.address = address
         self._client = ServerClient(name, address, token=token)
         self._version = 0
-        """As the server last said, or as an update made it."""
+        """From the last report of the server or the last update."""
         self._facts: ServerFacts | None = None
         self._vocab_size = 0
-        """0: not asked yet."""
+        """0: not known yet."""
         self._group_name = ""
         self._is_updating = False
         self._num_updates = 0
-        """Begun so far."""
-        self._released: set[MemoryTag] = set()
+        """Started so far."""
         self._num_running = 0
         self._drained = asyncio.Event()
         self._drained.set()
@@ -61,7 +58,7 @@ class SGLangReplica:
     # Generation
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
-        """Run a part; see the protocol. A cancelled call drops its connection, on which the server aborts it."""
+        """See the protocol. A cancelled call drops its connection, and the server then aborts the request."""
         facts = await self._known_facts()
         self._num_running += 1
         self._drained.clear()
@@ -84,7 +81,7 @@ class SGLangReplica:
         def on_event(event: bytes) -> None:
             try:
                 answer = orjson.loads(event)
-                if "error" in answer:  # a stream has its status before the server knows
+                if "error" in answer:  # the status of a stream is sent before the error occurs
                     status = answer["error"].get("code", 400)
                     raise self._client.refusal("/generate", status if isinstance(status, int) else 500, event)
                 chunk = reader.read(answer, self._version)
@@ -92,7 +89,7 @@ class SGLangReplica:
                 refusals.append(error)
                 return
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise ServerUnavailable(f"{self.name} sent an answer that cannot be read: {error!r}") from error
+                raise self._client.unreadable(error) from error
             on_chunk(chunk)
 
         if part.max_new_tokens <= part.stream_interval:
@@ -102,7 +99,9 @@ class SGLangReplica:
         if refusals:
             raise refusals[0]
         if not reader.finished:
-            raise ServerUnavailable(f"{self.name} ended an answer without a finish reason")
+            raise ServerUnavailable(
+                f"{self.name} ended an answer without a finish reason", code="server.unreadable_answer"
+            )
 
     async def _texts(self, token_lists: list[list[int]]) -> list[str]:
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
@@ -111,7 +110,7 @@ class SGLangReplica:
     # Control
 
     async def pause(self, mode: PauseMode) -> None:
-        """abort: the server looks only once a second whether all have come back, so they are awaited here before."""
+        """abort: the server checks once a second whether all requests have returned, so they are awaited here first."""
         if mode == "abort":
             await self._client.post("/abort_request", {"abort_all": True})
             try:
@@ -125,15 +124,17 @@ class SGLangReplica:
         await self._client.post("/continue_generation", {})
 
     async def info(self) -> ReplicaInfo:
-        """Of the endpoints that answer while paused, /server_info asks the process that computes; /health would not.
-        That process answers nobody while it takes in weights: then only the one that speaks HTTP is asked."""
+        """Uses /server_info, which the process that computes answers also while it is paused, unlike /health.
+
+        That process does not answer during a weight update: then only the HTTP process is asked.
+        """
         if self._facts is None or not self._is_updating:
             self._facts = await self._ask_facts()
         if not self._vocab_size:
             self._vocab_size = await self._ask_vocab_size()
         asked_at = None if self._is_updating else self._num_updates
         version = self._client.parsed(await self._client.get("/model_info"), parse_version)
-        if asked_at == self._num_updates:  # else an update has told, or will
+        if asked_at == self._num_updates:  # otherwise an update has set it, or will
             self._version = version
         return ReplicaInfo(
             version=version,
@@ -151,7 +152,7 @@ class SGLangReplica:
         return self._client.parsed(await self._client.get("/server_info"), parse_facts)
 
     async def _ask_vocab_size(self) -> int:
-        """A paused server would let the question wait, so it is resumed: whoever paused it is not this new client."""
+        """A paused server would not answer, so it is resumed first: this new client did not pause it."""
         await self.resume()
         path = "/generate"
         status, answer = await self._client.exchange("POST", path, orjson.dumps(vocabulary_probe()))
@@ -160,10 +161,11 @@ class SGLangReplica:
         try:
             return parse_vocabulary(answer)
         except ValueError as error:
-            raise ServerUnavailable(f"{self.name} does not tell the size of its vocabulary: {error}") from error
+            raise ServerUnavailable(
+                f"{self.name} does not report the size of its vocabulary: {error}", code="server.unreadable_answer"
+            ) from error
 
     async def load(self) -> ReplicaLoad:
-        """How busy it is; see the protocol."""
         answer = await self._client.get("/v1/loads")
         metrics = await self._client.get("/metrics")
 
@@ -181,7 +183,7 @@ class SGLangReplica:
     # Weights
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Disk: load the folder. Collective: join the group if it is new, then receive bucket by bucket."""
+        """Disk: load the folder. Collective: join the group if it is new, then receive one bucket after another."""
         facts = await self._known_facts()
         self._is_updating = True
         self._num_updates += 1
@@ -195,21 +197,24 @@ class SGLangReplica:
         self._version = update.version
 
     async def _load_folder(self, update: WeightUpdate, facts: ServerFacts) -> None:
-        """RequestError when nothing was changed. SGLang dies of some folders, and says 400 of others when weights were
-        touched already: that counts as a failure, after which a good folder mends everything."""
+        """RequestError when no weight was changed.
+
+        Some folders end SGLang, and it answers 400 for others after it changed weights: that counts as a failure, and a
+        good folder repairs the weights afterwards.
+        """
         if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(facts.first_folder)):
-            raise RequestError(problem)
+            raise RequestError(problem, code="weights.bad_folder")
         path = "/update_weights_from_disk"
         body = {
             "model_path": str(Path(update.path).resolve()),
-            "load_format": "auto",  # a server that began with dummy weights would make up these too
+            "load_format": "auto",  # a server that started with dummy weights would load dummy weights again
             "flush_cache": True,
             "abort_all_requests": False,
             "weight_version": str(update.version),
         }
         status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
         if status != 200:
-            raise ServerUnavailable(str(self._client.refusal(path, status, answer)))
+            raise ServerUnavailable(str(self._client.refusal(path, status, answer)), code="server.request_failed")
 
     async def _receive(self, update: WeightUpdate, facts: ServerFacts, rank: int) -> None:
         if self._group_name != update.group_name:
@@ -224,7 +229,7 @@ class SGLangReplica:
             await self._client.post("/end_weight_update", {})
 
     async def _begin_session(self) -> None:
-        """A session that an update left open when it stopped midway is closed first."""
+        """A session that an interrupted update left open is closed first."""
         path, body = "/begin_weight_update", {"selector": "all"}
         status, answer = await self._client.exchange("POST", path, orjson.dumps(body))
         if status == 400:
@@ -249,16 +254,16 @@ class SGLangReplica:
         self._group_name = update.group_name
 
     async def abandon_update(self) -> None:
-        """Leave the group. A server that waits for a bucket reads this only when its wait has ended: with the trainer's
+        """Leave the group. A server that waits for a bucket reads this only after its wait: it ends with the trainer's
         connection, or with torch's time limit."""
-        if self._group_name:  # one that still joins ends with the trainer's store
+        if self._group_name:  # a pending join ends with the trainer's store
             group_name, self._group_name = self._group_name, ""
             path, body = "/destroy_weights_update_group", orjson.dumps({"group_name": group_name})
             status, answer = await self._client.exchange("POST", path, body)
             if status not in (200, 400):  # 400: it is not in the group
                 raise self._client.refusal(path, status, answer)
 
-    # LoRA adapters and memory
+    # LoRA adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
         await self._client.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(Path(path).resolve())})
@@ -266,24 +271,5 @@ class SGLangReplica:
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/unload_lora_adapter", {"lora_name": name})
 
-    async def release_memory(self, tags: list[MemoryTag]) -> None:
-        """See the protocol. What would kill the server is refused: it must be idle, and each tag is released once."""
-        if not (await self._known_facts()).has_memory_saver:
-            raise RequestError(f"{self.name} cannot give up memory: start it with sglang.enable_memory_saver=true")
-        if again := self._released.intersection(tags):
-            raise RequestError(f"{self.name} has given up {', '.join(sorted(again))} already")
-        load = await self.load()
-        if load.running or load.queued:
-            raise RequestError(f"{self.name} is busy: pause it with mode abort before it gives up memory")
-        await self._client.post("/release_memory_occupation", {"tags": tags})
-        self._released.update(tags)
-
-    async def resume_memory(self, tags: list[MemoryTag]) -> None:
-        if missing := set(tags) - self._released:
-            raise RequestError(f"{self.name} has not given up {', '.join(sorted(missing))}")
-        await self._client.post("/resume_memory_occupation", {"tags": tags})
-        self._released.difference_update(tags)
-
     async def close(self) -> None:
-        """Drop all connections: every running call fails with ServerUnavailable."""
         self._client.close()

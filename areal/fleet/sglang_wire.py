@@ -1,4 +1,4 @@
-"""Owns the JSON of SGLang's servers: pure functions between it and the records of `areal.fleet.replica`."""
+"""The JSON of SGLang's servers: pure functions between it and the records of `areal.fleet.replica`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from typing import Any
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.fleet.continuation import versions_of
-from areal.fleet.replica import FinishReason, GenerationPart, PartChunk
+from areal.fleet.continuation import version_number, versions_of
+from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk
 from areal.fleet.sglang_server import sampling_problems
-from areal.fleet.slot import ANY_VERSION
 
 _ALL_TOKENS = 100_000_000
-"""The default of gconfig.top_k, which means no limit; SGLang says -1."""
+"""The default of gconfig.top_k, which means no limit; SGLang's value is -1."""
 _ONLY_THE_LIKELIEST = 1e-9
-"""A top_p that leaves one token."""
-_NAMELESS_VERSION = "default"
-"""What a server says whose weights nobody has given a version."""
+"""A top_p that keeps one token."""
 _HAS_SESSIONS = (0, 5, 21)
-"""From here on a collective update is a session with a begin and an end."""
+"""Since this version a collective update is a session with a begin and an end."""
 
 _VOCABULARY = re.compile(rb"\[0, (\d+)\]")
 _IMPOSSIBLE_TOKEN = 2**31 - 1
@@ -36,21 +33,20 @@ _OFF = {
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What does not change while a server lives."""
+    """Properties that do not change while a server runs."""
 
     has_update_sessions: bool
     context_length: int
-    """Most tokens of prompt and answer together that are never cut, whatever their shares."""
+    """Maximum tokens of prompt and answer together that the server never truncates."""
     is_deterministic: bool
-    has_memory_saver: bool
     first_folder: str
     """Folder or hub name of the weights it started with."""
 
 
 def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
-    """What /generate is asked. RequestError for what the server would not do as asked."""
+    """The body of /generate. RequestError for settings that the server does not apply exactly."""
     if problem := next(iter(sampling_problems(part.gconfig, {})), None):
-        raise RequestError(f"gconfig.{problem[0]}: {problem[1]}")
+        raise RequestError(f"gconfig.{problem[0]}: {problem[1]}", code="server.unsupported_sampling")
     body: dict[str, Any] = {
         "rid": part.part_id,
         "input_ids": part.input_ids,
@@ -59,13 +55,14 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
         "logprob_start_len": -1,
         "stream": stream,
     }
-    if facts.is_deterministic:  # without a seed all requests would get the same
+    if facts.is_deterministic:  # without a seed all requests would use the same one
         seed = zlib.crc32(part.part_id.encode()) if part.seed is None else part.seed
         body["sampling_params"]["sampling_seed"] = seed
     elif part.seed is not None:
         raise RequestError(
-            "the server does not follow seeds: start it with sglang.enable_deterministic_inference=true, which needs a "
-            "GPU, or send requests without a seed"
+            "the server ignores seeds: start it with sglang.enable_deterministic_inference=true, which needs a GPU, or "
+            "send requests without a seed",
+            code="server.unsupported_sampling",
         )
     if part.adapter:
         body["lora_path"] = part.adapter
@@ -73,7 +70,7 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
 
 
 def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
-    """The settings as SGLang names them; a server may have defaults of its own, so none is left out."""
+    """The settings under SGLang's names. All of them: a server can have other defaults."""
     gconfig = part.gconfig
     sampling: dict[str, Any] = {
         "max_new_tokens": part.max_new_tokens,
@@ -86,7 +83,7 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         **_OFF,
     }
     if gconfig.greedy or gconfig.top_k == 1:
-        # Where all requests that run have top_k=1, SGLang forgets the temperature of their log-probabilities.
+        # When all running requests have top_k=1, SGLang reports log-probabilities without the temperature.
         plain = gconfig.temperature == 1.0
         sampling |= {"top_k": 1, "top_p": 1.0} if plain else {"top_k": -1, "top_p": _ONLY_THE_LIKELIEST}
     if stream:
@@ -97,9 +94,9 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
 class PartReader:
     """Reads the answers or events of one part, cumulative and incremental streams alike.
 
-    Where the server tells versions only with the end of an answer, or never, tokens count as made by the version that
-    was known before they came: the true one may be newer by one, or older where the trainer went back meanwhile, which
-    the end of the answer puts right.
+    A server that reports versions only at the end of an answer, or never: its tokens get the version that was known
+    before they arrived. The true version can be newer by one, or older after the trainer recovered; the end of the
+    answer corrects it.
     """
 
     def __init__(self, version: int) -> None:
@@ -108,11 +105,11 @@ class PartReader:
         self.finished = False
 
     def read(self, answer: dict[str, Any], known_version: int) -> PartChunk:
-        """KeyError, TypeError or ValueError when it is not as agreed; RequestError when the server refuses the part."""
+        """KeyError, TypeError or ValueError when a field is missing or wrong; RequestError when the server refuses."""
         meta = answer["meta_info"]
         reason = _finish_reason(meta["finish_reason"])
         total = meta.get("completion_tokens", 0)
-        # Ids and log-probabilities from the same list: of a request aborted in the queue, output_ids repeats a token.
+        # Ids and log-probabilities come from one list: output_ids repeats a token of a request aborted in the queue.
         entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
         self._num_seen = total
         versions = [self._version] * len(entries)
@@ -121,8 +118,8 @@ class PartReader:
         if reason is not None:
             self.finished = True
             if total and (spans := meta.get("weight_versions")) is not None:
-                told = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
-                part_versions = versions_of(told, total)
+                numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
+                part_versions = versions_of(numbered, total)
                 versions = part_versions[total - len(entries) :]
         return PartChunk(
             [entry[1] for entry in entries], [entry[0] for entry in entries], versions, reason, part_versions
@@ -130,7 +127,7 @@ class PartReader:
 
 
 def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:
-    """Those not seen yet, out of a list of the new ones or one that ends with all."""
+    """The entries not seen yet: the whole list, or the end of a cumulative one."""
     if len(entries) == total - num_seen:
         return entries
     if len(entries) < total or total < num_seen:
@@ -138,56 +135,48 @@ def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:
     return entries[len(entries) - total + num_seen :]
 
 
-def _finish_reason(told: dict[str, Any] | None) -> FinishReason | None:
-    if told is None:
+def _finish_reason(finish: dict[str, Any] | None) -> FinishReason | None:
+    if finish is None:
         return None
-    reason = told["type"]
+    reason = finish["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
-    if reason == "abort" and told.get("status_code") == 400:
-        raise RequestError(told["message"])
+    if reason == "abort" and finish.get("status_code") == 400:
+        raise RequestError(finish["message"], code="server.request_refused")
     return reason
 
 
-def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
-    """A server that was not told a version holds its first weights: version 0, or none when they are random."""
-    if told == _NAMELESS_VERSION:
-        return ANY_VERSION if has_dummy_weights else 0
-    return int(told)
-
-
 def parse_version(model_info: dict[str, Any]) -> int:
-    """The policy version, from /model_info. KeyError or ValueError when it is not as agreed."""
+    """The policy version in /model_info. KeyError or ValueError when a field is missing or wrong."""
     return version_number(model_info["weight_version"], has_dummy_weights=model_info.get("load_format") == "dummy")
 
 
 def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
-    """From /server_info. KeyError, TypeError or ValueError when it is not as agreed."""
+    """From /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
     if not server_info["internal_states"]:
         raise ValueError("no scheduler answered")
     return ServerFacts(
         has_update_sessions=_has_sessions(str(server_info["version"])),
         context_length=int(server_info["max_req_input_len"]),
         is_deterministic=bool(server_info.get("enable_deterministic_inference")),
-        has_memory_saver=bool(server_info.get("enable_memory_saver")),
         first_folder=str(server_info["model_path"]),
     )
 
 
 def _has_sessions(version: str) -> bool:
-    """Everything that depends on the server's version. One built from source may have no number: taken as new."""
+    """A server built from source may have no version number: it is treated as new."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     return numbers[:2] == (0, 0) or numbers >= _HAS_SESSIONS
 
 
 def vocabulary_probe() -> dict[str, Any]:
-    """A body of /generate that is refused with the size of the vocabulary, which SGLang tells nowhere else."""
+    """A body of /generate that is refused with the size of the vocabulary, which no endpoint reports."""
     sampling = {"max_new_tokens": 1, "logit_bias": {str(_IMPOSSIBLE_TOKEN): 0.0}}
-    return {"rid": "asks-for-the-vocabulary-size", "input_ids": [0], "sampling_params": sampling}
+    return {"rid": "vocabulary-size", "input_ids": [0], "sampling_params": sampling}
 
 
 def parse_vocabulary(refusal: bytes) -> int:
-    """Tokens of the vocabulary. ValueError when the refusal does not tell."""
+    """Size of the vocabulary in tokens. ValueError when the refusal does not contain it."""
     found = _VOCABULARY.search(refusal)
     if found is None:
         raise ValueError(refusal[:200].decode(errors="replace"))
@@ -195,19 +184,19 @@ def parse_vocabulary(refusal: bytes) -> int:
 
 
 def bucket_body(bucket: list[WeightSpec], group_name: str, version: int | None) -> dict[str, Any]:
-    """What /update_weights_from_distributed is asked; `version` only with the last bucket.
+    """The body of /update_weights_from_distributed. `version` is given with the last bucket only.
 
-    Until then the server holds a mixture, and must say so to a controller that was not there: its version is none.
+    Until then the server has a mixture of weights, which it reports as no version.
     """
     return {
         "names": [spec.name for spec in bucket],
         "dtypes": [spec.dtype for spec in bucket],
         "shapes": [spec.shape for spec in bucket],
         "group_name": group_name,
-        # One flush at the end is enough; the version counts only once every weight is there.
+        # One flush at the end is enough; the version is valid once all weights have arrived.
         "flush_cache": version is not None,
         "abort_all_requests": False,
-        "weight_version": str(ANY_VERSION if version is None else version),
+        "weight_version": str(NO_VERSION if version is None else version),
         "load_format": "flattened_bucket",
     }
 

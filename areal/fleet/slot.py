@@ -1,78 +1,68 @@
-"""Owns what a fleet knows of one replica: address, state, weights, limits, and how busy it is.
+"""The fleet's record of one replica: address, state, weights, limits and load.
 
-A record; `areal.fleet.replica_set` decides what becomes of it.
+`areal.fleet.replica_set` changes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
-from areal.fleet.replica import Replica, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica_states import State, Weights
 from areal.fleet.routing import PrefixMemory
-
-ANY_VERSION = -1
-"""Target before the first replicas are in, and what a server says that has no weights yet: it never serves."""
-State = Literal["absent", "suspect", "stale", "updating", "serving"]
-"""absent: not there or not answering. suspect: a request failed, a check is due. stale: well, but holds other weights
-than the target. updating: takes in weights. serving: may get requests."""
 
 
 class Slot:
-    """One replica's place in the fleet, kept while servers under its name come and go."""
+    """The place of one replica in the fleet. It is kept while servers under its name are replaced."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = f"server-{index}"
         self.registered = ""
-        """What the registry says of it now."""
+        """The current value in the registry."""
         self.registration: str | None = None
-        """What the connection was made from; None when there is no connection."""
+        """The value that the connection was made from; None without a connection."""
         self.last_registration: str | None = None
         self.address = ""
         self.replica: Replica | None = None
         self.incarnation = ""
-        """Changes whenever the connection to a server is made anew."""
-        self.state: State = "absent"
+        """Changes with each new connection to a server."""
+        self.state = State.ABSENT
         self.reason = "not registered"
-        self.version = ANY_VERSION
-        self.half_updated = False
-        """An update failed midway: the weights are a mixture, whatever version the server reports."""
-        self.is_outlived = False
-        """Its version is from before the trainer went back to an older one: the number may come again, the weights
-        may not."""
-        self.is_unproven = False
-        """It belongs to nobody's run, and this run has not given it weights yet: whatever version it tells, it may hold
-        others."""
-        self.given_up_version: int | None = None
-        """It failed to take in this version while others served it: the next version is its next chance."""
+        self.version = NO_VERSION
+        self.weights = Weights.VALID
+        self.failed_version: int | None = None
+        """An update to this version failed while other replicas served it: the next attempt is the next version."""
         self.info: ReplicaInfo | None = None
-        """As of the last health check that was answered."""
+        """From the last health check that passed."""
         self.load: ReplicaLoad | None = None
-        """As it last said; None when it does not say."""
+        """The last report; None when the server does not answer."""
         self.prefixes = PrefixMemory()
-        """What its cache may hold: nothing when the connection is made anew or weights change."""
+        """What its cache may hold: empty after a new connection or a weight update."""
         self.num_running = 0
         self.num_failures = 0
         self.wake = asyncio.Event()
+        """Set to run the next health check at once."""
         self.changes = 0
-        """Counts changes of state, so that the outcome of an older check is not taken for news."""
+        """Number of changes of state: the result of an older health check is ignored."""
 
     @property
-    def is_well(self) -> bool:
-        """It answers, whatever weights it holds."""
-        return self.state in ("stale", "updating", "serving")
+    def is_healthy(self) -> bool:
+        """It answers, whatever weights it has."""
+        return self.state in (State.STALE, State.UPDATING, State.SERVING)
 
     def status(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "id": self.incarnation,
             "address": self.address,
-            "state": self.state,
-            "healthy": self.is_well,
+            "state": self.state.value,
+            "healthy": self.is_healthy,
             "reason": self.reason,
             "version": self.version,
+            "weights": self.weights.name.lower(),
             "running": self.num_running,
             "failures": self.num_failures,
             "load": None if self.load is None else dataclasses.asdict(self.load),

@@ -1,7 +1,7 @@
-"""Owns stop strings that began in an earlier part of an answer: foreign servers look for them in its new text only.
+"""Stop strings that start in an earlier part of an answer: foreign servers search them in the text of one part only.
 
-The caller turns tokens into text. The first tokens of a part are held back until it is certain that no stop
-string ends in them; from there on the server sees all that matters.
+The first tokens of a part are held until it is certain that no stop string ends in them; the server finds all later
+ones itself.
 """
 
 from __future__ import annotations
@@ -9,27 +9,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
 
 
 class BoundaryGate:
-    """Lets the chunks of one part through once the text across its beginning is known."""
+    """Passes the chunks of one part on once the text across its beginning is known."""
 
-    def __init__(self, part: GenerationPart, on_chunk: Callable[[PartChunk], None]) -> None:
+    def __init__(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         self._stops = part.gconfig.stop or []
         self._on_chunk = on_chunk
         self._reach = max(len(stop.encode()) for stop in self._stops)
-        """In tokens: each has a byte at least."""
-        num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: a first token may lose its space
+        """In tokens: each token has at least one byte."""
+        num_before = min(part.num_prior_output_tokens, self._reach + 1)  # one more: the first token can lose its space
         self._before = part.input_ids[-num_before:]
         self._min_new_tokens = part.min_new_tokens
         self._held: list[PartChunk] = []
         self._is_open = False
         self.filled = asyncio.Event()
-        """All tokens are there that could end a stop string, or the part has ended."""
+        """Set when all tokens that could end a stop string have arrived, or the part has ended."""
 
     def take(self, chunk: PartChunk) -> None:
-        """A chunk from the server."""
         if self._is_open:
             self._on_chunk(chunk)
             return
@@ -38,12 +37,12 @@ class BoundaryGate:
             self.filled.set()
 
     def token_lists(self) -> list[list[int]]:
-        """What to turn into text: the end of the earlier parts, alone and with ever more of the first new tokens."""
+        """The tokens to detokenize: the end of the earlier parts, alone and with 1, 2, ... of the first new tokens."""
         new = self._new_ids()[: self._reach]
         return [self._before + new[:count] for count in range(len(new) + 1)]
 
     def settle(self, texts: list[str]) -> bool:
-        """Pass on what was held back, given the texts of `token_lists`; True when a stop string ended the answer."""
+        """Pass on the held tokens, given the texts of `token_lists`; True when a stop string ended the answer."""
         self._is_open = True
         count = next((i for i in range(1, len(texts)) if self._ends_at(i, texts)), None)
         if count is None:
@@ -53,15 +52,15 @@ class BoundaryGate:
         ids = self._new_ids()[:count]
         logprobs = [logprob for chunk in self._held for logprob in chunk.logprobs][:count]
         versions = [version for chunk in self._held for version in chunk.versions][:count]
-        told = self._held[-1].part_versions
-        if told is not None:
-            versions = told[:count]
-        self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if told is None else versions))
+        reported = self._held[-1].part_versions
+        if reported is not None:
+            versions = reported[:count]
+        self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if reported is None else versions))
         return True
 
     def _ends_at(self, count: int, texts: list[str]) -> bool:
-        """Whether the new token of that number completes a stop string. One that an earlier token completed, when the
-        answer was still too short to end, counts no more."""
+        """Whether new token number `count` completes a stop string. One that an earlier token completed, when the
+        answer was still shorter than min_new_tokens, does not count."""
         if count < self._min_new_tokens:
             return False
         return any(texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops)
@@ -70,18 +69,15 @@ class BoundaryGate:
         return [token for chunk in self._held for token in chunk.token_ids]
 
 
-OnChunk = Callable[[PartChunk], None]
-
-
 async def generate_across_a_boundary(
     part: GenerationPart,
     generate: Callable[[OnChunk], Awaitable[None]],
     to_texts: Callable[[list[list[int]]], Awaitable[list[str]]],
     on_chunk: OnChunk,
 ) -> None:
-    """Let `generate` run a part that goes on from an earlier one, and end it where a stop string that began there ends.
+    """Let `generate` run a part that continues an earlier one, and end it where a stop string that started there ends.
 
-    Waits for the first tokens; the server's answer, or its end, unblocks it.
+    Waits for the first tokens or the end of the part.
     """
 
     async def run() -> None:
@@ -93,7 +89,7 @@ async def generate_across_a_boundary(
     try:
         await asyncio.wait((running, filled), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
-            running.result()  # raises when it failed
+            running.result()  # raises its error
         lists = gate.token_lists()
         if not gate.settle(await to_texts(lists) if lists else []):
             await running

@@ -1,4 +1,4 @@
-"""Owns the JSON of vLLM's servers: pure functions between it and the records of `areal.fleet.replica`."""
+"""The JSON of vLLM's servers: pure functions between it and the records of `areal.fleet.replica`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import RequestError
-from areal.fleet.continuation import prior_output_bias, versions_of
+from areal.fleet.continuation import prior_output_bias, version_number, versions_of
 from areal.fleet.replica import FinishReason, GenerationPart, ReplicaLoad
 from areal.fleet.vllm_server import MAX_BIASED_TOKENS
 
 _ALL_TOKENS = 100_000_000
-"""The default of gconfig.top_k, which means no limit; vLLM says 0."""
-_NAMELESS_VERSION = "default"
-"""What a server says whose weights nobody has given a version."""
+"""The default of gconfig.top_k, which means no limit; vLLM's value is 0."""
 
 
 def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
-    """What /inference/v1/generate is asked."""
+    """The body of /inference/v1/generate."""
     body = {
         "request_id": part.part_id,
         "token_ids": part.input_ids,
@@ -31,11 +29,11 @@ def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
 
 
 def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
-    """The settings as vLLM names them. Unknown names it would drop without a word, so there are none."""
+    """The settings under vLLM's names. It silently ignores unknown names."""
     gconfig = part.gconfig
     sampling: dict[str, Any] = {
         "max_tokens": part.max_new_tokens,
-        # vLLM would keep the model's end token from being chosen even where it does not end the answer.
+        # vLLM masks the model's end token until min_tokens even when ignore_eos is set.
         "min_tokens": 0 if gconfig.ignore_eos and not gconfig.stop else part.min_new_tokens,
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
@@ -44,8 +42,8 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         "frequency_penalty": gconfig.frequency_penalty,
         "ignore_eos": gconfig.ignore_eos,
         "stop_token_ids": [] if gconfig.ignore_eos else gconfig.stop_token_ids,
-        "logprobs": 0,  # of the chosen token alone
-        "detokenize": bool(gconfig.stop),  # nobody reads the text
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": bool(gconfig.stop),  # the text is not used
     }
     if gconfig.stop:
         sampling["stop"] = gconfig.stop
@@ -55,8 +53,9 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     if bias := prior_output_bias(part):
         if len(bias) > MAX_BIASED_TOKENS:
             raise RequestError(
-                f"an answer of {len(bias)} different tokens cannot go on under a frequency_penalty on a vLLM server, "
-                f"which takes {MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers"
+                f"an answer of {len(bias)} different tokens cannot continue with a frequency_penalty on a vLLM server, "
+                f"which accepts {MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers",
+                code="server.unsupported_sampling",
             )
         sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
     if stream:
@@ -65,8 +64,8 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
 
 
 def part_seed(seed: int, num_prior_output_tokens: int) -> int:
-    """The seed of one part: vLLM may start its random numbers anew with each request, and an answer that goes on must
-    not get those of its beginning again."""
+    """The seed of one part: vLLM can restart its random numbers with each request, and the rest of an answer must not
+    get the random numbers of its beginning again."""
     if not num_prior_output_tokens:
         return seed
     mixed = (seed + num_prior_output_tokens * 0x9E3779B97F4A7C15) % 2**64
@@ -81,50 +80,42 @@ class Piece:
     logprobs: list[float]
     finish_reason: FinishReason | None
     spans: list[tuple[int, int, int]] | None
-    """On the last piece: (version, start, end) over all tokens of the part."""
+    """On the last piece: (version, start, end) of all tokens of the part."""
 
 
 def parse_piece(answer: dict[str, Any]) -> Piece:
-    """KeyError, TypeError or ValueError when it is not as agreed."""
+    """KeyError, TypeError or ValueError when a field is missing or wrong."""
     choice = answer["choices"][0]
     token_ids: list[int] = choice["token_ids"] or []
     logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if token_ids else []
     reason = choice["finish_reason"]
     if reason not in (None, "stop", "length", "abort"):
         raise ValueError(f"finish reason {reason!r}")
-    told = choice["weight_versions"]
-    spans = None if told is None else [(version_number(s["version"]), s["start"], s["end"]) for s in told]
+    found = choice["weight_versions"]
+    spans = None if found is None else [(version_number(s["version"]), s["start"], s["end"]) for s in found]
     return Piece(token_ids, logprobs, reason, spans)
 
 
 def part_versions(spans: list[tuple[int, int, int]] | None, num_tokens: int) -> list[int]:
-    """One version per token of a whole part. ValueError unless the server told all of them."""
+    """One version per token of a whole part. ValueError unless the server reported all of them."""
     return versions_of(spans or [], num_tokens)
-
-
-def version_number(told: str, *, has_dummy_weights: bool = False) -> int:
-    """A server that was not told a version holds its first weights: version 0, or none when they are random."""
-    if told == _NAMELESS_VERSION:
-        return -1 if has_dummy_weights else 0
-    return int(told)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What areal's extension in the workers tells."""
+    """The state that areal's extension reports from the workers."""
 
     vocab_size: int
     context_length: int
     weights_whole: bool
     first_folder: str
-    """What it was started with, on its own machine."""
-    has_sleep_mode: bool
+    """The folder that the server loaded first, on its own machine."""
     has_dummy_weights: bool
-    """It was started without a checkpoint. It says so for ever, also when it has been given weights."""
+    """It was started without a checkpoint. Stays true after a weight update."""
 
 
 def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
-    """Of all workers of a server. KeyError, TypeError or ValueError when it is not as agreed."""
+    """The state of all workers of a server. KeyError, TypeError or ValueError when a field is missing or wrong."""
     states: list[dict[str, Any]] = answer["results"]
     if not states:
         raise ValueError("no worker answered")
@@ -134,18 +125,17 @@ def parse_worker_state(answer: dict[str, Any]) -> WorkerState:
         context_length=int(first["context_length"]),
         first_folder=str(first["first_folder"]),
         weights_whole=all(state["weights_whole"] for state in states),
-        has_sleep_mode=bool(first["has_sleep_mode"]),
         has_dummy_weights=bool(first["has_dummy_weights"]),
     )
 
 
 def worker_errors(answer: dict[str, Any]) -> list[str]:
-    """What went wrong in workers of a server; empty when all did as told. KeyError or TypeError as above."""
+    """The errors of the workers of a server; empty when all succeeded. KeyError or TypeError as above."""
     return [str(result["error"]) for result in answer["results"] if "error" in result]
 
 
 def parse_load(metrics: str) -> ReplicaLoad:
-    """From /metrics; the engines of a data-parallel server are added up. KeyError when a figure is not there."""
+    """From /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
     sums = _metric_sums(
         metrics.splitlines(),
         {
@@ -165,7 +155,7 @@ def parse_load(metrics: str) -> ReplicaLoad:
 
 
 def _metric_sums(lines: Iterable[str], names: set[str]) -> dict[str, tuple[float, int]]:
-    """Name -> (sum over its label sets, how many there are)."""
+    """Name -> (sum over its label sets, number of label sets)."""
     sums: dict[str, tuple[float, int]] = {}
     for line in lines:
         name = line.partition("{")[0].partition(" ")[0]

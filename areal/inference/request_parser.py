@@ -8,17 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from areal.api.errors import RequestError
-from areal.inference.sequence import ALL_TOKENS, SamplingParams, Sequence
+from areal.inference.sequence import ALL_TOKENS, SamplingParams
 
-_GENERATE_FIELDS = frozenset(
-    {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
-)
-_MAX_SEED = 2**63 - 1
 _MAX_STOP_STRINGS = 64
-_MAX_KNOWN_PARAMS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +24,6 @@ class RequestLimits:
     default_stop_ids: frozenset[int]
     """End tokens of the model."""
     has_tokenizer: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateCall:
-    """A valid /generate body."""
-
-    sequence: Sequence
-    with_logprobs: bool
-    with_text: bool
-    """Asked for, since decoding costs more than all else a short request does."""
-
-    @property
-    def is_streaming(self) -> bool:
-        return self.sequence.stream_interval > 0
 
 
 def check_fields(body: Any, known: frozenset[str] | set[str], where: str = "the request") -> Mapping[str, Any]:
@@ -90,78 +69,6 @@ def _float_field(
     return float(value)
 
 
-class GenerateParser:
-    """Turns /generate bodies into sequences."""
-
-    def __init__(self, limits: RequestLimits, draw_seed: Callable[[], int]) -> None:
-        self._limits = limits
-        self._draw_seed = draw_seed
-        self._known_params: dict[bytes, SamplingParams] = {}
-
-    def parse(self, body: Any, request_id: str) -> GenerateCall:
-        """A valid call, or RequestError. `request_id` is for requests that bring none."""
-        limits = self._limits
-        body = check_fields(body, _GENERATE_FIELDS)
-        input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
-        if not input_ids:
-            raise RequestError("input_ids must hold at least one token")
-        sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
-        is_streaming = bool_field(body, "stream", False)
-        stream_interval = _stream_interval(sampling, is_streaming)
-        seed, num_prior = self._own_fields(sampling, len(input_ids))
-        params = self._params(sampling)
-        num_prompt, context = len(input_ids), limits.context_length
-        if num_prompt >= context:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and leaves no room for an answer: the context length is {context}"
-            )
-        if num_prompt + params.max_new_tokens > context:
-            raise RequestError(
-                f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
-                f"of {context}: ask for at most {context - num_prompt} new tokens"
-            )
-        with_text = bool_field(body, "return_text", False)
-        if with_text and (is_streaming or not limits.has_tokenizer):
-            raise RequestError("return_text needs a tokenizer in the model's folder, and does not go with stream")
-        sequence = Sequence(
-            request_id=text_field(body, "rid", request_id) or request_id,
-            token_ids=input_ids,
-            num_prompt=num_prompt,
-            params=params,
-            seed=seed,
-            num_prior_output=num_prior,
-            group_id=text_field(body, "group_id", ""),
-            stream_interval=stream_interval,
-        )
-        return GenerateCall(
-            sequence=sequence,
-            with_logprobs=bool_field(body, "return_logprob", False),
-            with_text=with_text,
-        )
-
-    def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
-        """Take out what differs from request to request: the seed and the number of prior output tokens."""
-        seed = sampling.pop("sampling_seed", None)
-        if seed is None:
-            seed = self._draw_seed()
-        else:
-            seed = int_field({"sampling_seed": seed}, "sampling_seed", None, 0, _MAX_SEED)
-        num_prior = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
-        sampling.pop("num_prior_output_tokens", None)
-        return seed, num_prior
-
-    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
-        """Parse the settings, or take those of an equal earlier request: a run has few different ones."""
-        key = orjson.dumps(sampling)
-        params = self._known_params.get(key)
-        if params is None:
-            params = parse_sampling_params(sampling, self._limits)
-            if len(self._known_params) >= _MAX_KNOWN_PARAMS:
-                self._known_params.clear()
-            self._known_params[key] = params
-        return params
-
-
 def token_ids_field(body: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
     """A list of token ids, each within the vocabulary."""
     ids = body.get(name)
@@ -171,25 +78,6 @@ def token_ids_field(body: Mapping[str, Any], name: str, vocab_size: int) -> list
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(f"{name} holds {wrong}, outside of the vocabulary (0 to {vocab_size - 1})")
     return ids
-
-
-_SAMPLING_FIELDS = frozenset(
-    {
-        "max_new_tokens",
-        "min_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stop_token_ids",
-        "frequency_penalty",
-        "repetition_penalty",
-        "ignore_eos",
-        "sampling_seed",
-        "num_prior_output_tokens",
-        "stream_interval",
-    }
-)
 
 
 def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
@@ -216,7 +104,7 @@ def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> Sam
     )
 
 
-def _stream_interval(sampling: dict[str, Any], is_streaming: bool) -> int:
+def parse_stream_interval(sampling: dict[str, Any], is_streaming: bool) -> int:
     """Take out the tokens per event of a stream, one unless said; 0 for an answer in one piece."""
     if "stream_interval" not in sampling:
         return 1 if is_streaming else 0

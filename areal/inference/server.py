@@ -134,7 +134,7 @@ async def serve(
         native,
         path,
         options.device,
-        deliver=app.deliver,
+        deliver=app.generate.deliver,
         on_failure=fail,
         detokenizer=detokenizer,
         from_scratch=options.from_scratch,
@@ -150,7 +150,7 @@ async def serve(
     async with beating_loop(launched_heartbeat(), lambda: _activity(engine)):
         await stopped.wait()
     if failures:
-        app.fail_waiting(failures[0])
+        app.generate.fail_waiting(failures[0])
     else:
         await loop.run_in_executor(None, engine.stop)
     await runner.cleanup()

@@ -46,10 +46,10 @@ def serve_rollouts(
 
     def make_controller() -> Controller:
         ledger = Ledger.open(RunPaths.of(config).ledger)
-        outlived = range(ledger.state.version + 1, ledger.state.highest_version + 1)
+        abandoned = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,
-            fleet=Fleet(registry, context.num_servers, config.rollout, factory, outlived=outlived),
+            fleet=Fleet(registry, context.num_servers, config.rollout, factory, abandoned=abandoned),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
             ledger=ledger,

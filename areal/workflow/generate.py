@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
-from areal.api.engine import InferenceEngine
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer
 
@@ -45,19 +44,13 @@ def new_group_id() -> str:
     return uuid4().hex
 
 
-async def generate(
-    engine: InferenceEngine,
-    input_ids: list[int],
-    settings: GenerationHyperparameters,
-    *,
-    group_id: str,
-    number: int,
-) -> GenerationResponse:
-    """Answer `number` of a group."""
-    request = GenerationRequest(
+def new_request(
+    input_ids: list[int], settings: GenerationHyperparameters, *, group_id: str, number: int
+) -> GenerationRequest:
+    """The request for answer `number` of a group."""
+    return GenerationRequest(
         request_id=f"{group_id}-{number:06d}", input_ids=input_ids, gconfig=settings, group_id=group_id
     )
-    return await engine.agenerate(request)
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -15,9 +15,9 @@ from areal.data.tokenizer import Tokenizer
 from areal.workflow.generate import (
     answer_text,
     gather_or_cancel,
-    generate,
     group_stats,
     new_group_id,
+    new_request,
     settings_for_length,
 )
 from areal.workflow.scored import ScoredWorkflow
@@ -145,7 +145,7 @@ class MultiTurnWorkflow(ScoredWorkflow):
             context_ids, context_text = list(dialogue.token_ids), dialogue.text
             settings = settings_for_length(self._settings, len(context_ids), list(row))
             number = first_number + dialogue.num_turns
-            response = await generate(engine, context_ids, settings, group_id=group_id, number=number)
+            response = await engine.agenerate(new_request(context_ids, settings, group_id=group_id, number=number))
             text = answer_text(response, self._tokenizer)
             dialogue.add_answer(response, text)
             scores = await self._scorer.score(context_text, context_ids, [(text, response.output_ids)], row)

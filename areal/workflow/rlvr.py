@@ -15,9 +15,9 @@ from areal.data.tokenizer import Tokenizer
 from areal.workflow.generate import (
     answer_text,
     gather_or_cancel,
-    generate,
     group_stats,
     new_group_id,
+    new_request,
     settings_for_length,
     single_turn_trajectory,
 )
@@ -61,7 +61,7 @@ class RLVRWorkflow(ScoredWorkflow):
             each.append(dataclasses.replace(settings, greedy=True))
         responses = await gather_or_cancel(
             [
-                generate(engine, prompt_ids, settings, group_id=group_id, number=number)
+                engine.agenerate(new_request(prompt_ids, settings, group_id=group_id, number=number))
                 for number, settings in enumerate(each)
             ]
         )

@@ -322,14 +322,14 @@ class FleetKit:
         self.servers.append(server)
         return server
 
-    async def fleet(self, num_servers: int, *, outlived: range = range(0), **config: Any) -> Fleet:
+    async def fleet(self, num_servers: int, *, abandoned: range = range(0), **config: Any) -> Fleet:
         settings: dict[str, Any] = {
             "health_check_interval_s": 0.03,
             "setup_timeout": 200.0,
             "weight_update_timeout_s": 100.0,
         } | config
         fleet = Fleet(
-            self.registry, num_servers, InferenceEngineConfig(**settings), self.server_class.client, outlived=outlived
+            self.registry, num_servers, InferenceEngineConfig(**settings), self.server_class.client, abandoned=abandoned
         )
         self.fleets.append(fleet)
         await fleet.start()

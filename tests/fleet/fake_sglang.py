@@ -76,8 +76,6 @@ class FakeSGLang(FakeServer):
             "/update_weights_from_distributed": self._receive,
             "/load_lora_adapter": self._load_adapter,
             "/unload_lora_adapter": self._unload_adapter,
-            "/release_memory_occupation": self._memory,
-            "/resume_memory_occupation": self._memory,
             "/detokenize": self._detokenize,
         }
         for path, control in controls.items():
@@ -205,10 +203,6 @@ class FakeSGLang(FakeServer):
         if self.adapters.pop(body["lora_name"], None) is None:
             return self._as_recorded("unload_adapter_again")
         return recorded("unload_adapter")
-
-    async def _memory(self, body: Any) -> Any:
-        assert body.keys() == {"tags"}
-        return recorded("release_memory")
 
     # Generation
 

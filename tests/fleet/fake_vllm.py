@@ -33,9 +33,6 @@ class FakeVLLM(FakeServer):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.adapters: dict[str, str] = {}
-        self.memory_calls: list[str] = []
-        """Paths of what was asked to give up or take back memory."""
-        self.has_sleep_mode = True
         self.extension_missing = False
         """It was started without areal's worker extension."""
         self.fail_cache_reset = False
@@ -63,9 +60,6 @@ class FakeVLLM(FakeServer):
             "/update_weight_version": self._set_version,
             "/v1/load_lora_adapter": self._load_adapter,
             "/v1/unload_lora_adapter": self._unload_adapter,
-            "/sleep": self._sleep,
-            "/wake_up": self._sleep,
-            "/release_kv_cache_memory": self._sleep,
         }
         for path, control in controls.items():
             yield web.post(path, self._handler(control))
@@ -113,7 +107,6 @@ class FakeVLLM(FakeServer):
             "vocab_size": 5000,
             "context_length": 4096,
             "weights_whole": not self.torn,
-            "has_sleep_mode": self.has_sleep_mode,
         }
         return body
 
@@ -207,10 +200,6 @@ class FakeVLLM(FakeServer):
         if self.adapters.pop(body["lora_name"], None) is None:
             return self._as_recorded("unload_adapter_again")
         return recorded("unload_adapter")
-
-    async def _sleep(self, body: Any, request: web.Request) -> Any:
-        self.memory_calls.append(request.path_qs)
-        return recorded("sleep" if request.path == "/sleep" else "wake_up")
 
     # Generation
 

@@ -62,8 +62,9 @@ def test_parts_add_up_to_the_whole_budget(budget: int, minimum: int, cuts: list[
 def test_the_bound_on_prompt_and_answer_together_counts() -> None:
     assert token_budget(GenerationHyperparameters(max_new_tokens=10, max_tokens=8), 3) == 5
     assert token_budget(GenerationHyperparameters(max_new_tokens=4, max_tokens=8), 3) == 4
-    with pytest.raises(RequestError, match=r"prompt of 8 tokens leaves no room .*gconfig\.max_tokens=8"):
+    with pytest.raises(RequestError, match=r"gconfig\.max_tokens=8") as error:
         token_budget(GenerationHyperparameters(max_tokens=8), 8)
+    assert error.value.code == "request.too_long"
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,12 @@ def test_a_stop_token_ends_an_answer_whose_last_word_was_lost(gconfig: dict, fin
 def test_a_replica_that_breaks_the_protocol_is_noticed() -> None:
     answer = Answer(a_request(max_new_tokens=2), stream_interval=8)
     answer.next_part("server-0")
-    with pytest.raises(ServerUnavailable, match="server-0 sent more tokens"):
+    with pytest.raises(ServerUnavailable, match="server-0") as error:
         answer.add(chunk(1, 2, 3))
-    with pytest.raises(ServerUnavailable, match="1 tokens with 0 log-probabilities and 1 versions"):
+    assert error.value.code == "server.unreadable_answer"
+    with pytest.raises(ServerUnavailable, match=r"1 tokens with 0 .* 1 versions") as error:
         answer.add(PartChunk([1], [], [0], None))
+    assert error.value.code == "server.unreadable_answer"
 
 
 def test_spans_become_versions() -> None:
@@ -135,8 +138,9 @@ def test_nothing_of_a_part_is_kept_whose_versions_do_not_fit(wrong: list[int]) -
     answer.add(told(chunk(1, finish="abort"), [0]))
     answer.next_part("server-1")
     answer.add(chunk(2, 3))
-    with pytest.raises(ServerUnavailable, match=rf"server-1 told {len(wrong)} versions of a part of 3 tokens"):
+    with pytest.raises(ServerUnavailable, match=rf"server-1 .*{len(wrong)} versions .* 3 tokens") as error:
         answer.add(told(chunk(4, finish="stop"), wrong))
+    assert error.value.code == "server.unreadable_answer"
     assert not answer.finished
     assert answer.next_part("server-2").input_ids == [0, 1, 2, 1]
 
@@ -147,8 +151,9 @@ def test_versions_told_at_the_end_may_not_fall_below_those_of_earlier_parts() ->
     answer.add(told(chunk(1, 2, finish="abort"), [4, 5]))
     answer.next_part("server-1")
     answer.add(chunk(3, 4, version=5))
-    with pytest.raises(ServerUnavailable, match="server-1 went on under policy version 4, which is older than 5"):
+    with pytest.raises(ServerUnavailable, match=r"server-1 .*version 4, .*version 5") as error:
         answer.add(told(chunk(5, version=5, finish="length"), [5, 4, 5]))
+    assert error.value.code == "server.unreadable_answer"
     assert not answer.finished
     assert answer.next_part("server-2").input_ids == [0, 1, 2, 1, 2, 3]
     assert answer.newest_version == 5

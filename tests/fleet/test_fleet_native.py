@@ -65,7 +65,9 @@ class NativeServer:
             model_path=str(folder), dtype="float32", device="cpu", max_total_tokens=4096, context_length=1024
         )
         app = ServerApp(model_path=str(folder), draw_seed=seed_source(1))
-        self.engine = build_engine(native, folder, "cpu", deliver=app.deliver, on_failure=print, detokenizer=None)
+        self.engine = build_engine(
+            native, folder, "cpu", deliver=app.generate.deliver, on_failure=print, detokenizer=None
+        )
         app.attach(self.engine, request_limits(native, self.engine.runner.model, None), None)
         self._runner = web.AppRunner(app.application(), handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.http_connection import HttpClient, _Connection
+from areal.fleet.http_connection import Connection
+from areal.fleet.server_client import ServerClient
 from tests.fleet.fake_server import until
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -58,33 +59,35 @@ class RawServer:
 
 
 @pytest.fixture
-async def raw() -> AsyncIterator[tuple[RawServer, HttpClient]]:
+async def raw() -> AsyncIterator[tuple[RawServer, ServerClient]]:
     server = RawServer()
-    client = HttpClient(await server.start(), token="secret")
+    client = ServerClient("server-0", await server.start(), token="secret")
     yield server, client
     client.close()
     await server.stop()
 
 
-async def test_answers_and_their_connection_are_used_again(raw: tuple[RawServer, HttpClient]) -> None:
+async def test_answers_and_their_connection_are_used_again(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     server.answers = [PLAIN, CHUNKED, REFUSED, EMPTY]
-    assert await client.request("POST", "/a", b"body") == (200, b"hello")
-    assert await client.request("GET", "/b") == (200, b"hello")
-    assert await client.request("GET", "/c", b"", lambda data: None) == (400, b"bad")
-    assert await client.request("GET", "/d") == (200, b"")
+    assert await client.exchange("POST", "/a", b"body") == (200, b"hello")
+    assert await client.exchange("GET", "/b") == (200, b"hello")
+    assert await client.exchange("GET", "/c", b"", lambda data: None) == (400, b"bad")
+    assert await client.exchange("GET", "/d") == (200, b"")
     assert server.num_connections == 1
     assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\nHost: 127.0.0.1:")
     assert b"\r\nAuthorization: Bearer secret\r\n" in server.requests[0]
     assert server.requests[0].endswith(b"\r\nContent-Length: 4\r\n\r\nbody")
 
 
-async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(raw: tuple[RawServer, HttpClient]) -> None:
+async def test_a_connection_is_not_used_again_after_a_failure_of_the_server(
+    raw: tuple[RawServer, ServerClient],
+) -> None:
     """uvicorn closes it after its handler's error, at some moment, and does not say so."""
     server, client = raw
     server.answers = [FAILED, PLAIN]
-    assert await client.request("GET", "/a") == (500, b"bad")
-    assert await client.request("GET", "/b") == (200, b"hello")
+    assert await client.exchange("GET", "/a") == (500, b"bad")
+    assert await client.exchange("GET", "/b") == (200, b"hello")
     assert server.num_connections == 2
 
 
@@ -93,7 +96,7 @@ def test_an_answer_may_come_in_any_pieces(data: st.DataObject) -> None:
     async def run() -> None:
         answer = data.draw(st.sampled_from([PLAIN, CHUNKED, EMPTY]))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(answer) - 1))))
-        connection = _Connection(set())
+        connection = Connection(set())
         connection._answer = asyncio.get_running_loop().create_future()
         pieces: list[bytes] = []
         connection._on_data = pieces.append
@@ -106,16 +109,17 @@ def test_an_answer_may_come_in_any_pieces(data: st.DataObject) -> None:
     asyncio.run(run())
 
 
-async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, HttpClient]) -> None:
+async def test_a_lost_connection_fails_the_call(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     server.answers = [None, PLAIN]
-    with pytest.raises(ServerUnavailable, match="lost in mid-answer"):
-        await client.request("GET", "/")
-    assert await client.request("GET", "/") == (200, b"hello")
+    with pytest.raises(ServerUnavailable) as error:
+        await client.exchange("GET", "/")
+    assert error.value.code == "fleet.no_answer"
+    assert await client.exchange("GET", "/") == (200, b"hello")
 
 
 async def test_a_body_without_a_length_ends_with_its_connection() -> None:
-    connection = _Connection(set())
+    connection = Connection(set())
     connection._answer = asyncio.get_running_loop().create_future()
     connection.data_received(b"HTTP/1.0 200 OK\r\n\r\nhel")
     connection.data_received(b"lo")
@@ -133,44 +137,50 @@ async def test_a_body_without_a_length_ends_with_its_connection() -> None:
         b"x" * 70000,
     ],
 )
-async def test_what_is_no_answer_fails_the_call(raw: tuple[RawServer, HttpClient], answer: bytes) -> None:
+async def test_what_is_no_answer_fails_the_call(raw: tuple[RawServer, ServerClient], answer: bytes) -> None:
     server, client = raw
     server.answers = [answer]
-    with pytest.raises(ServerUnavailable, match="cannot be read"):
-        await client.request("GET", "/")
+    with pytest.raises(ServerUnavailable) as error:
+        await client.exchange("GET", "/")
+    assert error.value.code == "server.unreadable_answer"
 
 
-async def test_an_error_of_the_reader_is_the_callers(raw: tuple[RawServer, HttpClient]) -> None:
+async def test_an_error_of_the_reader_is_the_callers(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     server.answers = [PLAIN]
 
     def refuse(data: bytes) -> None:
-        raise ServerUnavailable("not what I want")
+        raise ServerUnavailable("refused by the reader", code="test.refused")
 
-    with pytest.raises(ServerUnavailable, match="not what I want"):
-        await client.request("GET", "/", b"", refuse)
+    with pytest.raises(ServerUnavailable) as error:
+        await client.exchange("GET", "/", b"", refuse)
+    assert error.value.code == "test.refused"
     await until(lambda: server.num_open == 0)
 
 
-async def test_cancel_and_close_drop_connections(raw: tuple[RawServer, HttpClient]) -> None:
+async def test_cancel_and_close_drop_connections(raw: tuple[RawServer, ServerClient]) -> None:
     server, client = raw
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhe"
     server.answers = [half, half]
-    first, second = (asyncio.create_task(client.request("GET", "/")) for _ in range(2))
+    first, second = (asyncio.create_task(client.exchange("GET", "/")) for _ in range(2))
     await until(lambda: not server.answers)
     first.cancel()
     await until(lambda: server.num_open == 1)
     client.close()
     with pytest.raises(ServerUnavailable):
         await second
-    with pytest.raises(ServerUnavailable, match="closed"):
-        await client.request("GET", "/")
+    with pytest.raises(ServerUnavailable) as error:
+        await client.exchange("GET", "/")
+    assert error.value.code == "fleet.no_answer"
     await until(lambda: server.num_open == 0)
 
 
 async def test_a_server_that_is_not_there_and_a_bad_address() -> None:
-    with pytest.raises(ServerUnavailable, match=r"refused|Connect call failed"):
-        await HttpClient("http://127.0.0.1:9").request("GET", "/")
+    with pytest.raises(ServerUnavailable) as missing:
+        await ServerClient("server-0", "http://127.0.0.1:9").exchange("GET", "/")
+    assert missing.value.code == "fleet.no_answer"
+    assert "http://127.0.0.1:9" in str(missing.value)
     for address in ("https://host:1", "host:1", "http://"):
-        with pytest.raises(RequestError, match="is not of the form"):
-            HttpClient(address)
+        with pytest.raises(RequestError) as error:
+            ServerClient("server-0", address)
+        assert error.value.code == "fleet.invalid_address"

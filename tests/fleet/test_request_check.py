@@ -1,4 +1,4 @@
-"""A request that would kill or confuse a server is refused before it is sent, in the same words for all backends."""
+"""A request that would end or confuse a server is refused before it is sent, in the same way for all backends."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
+from areal.fleet.continuation import Answer
 from areal.fleet.replica import ReplicaInfo
-from areal.fleet.request_check import RequestBounds, check_request, common_bounds
 
-BOUNDS = RequestBounds(vocab_size=100, context_length=20)
+INFO = ReplicaInfo(version=0, vocab_size=100, context_length=20, weights_whole=True)
 
 
 def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
@@ -22,27 +22,22 @@ def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("request_", "code", "values"),
     [
-        (a_request([]), "the prompt is empty"),
-        (a_request([3, 100]), r"prompt holds token id 100, .*vocabulary \(0 to 99\): does the tokenizer belong"),
-        (a_request([-1, 3]), "prompt holds token id -1"),
-        (a_request([3], stop_token_ids=[99, 100]), r"gconfig.stop_token_ids holds 100, .*: remove it"),
-        (a_request([1] * 20), "prompt of 20 tokens leaves no room .*context length of 20: shorten"),
-        (
-            a_request([1] * 16),
-            r"prompt \(16 tokens\) and answer \(up to 5\) exceed .*of 20: set gconfig.max_new_tokens to at most 4",
-        ),
-        (
-            a_request([1], max_new_tokens=16384),
-            "set gconfig.max_new_tokens to at most 19",
-        ),  # the default is no exception
-        (a_request([1] * 4, max_tokens=4), r"gconfig.max_tokens=4"),
+        (a_request([]), "request.invalid_field", "empty"),
+        (a_request([3, 100]), "request.token_id", "the prompt has token id 100, .*0 to 99"),
+        (a_request([-1, 3]), "request.token_id", "the prompt has token id -1"),
+        (a_request([3], stop_token_ids=[99, 100]), "request.token_id", "gconfig.stop_token_ids has token id 100"),
+        (a_request([1] * 20), "request.too_long", "20 tokens .* context length of 20"),
+        (a_request([1] * 16), "request.too_long", r"16 tokens.*\(up to 5\).*gconfig.max_new_tokens to at most 4,"),
+        (a_request([1], max_new_tokens=16384), "request.too_long", "at most 19"),  # the default is no exception
+        (a_request([1] * 4, max_tokens=4), "request.too_long", "gconfig.max_tokens=4"),
     ],
 )
-def test_what_is_refused_says_what_to_do(request_: GenerationRequest, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        check_request(request_, BOUNDS)
+def test_what_is_refused_names_the_limit(request_: GenerationRequest, code: str, values: str) -> None:
+    with pytest.raises(RequestError, match=values) as error:
+        Answer(request_, stream_interval=1).check([INFO])
+    assert error.value.code == code
 
 
 @pytest.mark.parametrize(
@@ -55,10 +50,13 @@ def test_what_is_refused_says_what_to_do(request_: GenerationRequest, message: s
     ids=["ids", "length", "max_tokens"],
 )
 def test_what_fits_passes(request_: GenerationRequest) -> None:
-    check_request(request_, BOUNDS)
+    Answer(request_, stream_interval=1).check([INFO])
 
 
-def test_an_answer_may_go_on_anywhere_so_the_tightest_replica_counts() -> None:
-    one = ReplicaInfo(version=0, vocab_size=10, context_length=90, weights_whole=True)
-    other = dataclasses.replace(one, vocab_size=20, context_length=80)
-    assert common_bounds([one, other]) == RequestBounds(vocab_size=10, context_length=80)
+def test_an_answer_may_continue_at_any_replica_so_the_tightest_limits_count() -> None:
+    small = dataclasses.replace(INFO, vocab_size=10, context_length=90)
+    for infos in ([INFO, small], [small, INFO]):
+        Answer(a_request([9] * 15), stream_interval=1).check(infos)
+        for request in (a_request([10]), a_request([1] * 16)):
+            with pytest.raises(RequestError):
+                Answer(request, stream_interval=1).check(infos)

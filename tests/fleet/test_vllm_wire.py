@@ -51,8 +51,9 @@ def test_prior_output_counts_for_the_frequency_penalty() -> None:
     assert sampling(part)["logit_bias"] == {"9": -4.5, "8": -1.5}
     assert "logit_bias" not in sampling(dataclasses.replace(part, num_prior_output_tokens=0))
     long = dataclasses.replace(part, input_ids=list(range(1100)), num_prior_output_tokens=1100)
-    with pytest.raises(RequestError, match="takes 1024"):
+    with pytest.raises(RequestError, match="1024") as error:
         sampling(long)
+    assert error.value.code == "server.unsupported_sampling"
 
 
 def test_a_part_never_gets_the_random_numbers_of_another() -> None:

@@ -187,7 +187,6 @@ class Kit:
                 model="first",
                 quantization=None,
                 max_model_len=64,
-                enable_sleep_mode=False,
                 get_vocab_size=lambda: 16,
             ),
             load_config=SimpleNamespace(load_format=load_format),

@@ -42,7 +42,6 @@ _KEPT_SETTINGS = (
     "max_total_num_tokens",
     "incremental_streaming_output",
     "enable_deterministic_inference",
-    "enable_memory_saver",
     "enable_lora",
 )
 _TIMES = ("_ts", "_time", "_latency", "_wait", "_throughput", "timestamp", "_us", "created")
@@ -208,8 +207,6 @@ async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str
         await record_adapters(recorder, adapter)
         await record_load(recorder, session, address)
         # A server on CPU does nothing here, but says what one on GPU says.
-        await recorder.ask("release_memory", "POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
-        await recorder.ask("resume_memory", "POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
     return calm(recorder.entries)
 
 

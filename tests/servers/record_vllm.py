@@ -189,15 +189,6 @@ async def record_adapters(recorder: Recorder, adapter: Path) -> None:
     await recorder.ask("unload_adapter_again", "POST", unload, {"lora_name": "policy-1"})
 
 
-async def record_memory(recorder: Recorder) -> None:
-    """A server on CPU does nothing here, but says what one on GPU says."""
-    await recorder.ask("sleep", "POST", "/sleep?level=1", {})
-    await recorder.ask("wake_up_partly", "POST", "/wake_up?tags=weights", {})
-    await recorder.ask("wake_up", "POST", "/wake_up?tags=kv_cache", {})
-    await recorder.ask("pause_abort", "POST", "/pause?mode=abort&clear_cache=true", {})
-    await recorder.ask("release_kv_cache", "POST", "/release_kv_cache_memory", {})
-
-
 def write_adapter(folder: Path, hidden_size: int) -> Path:
     """A LoRA adapter in PEFT's format for the first layer's queries."""
     folder.mkdir()
@@ -219,7 +210,6 @@ async def record(address: str, model: Path, adapter: Path) -> dict[str, dict[str
         await record_disk_updates(recorder, model)
         await record_collective_update(recorder, model)
         await record_adapters(recorder, adapter)
-        await record_memory(recorder)
         await recorder.ask("health", "GET", "/health")
     return recorder.entries
 

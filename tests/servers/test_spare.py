@@ -15,7 +15,6 @@ from areal.api.data import GenerationRequest, GenerationResponse
 from areal.api.errors import RequestError
 from areal.fleet.fleet import Fleet
 from tests.servers.checkpoints import Scorer, build_model
-from tests.servers.real_server import RealServer
 from tests.servers.server_kit import PROMPT, TOLERANCE, FixedTrainer, Kit, SpareServer, a_request, largest_gap
 
 pytestmark = pytest.mark.timeout(600)
@@ -102,12 +101,3 @@ async def test_adapters_by_versioned_name(kit: Kit, spare: SpareServer, old_cool
         with pytest.raises(RequestError):
             await fleet.agenerate(requests[1])
     assert len((await fleet.agenerate(requests[2])).output_ids) == 40
-
-
-async def test_memory_that_cannot_be_given_up_is_refused_and_the_server_lives_on(server: RealServer, kit: Kit) -> None:
-    """On the CPU neither server can; the refusal names the flag that is missing."""
-    replica = kit.replica(server)
-    with pytest.raises(RequestError, match=r"sleep.mode|memory.saver"):
-        await replica.release_memory(["weights", "kv_cache"])
-    fleet = await kit.fleet(server)
-    assert len((await fleet.agenerate(a_request(8))).output_ids) == 8

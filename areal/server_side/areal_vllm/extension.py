@@ -29,7 +29,6 @@ class WorkerExtension:
             "context_length": model.max_model_len,
             "weights_whole": self._areal_engine().weights_whole,
             "first_folder": self._areal_engine().first_folder,
-            "has_sleep_mode": model.enable_sleep_mode,
             "has_dummy_weights": worker.vllm_config.load_config.load_format == "dummy",
         }
 

@@ -1,0 +1,257 @@
+"""`/generate` of the native server: from an HTTP body to a sequence of the engine, and from its tokens to the answer.
+
+A handler waits until the engine's thread delivers: the end of its sequence or, when it streams, new tokens. aiohttp
+cancels the handler of a client that has disconnected, which aborts its sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from areal.api.errors import RequestError, ServerUnavailable
+from areal.inference.engine import Detokenizer, Engine
+from areal.inference.json_answers import json_response, read_json
+from areal.inference.request_parser import (
+    RequestLimits,
+    bool_field,
+    check_fields,
+    int_field,
+    parse_sampling_params,
+    parse_stream_interval,
+    text_field,
+    token_ids_field,
+)
+from areal.inference.sequence import FinishReason, SamplingParams, Sequence
+
+_EVENT_STREAM = "text/event-stream"
+_MAX_SEED = 2**63 - 1
+_MAX_KNOWN_PARAMS = 256
+_GENERATE_FIELDS = frozenset(
+    {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
+)
+_SAMPLING_FIELDS = frozenset(
+    {
+        "max_new_tokens",
+        "min_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "stop_token_ids",
+        "frequency_penalty",
+        "repetition_penalty",
+        "ignore_eos",
+        "sampling_seed",
+        "num_prior_output_tokens",
+        "stream_interval",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A valid /generate body."""
+
+    sequence: Sequence
+    with_logprobs: bool
+    with_text: bool
+    """Asked for, since decoding costs more than all else a short request does."""
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.sequence.stream_interval > 0
+
+
+class GenerateRoute:
+    """Answers generation requests. `deliver` is called from the engine's thread."""
+
+    def __init__(self, draw_seed: Callable[[], int]) -> None:
+        self._draw_seed = draw_seed
+        self._loop = asyncio.get_running_loop()
+        self._waiters: dict[Sequence, asyncio.Future[None]] = {}
+        self._by_id: dict[str, Sequence] = {}
+        self._id_prefix = uuid.uuid4().hex[:12]
+        self._num_requests = 0
+        self._known_params: dict[bytes, SamplingParams] = {}
+
+    def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
+        """Set the engine that answers. Called once, before the first request."""
+        self._engine = engine
+        self._limits = limits
+        self._detokenizer = detokenizer
+
+    def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
+        """Called in the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._wake, finished, progressed)
+        except RuntimeError:
+            if not self._loop.is_closed():  # after the end of the loop nobody waits any more
+                raise
+
+    def _wake(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
+        for sequences in (finished, progressed):
+            for sequence in sequences:
+                waiter = self._waiters.get(sequence)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(None)
+
+    def fail_waiting(self, cause: BaseException) -> None:
+        """The engine is dead: answer 500 to all who wait for it."""
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(ServerUnavailable(f"the engine failed: {cause}"))
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
+        self._num_requests += 1
+        default_id = f"{self._id_prefix}{self._num_requests:012d}"
+        call = self._parse(await read_json(request), default_id)
+        sequence = call.sequence
+        if sequence.request_id in self._by_id:
+            raise RequestError(f"rid {sequence.request_id!r} is in use by a running request: give each its own")
+        self._by_id[sequence.request_id] = sequence
+        try:
+            waiter = self._waiters[sequence] = self._loop.create_future()
+            self._engine.submit(sequence)
+            if call.is_streaming:
+                return await self._stream(request, call, waiter)
+            await waiter
+            return json_response(self._part(call, 0)[0])
+        finally:
+            del self._by_id[sequence.request_id]
+            self._waiters.pop(sequence, None)
+            if sequence.finish is None:
+                self._engine.abort(sequence, "the client has gone")
+
+    async def _stream(self, request: web.Request, call: _Call, waiter: asyncio.Future[None]) -> web.StreamResponse:
+        """An event per `stream_interval` tokens, with all there is. A short answer is one event and one write."""
+        response: web.StreamResponse | None = None
+        start = 0
+        while True:
+            await waiter
+            waiter = self._waiters[call.sequence] = self._loop.create_future()
+            part, start = self._part(call, start)
+            event = b"data: " + orjson.dumps(part) + b"\n\n"
+            is_last = part["meta_info"]["finish_reason"] is not None
+            if is_last:
+                event += b"data: [DONE]\n\n"
+                if response is None:
+                    return web.Response(body=event, content_type=_EVENT_STREAM)
+            if response is None:
+                response = web.StreamResponse(headers={"Content-Type": _EVENT_STREAM})
+                await response.prepare(request)
+            await response.write(event)
+            if is_last:
+                await response.write_eof()
+                return response
+
+    def _part(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
+        """The answer's tokens from `start` on as JSON, and where they end."""
+        sequence = call.sequence
+        finish = sequence.finish  # read before the tokens: once it is there they are complete
+        end = len(sequence.logprobs)
+        token_ids = sequence.token_ids[sequence.num_prompt + start : sequence.num_prompt + end]
+        spans = sequence.version_spans(start, end)
+        starts = sequence.version_starts
+        meta: dict[str, Any] = {
+            "id": sequence.request_id,
+            "finish_reason": None if finish is None else _finish_json(finish, end),
+            "prompt_tokens": sequence.num_prompt,
+            "completion_tokens": end,
+            "cached_tokens": sequence.num_cached,
+            "weight_version": starts[-1][1] if starts else self._engine.version,
+            "weight_versions": [{"version": version, "start": low, "end": high} for version, low, high in spans],
+        }
+        if call.with_logprobs:
+            logprobs = sequence.logprobs[start:end]
+            meta["output_token_logprobs"] = [
+                (logprob, token, None) for logprob, token in zip(logprobs, token_ids, strict=True)
+            ]
+        part: dict[str, Any] = {"output_ids": token_ids, "meta_info": meta}
+        if call.with_text and self._detokenizer:
+            part["text"] = self._detokenizer.decode(token_ids)
+        return part, end
+
+    def abort(self, request_id: str) -> None:
+        """End a request with the tokens that it has. One that has just ended is no error."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._engine.abort(sequence, "abort_request was called")
+
+    def _parse(self, body: Any, request_id: str) -> _Call:
+        """RequestError unless the body is valid. `request_id` is used for a request without one."""
+        limits = self._limits
+        body = check_fields(body, _GENERATE_FIELDS)
+        input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
+        if not input_ids:
+            raise RequestError("input_ids must hold at least one token")
+        sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
+        is_streaming = bool_field(body, "stream", False)
+        stream_interval = parse_stream_interval(sampling, is_streaming)
+        seed, num_prior = self._own_fields(sampling, len(input_ids))
+        params = self._params(sampling)
+        num_prompt, context = len(input_ids), limits.context_length
+        if num_prompt >= context:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and leaves no room for an answer: the context length is {context}"
+            )
+        if num_prompt + params.max_new_tokens > context:
+            raise RequestError(
+                f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
+                f"of {context}: ask for at most {context - num_prompt} new tokens"
+            )
+        with_text = bool_field(body, "return_text", False)
+        if with_text and (is_streaming or not limits.has_tokenizer):
+            raise RequestError("return_text needs a tokenizer in the model's folder, and does not go with stream")
+        sequence = Sequence(
+            request_id=text_field(body, "rid", request_id) or request_id,
+            token_ids=input_ids,
+            num_prompt=num_prompt,
+            params=params,
+            seed=seed,
+            num_prior_output=num_prior,
+            group_id=text_field(body, "group_id", ""),
+            stream_interval=stream_interval,
+        )
+        return _Call(
+            sequence=sequence,
+            with_logprobs=bool_field(body, "return_logprob", False),
+            with_text=with_text,
+        )
+
+    def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
+        """Take out what differs from request to request: the seed and the number of prior output tokens."""
+        seed = sampling.pop("sampling_seed", None)
+        if seed is None:
+            seed = self._draw_seed()
+        else:
+            seed = int_field({"sampling_seed": seed}, "sampling_seed", None, 0, _MAX_SEED)
+        num_prior = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
+        sampling.pop("num_prior_output_tokens", None)
+        return seed, num_prior
+
+    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
+        """Parse the settings, or take those of an equal earlier request: a run has few different ones."""
+        key = orjson.dumps(sampling)
+        params = self._known_params.get(key)
+        if params is None:
+            params = parse_sampling_params(sampling, self._limits)
+            if len(self._known_params) >= _MAX_KNOWN_PARAMS:
+                self._known_params.clear()
+            self._known_params[key] = params
+        return params
+
+
+def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": num_output}
+    return {"type": finish.kind, "message": finish.message}
