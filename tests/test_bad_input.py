@@ -67,7 +67,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     [
         (["rollout.max_head_offpolicynes=2"], "config.unknown_key", ["rollout.max_head_offpolicyness?"]),
         (["train_dataset.batch_size=four"], "config.wrong_type", ["train_dataset.batch_size: 'four'"]),
-        (["allocation_mode=native:d1+fsdp:q1"], "config.conflict", ["column 16 of 'native:d1+fsdp:q1'"]),
+        (["allocation_mode=native:d1+fsdp:q1"], "allocation.invalid", ["column 16 of 'native:d1+fsdp:q1'"]),
         (["allocation_mode=native:d1+fsdp:d8"], "config.conflict", ["train_dataset.batch_size: 4", "8"]),
         (["actor.path=/no/model"], "launch.missing_inputs", ["actor.path: /no/model"]),
         (["actor.path=FOLDER/cut"], "launch.missing_inputs", ["cut/model.safetensors"]),

@@ -123,7 +123,7 @@ def test_mistakes_are_pointed_at(text: str, column: int, words: str) -> None:
         AllocationMode.parse(text)
     message = str(caught.value)
     assert words in message
-    assert caught.value.column == column
+    assert (caught.value.column, caught.value.code) == (column, "allocation.invalid")
     assert message.startswith(caught.value.summary)
     assert "\n" not in caught.value.summary
     shown, caret = message.split("\n")[1:]
@@ -171,8 +171,9 @@ def test_what_this_version_launches(text: str) -> None:
     ],
 )
 def test_what_it_does_not(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         check_supported(AllocationMode.parse(text))
+    assert caught.value.code in ("config.unsupported", "allocation.invalid")
 
 
 SIZES = st.sampled_from([1, 2, 4])

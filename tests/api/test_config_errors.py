@@ -93,14 +93,19 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
         ("missing_requirement", "train_dataset.path=", "train_dataset.path", []),
         ("missing_requirement", "actor.path=", "actor.path", []),
         # allocation
-        ("conflict", "allocation_mode=native:dx+fsdp:d1", "allocation_mode", ["column 8", "'native:dx+fsdp:d1'"]),
-        ("conflict", "allocation_mode=", "allocation_mode", ["column 1", "native:d1+fsdp:d1"]),
+        (
+            "allocation.invalid",
+            "allocation_mode=native:dx+fsdp:d1",
+            "allocation_mode",
+            ["column 8", "'native:dx+fsdp:d1'"],
+        ),
+        ("allocation.invalid", "allocation_mode=", "allocation_mode", ["column 1", "native:d1+fsdp:d1"]),
         ("missing_requirement", "allocation_mode=fsdp:d2", "allocation_mode", ["native:d1+fsdp:d2"]),
-        ("conflict", "allocation_mode=native:d1t2+fsdp:d1", "allocation_mode", ["native:d1 or sglang:d1t2"]),
-        ("conflict", "allocation_mode=native:d1+megatron:d2", "allocation_mode", ["megatron", "fsdp:d2"]),
-        ("conflict", "allocation_mode=native:d1+fsdp:d2t2", "allocation_mode", ["fsdp:d2t2"]),
-        ("conflict", "allocation_mode=native:d1|fsdp[a]:d1", "allocation_mode", ["native:d1|fsdp[a]:d1"]),
-        ("conflict", "allocation_mode=native:d1+eval", "allocation_mode", ["native:d1+eval"]),
+        ("unsupported", "allocation_mode=native:d1t2+fsdp:d1", "allocation_mode", ["native:d1 or sglang:d1t2"]),
+        ("unsupported", "allocation_mode=native:d1+megatron:d2", "allocation_mode", ["megatron", "fsdp:d2"]),
+        ("unsupported", "allocation_mode=native:d1+fsdp:d2t2", "allocation_mode", ["fsdp:d2t2"]),
+        ("unsupported", "allocation_mode=native:d1|fsdp[a]:d1", "allocation_mode", ["native:d1|fsdp[a]:d1"]),
+        ("unsupported", "allocation_mode=native:d1+eval", "allocation_mode", ["native:d1+eval"]),
         ("conflict", "allocation_mode=native:d1+fsdp:d9", "train_dataset.batch_size", ["8", "9"]),
         # across sections
         ("conflict", "rollout.consumer_batch_size=7", "rollout.consumer_batch_size", ["train_dataset.batch_size=8"]),
@@ -146,7 +151,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
 def test_one_mistake(problem, code: str, override: str, path: str, values: list[str]) -> None:
     error = problem(override)
     found = next(problem for problem in error.problems if problem.path == path)
-    assert found.code == f"config.{code}"
+    assert found.code == (code if "." in code else f"config.{code}")
     assert [value for value in values if value not in found.message] == []
     assert {problem.code for problem in error.problems} == {found.code}
     assert len(str(error)) < 1000

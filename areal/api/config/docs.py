@@ -17,7 +17,8 @@ Generated from the classes in `areal/api/config` by `make docs`; do not edit. `-
 
 - An option without a default is required. A section that is null by default exists only when the file has it.
 - *Relevant when*: under other settings the option has no effect. Such options are listed in one notice when a run
-  starts; with `strict_config: true` they are errors. An option that equals its default is never listed.
+  starts; with `strict_config: true` they are errors. An option that equals its default is never listed. Options of a
+  section that is null count as null.
 - *Also known as*: names of the option in other systems. "AReaL" alone means the same key in AReaL v0.5.
 """
 

@@ -101,11 +101,8 @@ class BaseExperimentConfig:
         path, text = "allocation_mode", self.allocation_mode
         try:
             check_supported(self.allocation)
-        except AllocationError as error:
-            yield path, error.summary
-            return
         except ConfigError as error:
-            yield path, str(error)
+            yield Problem(path, error.summary if isinstance(error, AllocationError) else str(error), error.code)
             return
         has_servers = self.allocation.inference is not None
         if self._wants_servers is True and not has_servers:
@@ -179,13 +176,7 @@ class PPOConfig(BaseExperimentConfig):
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:
-        models = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "ref": self.ref,
-            "teacher": self.teacher,
-            "reward_model": self.reward_model,
-        }
+        models = {name: getattr(self, name) for name in ("actor", "critic", "ref", "teacher", "reward_model")}
         return {name: model for name, model in models.items() if model is not None}
 
     @property
@@ -214,12 +205,17 @@ class PPOConfig(BaseExperimentConfig):
         yield from misplaced_data("rl", self.train_dataset, self.valid_dataset)
         yield from self._must_be_equal()
         yield from self._sampling_problems()
-        yield from self._role_problems()
+        if self.reward_model is not None:
+            has_functions = bool(self.reward_fn) or self.reward.names_functions
+            yield from reward_model_problems(
+                has_functions=has_functions,
+                accept_fn=self.rollout.should_accept_fn,
+                adv_estimator=self.actor.adv_estimator,
+            )
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
-        yield from below("actor", filter_problems(self.actor, self.gconfig))
         if self.critic is not None:
             yield from self._critic_problems(self.critic)
         if self.ref is None and self.actor.kl_loss_coef > 0:
@@ -252,14 +248,12 @@ class PPOConfig(BaseExperimentConfig):
         size = self.rollout.consumer_batch_size
         if size not in (None, rows):
             yield _unequal("rollout.consumer_batch_size", size, "train_dataset.batch_size", rows)
-        temperatures = [("actor", self.actor.temperature)]
-        if self.ref is not None:
-            temperatures.append(("ref", self.ref.temperature))
-        if self.teacher is not None:
-            temperatures.append(("teacher", self.teacher.temperature))
-        for model, temperature in temperatures:
-            if not math.isclose(temperature, self.gconfig.temperature):
-                yield _unequal(f"{model}.temperature", temperature, "gconfig.temperature", self.gconfig.temperature)
+        for name, model in self.models.items():
+            is_equal = math.isclose(model.temperature, self.gconfig.temperature)
+            if name in ("actor", "ref", "teacher") and not is_equal:
+                yield _unequal(
+                    f"{name}.temperature", model.temperature, "gconfig.temperature", self.gconfig.temperature
+                )
         groups = [("actor.group_size", self.actor.group_size)]
         for path, norm in (("reward_norm", self.actor.reward_norm), ("adv_norm", self.actor.adv_norm)):
             if norm is not None:
@@ -268,20 +262,12 @@ class PPOConfig(BaseExperimentConfig):
             if group_size not in (1, samples):
                 yield _unequal(path, group_size, "gconfig.n_samples", samples)
 
-    def _role_problems(self) -> Problems:
-        if self.reward_model is not None:
-            yield from reward_model_problems(
-                has_functions=bool(self.reward_fn) or self.reward.names_functions,
-                accept_fn=self.rollout.should_accept_fn,
-                adv_estimator=self.actor.adv_estimator,
-            )
-
     def _sampling_problems(self) -> Problems:
         samples = self.gconfig.n_samples
         if samples > 1 and self.gconfig.greedy:
             yield "gconfig.greedy", f"gives n_samples={samples} equal answers: set it to false"
-        found = baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None)
-        yield from below("actor", found)
+        yield from below("actor", filter_problems(self.actor, self.gconfig))
+        yield from below("actor", baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None))
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
             yield (
                 "eval_gconfig.n_samples",
