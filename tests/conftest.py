@@ -27,6 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 _HEAVY = {"slow", "gpu", "vllm", "sglang"}
 _HEAVY_LIMIT_S = 1800
+_FIRST = "test_end_to_end.py"
+"""The longest tests run first: at the end of a parallel run the other processes would wait for them."""
 _ITERATION_S = 0.002
 """Limit of the time that the callbacks of one round of a loop add to its clock."""
 _SLICE_S = 0.02
@@ -91,7 +93,8 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Heavy tests get a longer time limit than the one of pyproject.toml."""
+    """Order the tests, and give heavy ones a longer time limit than the one of pyproject.toml."""
+    items.sort(key=lambda item: item.path.name != _FIRST)
     for item in items:
         if any(mark.name in _HEAVY for mark in item.iter_markers()):
             item.add_marker(pytest.mark.timeout(_HEAVY_LIMIT_S))
