@@ -23,7 +23,7 @@ from areal.ledger.event_files import LedgerReader
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(900)
 QUICKSTART = ROOT / "examples" / "quickstart"
-ETA, BATCH = 2, 4
+MAX_STALENESS, BATCH = 2, 4
 CONFIG = f"""
 experiment_name: e2e
 trial_name: run
@@ -36,7 +36,7 @@ train_dataset: {{path: FOLDER/train.jsonl, batch_size: {BATCH}}}
 valid_dataset: {{path: FOLDER/held_out.jsonl, batch_size: 8}}
 reward_fn: FOLDER/script.py:share_of_ones
 gconfig: {{n_samples: 4, max_new_tokens: 8}}
-rollout: {{max_head_offpolicyness: {ETA}, check_trajectory_format: true}}
+rollout: {{max_head_offpolicyness: {MAX_STALENESS}, check_trajectory_format: true}}
 native: {{dtype: float32, max_running_requests: 64, context_length: 32}}
 actor:
   path: FOLDER/model
@@ -119,7 +119,7 @@ class Run:
         """A metric of every train step."""
         return [row[name] for row in self.steps if row["step"] > 0]
 
-    def batch_ages(self) -> list[int]:
+    def batch_staleness(self) -> list[int]:
         """Of every batch, how many versions its oldest episode lags, by the ledger."""
         oldest = {event["id"]: event["min_version"] for event in self.events if event["event"] == "accepted"}
         batches = [event for event in self.events if event["event"] == "batched"]
@@ -216,9 +216,9 @@ def test_four_steps_of_asynchronous_grpo(folder):
     assert found.column("batch/prox_rollout_gap_max")[-1] > 1e-4, "later batches are of older weights"
     # every token bears a version that was published before its batch
     assert versions(found) == [1, 2, 3, 4]
-    assert found.column("rollout/staleness_max") == found.batch_ages()
-    assert all(age <= min(step, ETA + 1) for step, age in enumerate(found.batch_ages()))
-    assert max(found.batch_ages()) > 0, "nothing was asynchronous"
+    assert found.column("rollout/staleness_max") == found.batch_staleness()
+    assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(found.batch_staleness()))
+    assert max(found.batch_staleness()) > 0, "nothing was asynchronous"
     check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
 
 
@@ -263,7 +263,7 @@ def test_two_servers_two_ranks_and_weights_over_disk(folder):
     found = run(folder, "allocation_mode=native:d2+fsdp:d2", "actor.weight_update_mode=disk")
     assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
     assert versions(found) == [1, 2, 3, 4]
-    assert max(found.batch_ages()) <= ETA + 1
+    assert max(found.batch_staleness()) <= MAX_STALENESS + 1
     servers = {name for event in found.events if event["event"] == "accepted" for name in event["replicas"]}
     assert servers == {"server-0", "server-1"}
     check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
@@ -297,18 +297,18 @@ def test_every_treatment_of_stale_episodes_keeps_its_promise(folder, on_stale):
         f"workflow={folder}/script.py:Stragglers",
     ]
     found = run(folder, *words, "total_train_steps=20", "evaluator.eval_before_train=false")
-    ages, stale = found.batch_ages(), found.column("rollout/stale_tokens_frac")
+    staleness, stale = found.batch_staleness(), found.column("rollout/stale_tokens_frac")
     assert found.report.counts["consumed"] == 20 * BATCH
-    assert found.column("rollout/staleness_max") == ages
+    assert found.column("rollout/staleness_max") == staleness
     dropped = found.report.reasons.get("rejected: stale", 0)
     assert (dropped > 0) == (on_stale == "drop")
     if on_stale in ("drop", "wait"):
-        assert max(ages) <= 1
+        assert max(staleness) <= 1
     else:
-        assert max(ages) > 1
-        assert [share > 0 for share in stale] == [age > 1 for age in ages]
+        assert max(staleness) > 1
+        assert [share > 0 for share in stale] == [value > 1 for value in staleness]
     trained = [
         a < b
         for a, b in zip(found.column("batch/num_trained_tokens"), found.column("rollout/generated_tokens"), strict=True)
     ]
-    assert trained == [on_stale == "mask" and age > 1 for age in ages]
+    assert trained == [on_stale == "mask" and value > 1 for value in staleness]

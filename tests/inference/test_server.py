@@ -88,9 +88,9 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
 
 
 async def test_an_engine_that_makes_no_step_gives_no_sign_of_life(options, serve_with, monkeypatch, tmp_path):
-    path, told, doing = tmp_path / "alive.json", [], server._activity
+    path, reported, activity = tmp_path / "alive.json", [], server._activity
     monkeypatch.setattr(server, "launched_heartbeat", lambda: heartbeat.Heartbeat(path))
-    monkeypatch.setattr(server, "_doing", lambda engine: told.append(doing(engine)) or told[-1])
+    monkeypatch.setattr(server, "_activity", lambda engine: reported.append(activity(engine)) or reported[-1])
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     monkeypatch.setattr(engine, "STUCK_S", 0.2)
 
@@ -98,10 +98,10 @@ async def test_an_engine_that_makes_no_step_gives_no_sign_of_life(options, serve
         step, go_on = one.engine.step, threading.Event()
         one.engine.step = lambda: (go_on.wait(200), step())
         running = asyncio.create_task(one.generate())
-        await one.until(lambda: told[-2:] == [None, None])
-        before, num_told = heartbeat.read_beat(path).beats, len(told)
-        await one.until(lambda: len(told) >= num_told + 5)
-        assert told[num_told:] == [None] * (len(told) - num_told)
+        await one.until(lambda: reported[-2:] == [None, None])
+        before, num_reported = heartbeat.read_beat(path).beats, len(reported)
+        await one.until(lambda: len(reported) >= num_reported + 5)
+        assert reported[num_reported:] == [None] * (len(reported) - num_reported)
         assert heartbeat.read_beat(path).beats == before
         go_on.set()
         await running
