@@ -1,1 +1,1 @@
-"""Owns the contracts between packages: records, protocols, configuration. Imports nothing of ours and no torch."""
+"""The contracts between packages: records, protocols, configuration. Imports no other package of areal and no torch."""

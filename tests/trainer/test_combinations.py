@@ -9,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from areal.api.config import GRPOConfig
+from areal.api.config import GRPOConfig, NormConfig
 from areal.api.config.convert import read
+from areal.api.config.policy_losses import AipoOptions, SapoOptions, SequenceLevelOptions, ToprOptions
+from areal.api.config.relevance import options_without_effect
+from areal.api.config.validate import problems_of
 from areal.api.metrics import merge_metrics, metric_values
 from areal.trainer.actor import PPOActor
 from areal.trainer.batch_metrics import batch_metrics
@@ -183,3 +186,44 @@ def test_what_is_accepted_trains_alike_however_it_is_cut(toolbox, seed):
             assert mine.keys() == others.keys()
             assert not [name for name, value in mine.items() if math.isnan(value)]
             assert others == pytest.approx(mine, rel=1e-4, abs=1e-5)
+
+
+def with_default(config, path: str):
+    """`config` with the option at `path` at its default."""
+    name, _, rest = path.partition(".")
+    default = getattr(type(config)(), name)
+    return replace(config, **{name: with_default(getattr(config, name), rest) if rest else default})
+
+
+OFTEN_WITHOUT_EFFECT = {
+    "c_clip": 3.0,
+    "eps_clip_higher": 0.3,
+    "importance_sampling_level": "sequence",
+    "sequence_level": SequenceLevelOptions(gradient="own", max_log_ratio=0.1),
+    "sapo": SapoOptions(tau_pos=2.0),
+    "aipo": AipoOptions(rho=1.1),
+    "topr": ToprOptions(positive_weight=0.5),
+    "behav_imp_weight_cap": 1.01,
+    "gae_lambda": 0.5,
+    "overlong_tokens": 3,
+    "overlong_penalty_factor": 2.0,
+    "passk_std": True,
+    "entropy_clamp": 0.4,
+    "kl_top_k": 2,
+    "prox_logp_method": "metrics",
+    "adv_norm": NormConfig(),
+}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_option_without_effect_changes_no_weight(toolbox, seed):
+    dice, config = random.Random(seed), accepted(1000 + seed)
+    names = [name for name in OFTEN_WITHOUT_EFFECT if dice.random() < 0.6]
+    given = replace(config, actor=replace(config.actor, **{name: OFTEN_WITHOUT_EFFECT[name] for name in names}))
+    config = config if list(problems_of(given)) else given
+    plain = config
+    for one in options_without_effect(config):
+        plain = with_default(plain, one.path)
+    assert not options_without_effect(plain)
+    table, without = (train(toolbox, each, ranks=1, num_micro_batches=1)[0][0] for each in (config, plain))
+    assert torch.equal(table, without), [one.path for one in options_without_effect(config)]

@@ -58,10 +58,10 @@ ADV_ESTIMATORS = (
 _WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
-REWARDS_COUNT = unless("/teacher.rl_weight", 0)
+REWARDS = unless("/teacher.rl_weight", 0)
 """The advantages from rewards are used."""
-_COMPOSED = REWARDS_COUNT & when("adv_estimator", "gae")
-_OVERLONG = REWARDS_COUNT & when("overlong_reward_penalty", True)
+_COMPOSED = REWARDS & when("adv_estimator", "gae")
+_OVERLONG = REWARDS & when("overlong_reward_penalty", True)
 _TRUNCATED_COUNT = (
     when("mask_truncated", False)
     | given("/critic")
@@ -74,12 +74,10 @@ class AdvantageOptions:
     """From the reward of a sequence to the advantage of a token."""
 
     adv_estimator: str = choice(
-        "gae", *ADV_ESTIMATORS, relevant=REWARDS_COUNT, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"
+        "gae", *ADV_ESTIMATORS, relevant=REWARDS, also="verl: algorithm.adv_estimator; ROLL: adv_estimator"
     )
     """Advantage estimator; gae = composed from critic, reward_norm, gae_lambda and adv_norm, the others fix these."""
-    overlong_reward_penalty: bool = option(
-        False, relevant=REWARDS_COUNT, also="verl: reward_model.overlong_buffer.enable"
-    )
+    overlong_reward_penalty: bool = option(False, relevant=REWARDS, also="verl: reward_model.overlong_buffer.enable")
     """Subtract a penalty from the reward of answers whose length is close to gconfig.max_new_tokens (DAPO)."""
     overlong_tokens: int | None = number(
         None, low=1, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.len; cosmos-rl: buffer_length"
@@ -91,21 +89,21 @@ class AdvantageOptions:
     """Largest overlong penalty, in reward units before reward_bias and reward_scaling."""
     passk_std: bool = option(
         False,
-        relevant=REWARDS_COUNT & when("adv_estimator", "grpo_passk"),
+        relevant=REWARDS & when("adv_estimator", "grpo_passk"),
         also="verl: algorithm.norm_adv_by_std_in_grpo",
     )
     """Divide the advantage of the best answer by the standard deviation of its group (verl's default)."""
     reward_norm: NormConfig | None = option(None, relevant=_COMPOSED)
     """Normalisation of sequence rewards after bias, scaling and clipping; null = none."""
-    reward_scaling: float = number(1.0, relevant=REWARDS_COUNT)
+    reward_scaling: float = number(1.0, relevant=REWARDS)
     """Factor of every reward, applied after reward_bias."""
-    reward_bias: float = number(0.0, relevant=REWARDS_COUNT)
+    reward_bias: float = number(0.0, relevant=REWARDS)
     """Added to every reward before reward_scaling."""
-    reward_clip: float = number(20.0, above=0, relevant=REWARDS_COUNT)
+    reward_clip: float = number(20.0, above=0, relevant=REWARDS)
     """Scaled rewards are clipped to [-reward_clip, reward_clip]."""
-    mask_no_eos_with_zero: bool = option(False, relevant=REWARDS_COUNT & _TRUNCATED_COUNT)
+    mask_no_eos_with_zero: bool = option(False, relevant=REWARDS & _TRUNCATED_COUNT)
     """Give answers that were cut by a length limit no task reward."""
-    discount: float = number(1.0, low=0, high=1, relevant=REWARDS_COUNT, also="verl: algorithm.gamma")
+    discount: float = number(1.0, low=0, high=1, relevant=REWARDS, also="verl: algorithm.gamma")
     """Discount factor per token (gamma of generalised advantage estimation)."""
     gae_lambda: float = number(
         1.0, low=0, high=1, relevant=_COMPOSED & when("gae_length_alpha", None), also="verl: algorithm.lam"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.advantages import REWARDS_COUNT, AdvantageOptions
+from areal.api.config.advantages import REWARDS, AdvantageOptions
 from areal.api.config.fields import Problems, choice, number
 from areal.api.config.kl import KLOptions
 from areal.api.config.loss_assembly import (
@@ -62,7 +62,7 @@ class PPOCriticConfig(TrainEngineConfig):
     """How the token losses of a minibatch over all ranks become one number; see docs/algorithms.md."""
     loss_scale_tokens: int | None = number(None, low=1, relevant=HAS_SCALE)
     """Divisor in tokens, required by seq-mean-token-sum-norm; null = 1 for token-sum."""
-    gae_lambda: float | None = number(None, low=0, high=1, relevant=REWARDS_COUNT)
+    gae_lambda: float | None = number(None, low=0, high=1, relevant=REWARDS)
     """Lambda of the critic's targets (VAPO uses 1); null = the lambda of the advantages."""
     warmup_steps: int = number(0, low=0, also="verl: trainer.critic_warmup")
     """Train steps at the start that train only the critic; the policy stays unchanged."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
-from areal.api.config.advantages import REWARDS_COUNT, baseline_problems
+from areal.api.config.advantages import REWARDS, baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, number, option, section
@@ -159,7 +159,7 @@ class PPOConfig(BaseExperimentConfig):
         False, relevant=given("ref_reset_steps"), also="cosmos-rl: reset_optimizer_with_reference"
     )
     """Also clear the moments of the policy's optimiser at each reset; the learning-rate schedule continues."""
-    critic: PPOCriticConfig | None = option(None, relevant=REWARDS_COUNT)
+    critic: PPOCriticConfig | None = option(None, relevant=REWARDS)
     """Value model; null = none (GRPO)."""
     teacher: TeacherConfig | None = None
     """Frozen model for on-policy distillation: the policy learns from it on its own answers; null = none."""

@@ -1,4 +1,4 @@
-"""Declarations beside a config field: its limits, when it has an effect, and its names in other systems."""
+"""Declarations of a config field: its limits, when it has an effect, and its names in other systems."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.advantages import REWARDS_COUNT
+from areal.api.config.advantages import REWARDS
 from areal.api.config.fields import Problem, Problems, choice, number, section
 from areal.api.config.relevance import above, given, unless, when
 
@@ -25,7 +25,7 @@ class KLControlConfig:
     """Divergence of an answer: mean over its tokens (verl) or their sum (Ziegler et al. 2019)."""
 
 
-_IN_REWARD = given("/ref") & above("kl_ctl", 0) & REWARDS_COUNT
+_IN_REWARD = given("/ref") & above("kl_ctl", 0) & REWARDS
 _IN_LOSS = given("/ref") & above("kl_loss_coef", 0)
 
 
@@ -36,7 +36,7 @@ class KLOptions:
     kl_ctl: float = number(
         0.1,
         low=0,
-        relevant=when("kl_ctl", 0) | (given("/ref") & REWARDS_COUNT),
+        relevant=when("kl_ctl", 0) | (given("/ref") & REWARDS),
         also="verl: algorithm.kl_ctrl.kl_coef; ROLL: init_kl_coef",
     )
     """Coefficient of the per-token KL penalty in the reward; 0 = no penalty."""
@@ -44,7 +44,7 @@ class KLOptions:
         "k1", "k1", "k2", "k3", "abs", "full", relevant=_IN_REWARD, also="verl: algorithm.kl_penalty"
     )
     """KL estimator of the reward penalty; full = KL of the distributions over kl_top_k tokens."""
-    kl_control: KLControlConfig = section(KLControlConfig, relevant=given("/ref") & REWARDS_COUNT)
+    kl_control: KLControlConfig = section(KLControlConfig, relevant=given("/ref") & REWARDS)
     """Whether kl_ctl is fixed or adaptive."""
     kl_loss_coef: float = number(
         0.0, low=0, also="verl: actor_rollout_ref.actor.kl_loss_coef; ROLL: kl_loss_coef; cosmos-rl: kl_beta"

@@ -1,4 +1,4 @@
-"""When an option has an effect: conditions declared beside the field, and the one check over a finished config.
+"""When an option has an effect: conditions declared with the field, and the one check over a finished config.
 
 A condition is built from `when`, `unless`, `above`, `given` and `satisfies`, joined with `&` and `|`. Its paths are
 relative to the section of the field: `name` is an option of the same section, `../name` of the enclosing section,
@@ -95,7 +95,7 @@ class NoEffect:
 
 
 def relevance_of(entry: dataclasses.Field[Any]) -> Condition | None:
-    """The condition declared beside a field; None = the option always has an effect."""
+    """The condition declared with a field; None = the option always has an effect."""
     return entry.metadata.get("relevant")
 
 
