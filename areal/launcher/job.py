@@ -13,7 +13,7 @@ from typing import Any, Literal
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
 from areal.api.config.rollout import server_url
-from areal.api.errors import ConfigError, LaunchError
+from areal.api.errors import ConfigError
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
@@ -173,8 +173,7 @@ def another_server(like: PlannedProcess, index: int, *, gpus: tuple[str, ...]) -
 
 def _context(planned: PlannedProcess) -> ProcessContext:
     context = ProcessContext.from_env(planned.env)
-    if context is None:
-        raise LaunchError(f"{planned.name} was planned without a process context", code="process.bad_context")
+    assert context is not None, "every planned process has a context"
     return context
 
 

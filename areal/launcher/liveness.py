@@ -42,6 +42,8 @@ class LivenessWatch:
     def __init__(self, paths: RunPaths, backend: ProcessBackend, hang_s: float) -> None:
         self.beats: dict[str, Beat] = {}
         """The last heartbeat of every running process that has one."""
+        self.silent_s: dict[str, float] = {}
+        """Seconds since that heartbeat."""
         self._paths = paths
         self._backend = backend
         self._hang_s = hang_s
@@ -55,7 +57,7 @@ class LivenessWatch:
         if self._looked_s is not None and since_s < _LOOK_INTERVAL_S:
             return []
         self._looked_s = now_s
-        self.beats = {}
+        self.beats, self.silent_s = {}, {}
         return list(self._hung(children, since_s))
 
     @property
@@ -71,7 +73,7 @@ class LivenessWatch:
             silent_s = self._silences.look(child.name, child.pid, beat, since_last_look_s=since_s)
             if beat is None or beat.pid != child.pid:
                 continue
-            self.beats[child.name] = beat
+            self.beats[child.name], self.silent_s[child.name] = beat, silent_s
             if silent_s < self._hang_s or child.killed_s is not None:
                 continue
             if silent_s < self._hang_s + _DUMP_S and self._dumps_stacks(child.name, child.pid):

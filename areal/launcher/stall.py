@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ _COUNTERS = ("step", "version", "publishing", "admitted", "accepted", "rejected"
 _COUNTERS += ("generated_tokens", "asked_for")  # the latter contains the progress of an evaluation
 _MAX_SHARE_PER_LOOK = 0.25
 """Share of stall_s that one look adds at most: while the launcher itself was stopped, nothing is known of the run."""
-
-
-@dataclass(slots=True)
-class _Silence:
-    """Time since a heartbeat last changed."""
-
-    shown: object = None
-    seconds: float = 0.0
-
-    def look(self, shown: object, since_last_look_s: float) -> None:
-        self.seconds = 0.0 if shown != self.shown else self.seconds + since_last_look_s
-        self.shown = shown
 
 
 class StallWatch:
@@ -56,23 +43,25 @@ class StallWatch:
         self._pids: Mapping[str, int] = {}
         self._status: dict[str, Any] | None = None
         self._phases: dict[str, Beat] = {}
-        self._silences: dict[str, _Silence] = {}
         self._unanswered_s = 0.0
 
     def look(
-        self, status: dict[str, Any] | None, beats: Mapping[str, Beat | None], pids: Mapping[str, int]
+        self,
+        status: dict[str, Any] | None,
+        beats: Mapping[str, Beat],
+        silent_s: Mapping[str, float],
+        pids: Mapping[str, int],
     ) -> str | None:
         """The message for the user, if one is due.
 
-        `status`: the controller's answer, None without one. `pids`: the processes that run.
+        `status`: the controller's answer, None without one. `beats`, `silent_s`: the last heartbeat of each process and
+        its age. `pids`: the processes that run.
         """
         now_s = self._clock()
         since_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _MAX_SHARE_PER_LOOK * self._stall_s)
         self._looked_s = now_s
         self._names |= pids.keys()
-        alive = {name: beat for name, beat in beats.items() if beat is not None and beat.pid == pids.get(name)}
-        for name, beat in alive.items():
-            self._silences.setdefault(name, _Silence()).look((beat.pid, beat.beats), since_s)
+        alive = {name: beat for name, beat in beats.items() if beat.pid == pids.get(name)}
         self._unanswered_s = 0.0 if status is not None else self._unanswered_s + since_s
         has_progress = self._has_progress(status, alive, pids)
         self._status = status or self._status
@@ -84,7 +73,7 @@ class StallWatch:
         if self._stalled_s < self._stall_s * (self._num_reports + 1):
             return None
         self._num_reports += 1
-        return self._report(alive, pids)
+        return self._report(alive, silent_s, pids)
 
     def _has_progress(self, status: dict[str, Any] | None, alive: Mapping[str, Beat], pids: Mapping[str, int]) -> bool:
         changed = dict(pids) != self._pids
@@ -100,14 +89,14 @@ class StallWatch:
             self._phases[name] = beat
         return changed
 
-    def _report(self, alive: Mapping[str, Beat], pids: Mapping[str, int]) -> str:
+    def _report(self, alive: Mapping[str, Beat], silent_s: Mapping[str, float], pids: Mapping[str, int]) -> str:
         headline = f"no progress for {self._stalled_s:.0f} s"
         snapshot = RunSnapshot(
             status=self._status if self._unanswered_s < SILENT_S else None,
             beats=alive,
             running=frozenset(pids),
             known=frozenset(self._names),
-            silent_s={name: self._silences[name].seconds for name in alive},
+            silent_s={name: silent_s[name] for name in alive},
             unanswered_s=self._unanswered_s,
         )
         for name in alive:  # a process without a heartbeat has not registered: the signal would end it

@@ -55,7 +55,7 @@ class RunStatus:
         self._next_s = now_s + self._interval_s
         status = self._source.status()
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
-        if report := self._stall.look(status, self._liveness.beats, pids):
+        if report := self._stall.look(status, self._liveness.beats, self._liveness.silent_s, pids):
             self._line.say(report)
         parts = [self._source.text(status) if was_ready else None, waiting_text(children, now_s)]
         if any(parts):

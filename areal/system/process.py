@@ -165,16 +165,12 @@ def watch_parent() -> None:
 def raise_open_file_limit(wanted: int = WANTED_OPEN_FILES) -> int:
     """Raise the soft limit of open files towards `wanted`, as far as the hard limit allows. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return wanted
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if allowed <= soft:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    except (OSError, ValueError):  # some systems cap it below the hard limit that they report
-        return soft
-    return allowed
+    if soft != resource.RLIM_INFINITY and allowed > soft:
+        with contextlib.suppress(OSError, ValueError):  # some systems cap it below the hard limit that they report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    return soft
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:

@@ -106,6 +106,7 @@ class _Sender:
     ) -> None:
         self._control = control
         self._backend = backend
+        required_token(host, "the store of the weight update group")
         self._host = host
         self._ranks_per_replica = ranks_per_replica
         self._timeout_s = timeout_s
@@ -129,7 +130,6 @@ class _Sender:
                 # A name never used before: no replica can mistake it for a group it is in already.
                 # It is random and sent over token-protected HTTP only: the store's keys cannot be guessed without it.
                 group_name = f"weights-{uuid.uuid4().hex}"
-                required_token(self._host, "the store of the weight update group")
                 self._store = open_store(
                     self._host.advertise, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S, bind=self._host.bind
                 )

@@ -53,7 +53,7 @@ def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prov
         return any(name in event.get("replicas", ()) for event in raw_events(run.folder / "ledger"))
 
     assert run.wait_for(lambda: serves("server-1"), LIMIT_S), "the run has no use for it"
-    assert attach(run, "--remove-replica", "server-0").startswith("0 server-0 has left")
+    assert attach(run, "--remove-replica", "server-0").startswith("0 server-0 is removed")
     assert attach(run, "--remove-replica", "server-0").startswith("2 areal: error: this run has no replica 'server-0'")
     assert "server-0" not in run.pids(fresh=True)
     for dead in ("controller", "trainer-0", "server-1"):

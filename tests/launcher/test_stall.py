@@ -42,7 +42,7 @@ class Watched:
         self.pids = dict(PIDS)
         self.beats = {name: beat(pid, "serves") for name, pid in PIDS.items()}
         self.trainers(ROLLOUT)
-        self.silent = set()
+        self.silent, self.silent_s = set(), {}
         self._beats = 0
         self.watch = StallWatch(stall_s, Path(STACKS), self._request_stacks, clock=lambda: self.now_s)
 
@@ -58,9 +58,10 @@ class Watched:
         self.now_s += 1.0
         self._beats += 1
         for name, last in self.beats.items():
-            if last is not None and name not in self.silent:
+            if name not in self.silent:
                 self.beats[name] = beat(last.pid, last.doing, last.for_s + 1.0, last.step, self._beats)
-        return self.watch.look(deepcopy(self.status), self.beats, self.pids)
+            self.silent_s[name] = self.silent_s.get(name, -1.0) + 1.0 if name in self.silent else 0.0
+        return self.watch.look(deepcopy(self.status), self.beats, self.silent_s, self.pids)
 
     def told_within(self, seconds):
         return [(n, line) for n in range(1, seconds + 1) if (line := self.look()) is not None]
@@ -252,7 +253,7 @@ def test_a_process_that_is_missing_is_named_first(situation, first):
 
 def test_stacks_are_asked_of_all_that_have_given_a_sign_of_life_and_of_no_other():
     run = Watched()
-    run.beats["server-0"] = None  # starts: it would die of the signal
+    del run.beats["server-0"]  # starts: it would die of the signal
     run.beats["server-1"] = beat(999, "serves")  # of its predecessor
     run.line()
     assert [name for name, _ in run.signalled] == ["controller", "trainer-0", "trainer-1"]

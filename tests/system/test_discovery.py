@@ -1,3 +1,4 @@
+import re
 import threading
 
 import pytest
@@ -31,7 +32,7 @@ def test_add_get_list_remove_clear(registry):
 
 def test_taken_name_is_refused_unless_replaced(registry):
     registry.add("controller", "first")
-    with pytest.raises(LaunchError, match=r"controller is already registered.*first") as error:
+    with pytest.raises(LaunchError, match=r"controller .*first") as error:
         registry.add("controller", "second")
     assert error.value.code == "process.name_taken"
     assert registry.get("controller") == "first"
@@ -41,7 +42,7 @@ def test_taken_name_is_refused_unless_replaced(registry):
 
 @pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", ".hidden", "a b"])
 def test_names_cannot_leave_the_folder(registry, name):
-    with pytest.raises(RequestError, match="registry name") as error:
+    with pytest.raises(RequestError, match=re.escape(repr(name))) as error:
         registry.add(name, "x")
     assert error.value.code == "process.bad_name"
 
