@@ -1,4 +1,4 @@
-"""Owns one run under test: starts its launcher (and starts it again), sees what the run does, finds its processes.
+"""One run under test: starts its launcher (and restarts it), observes the run, finds its processes.
 
 Looks from outside only: the launcher's command line, the controller's GET /status, the files of the run folder, and
 the operating system's processes.
@@ -41,7 +41,7 @@ class Run:
     log_path: Path
     """Where the launcher's standard error goes, all starts one after the other."""
     deadline: float = float("inf")
-    """Monotonic time at which whoever waits for this run gives up."""
+    """Monotonic time at which every wait for this run ends."""
     launcher: subprocess.Popen[bytes] | None = None
     num_launches: int = 0
     highest_step: int = 0
@@ -147,7 +147,7 @@ class Run:
         return True
 
     def train_up_to(self, step: int, limit_s: float = 300.0) -> None:
-        """Until so many steps were ever done. RunBroken when they are not in time."""
+        """Wait until this many steps were done. RunBroken when they are not done in time."""
 
         def is_there() -> bool:
             self.status()

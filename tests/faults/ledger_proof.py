@@ -1,4 +1,4 @@
-"""Owns a second proof of a run's ledger, from its raw lines: shares no code with the ledger, its states or its audit.
+"""A second proof of a run's ledger, from its raw lines: shares no code with the ledger, its states or its audit.
 
 Each function returns sentences about what is wrong; none of them means that nothing was lost and nothing used twice.
 """
@@ -25,7 +25,7 @@ def raw_events(folder: Path) -> list[Event]:
 
 
 MAX_AGE = 8
-"""An episode still running at the end that was started more than so many policy versions ago is forgotten."""
+"""An episode still running at the end that was started more than this number of policy versions ago is lost."""
 
 
 @dataclass(kw_only=True)
@@ -132,7 +132,7 @@ def check_steps(events: Sequence[Event]) -> list[str]:
             position = step
         elif kind in ("consumed", "trained_again"):
             if step != position:
-                problems.append(f"step {step} {kind}, but the trainer stands before step {position}")
+                problems.append(f"step {step} {kind}, but the trainer is before step {position}")
             position = step + 1
     return problems
 

@@ -1,4 +1,4 @@
-"""Owns what must hold for a run after its end, whatever happened to it: every check reads files or processes."""
+"""Checks of what must hold after the end of a run, whatever happened to it. They read files and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the schedule of a soak: which faults strike what, and at which moments. A pure function of the seed."""
+"""The schedule of a soak: which faults hit which processes, and when. A pure function of the seed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.faults.striker import Blow, Striker, last_words
 
 HANG_S = 6.0
 LIMIT_S = 3600.0
-"""The whole soak may take so long; it is ended by force then."""
+"""Time limit of the whole soak, which is then ended by force."""
 SECOND_LEG_STEPS = 60
 QUICKSTART = "examples/quickstart"
 
@@ -41,7 +41,7 @@ class Leg:
     name: str
     weight_update_mode: str
     is_to_solve: bool
-    """Goes on until the task is solved; otherwise ends after a few steps."""
+    """Continue until the task is solved; otherwise end after a few steps."""
     faults: list[Fault]
 
 

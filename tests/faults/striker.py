@@ -1,6 +1,6 @@
-"""Owns the blows of a soak: waits for a moment, strikes, and watches that the run comes back before the next one.
+"""The faults of a soak: waits for the moment, applies the fault, and checks that the run recovers before the next one.
 
-Waits for: conditions of the run under test, each under a limit of its own; the run's own progress (`ALIVE_S`); the
+Waits for: conditions of the run under test, each with a time limit; the run's own progress (`ALIVE_S`); the
 launcher's hang detection, which must find what was stopped. The launcher that is killed is started again at once.
 """
 
@@ -18,7 +18,7 @@ from tests.faults.driver import Run, RunBroken
 from tests.faults.schedule import EVERYTHING, Fault, Moment
 
 ALIVE_S = 150.0
-"""A run that was left alone for so long must have trained a step nobody trained before."""
+"""A run without faults for this time must have trained a new step."""
 FOUND_S = 30.0
 """How much longer than launcher.hang_s a stopped process may go unnoticed (the launcher itself may be starting)."""
 QUICK_POLL_S, POLL_S = 0.002, 0.02
@@ -162,7 +162,7 @@ class Striker:
         while stopped := [name for name, pid in struck.items() if _is_there(pid)]:
             if time.monotonic() >= deadline:
                 raise RunBroken(
-                    f"{stopped} stood still for {self.hang_s + FOUND_S:g} s and nobody did anything about it"
+                    f"{stopped} made no progress for {self.hang_s + FOUND_S:g} s and nobody did anything about it"
                 )
             if self.run.exit_code is not None:
                 return

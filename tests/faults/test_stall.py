@@ -1,4 +1,4 @@
-"""Real runs that stand still for a while: the launcher says why, all stacks are there, and the run goes on."""
+"""Real runs without progress for a while: the launcher says why, all stacks are written, and the run continues."""
 
 import re
 

@@ -177,16 +177,16 @@ class Run:
 
 
 class BeatClock:
-    """Goes on for as long as it takes all others to beat, so that none of them is silent only because it got no CPU.
+    """Advances when all others have sent a heartbeat, so that none of them is silent only because it got no CPU.
 
-    Once `names/done` is there it stands still: processes end then.
+    Once `names/done` exists it stops: processes end then.
     """
 
     def __init__(self, run, *, silent, holds=lambda: False):
         self._run = run
         self._silent = silent
         self._holds = holds
-        """Asked before it goes on: must it wait for something else, too?"""
+        """Whether it must wait for something else, too."""
         self._seen = {}
         self._now_s = time.monotonic()
 

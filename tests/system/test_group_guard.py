@@ -1,4 +1,4 @@
-"""Nothing of a guarded group outlives the process that had it guarded, however that ends."""
+"""No process of a guarded group survives the leader of the group, however the leader ends."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ def wait_for_end(pids, seconds=200.0):
 
 @pytest.fixture
 def lead():
-    """Starts the leader of a group, which goes on with `code`. Returns it and the pids of the others."""
+    """Starts the leader of a group, which continues with `code`. Returns it and the pids of the others."""
     started = []
 
     def start(code, prelude=GUARDED):
@@ -100,7 +100,7 @@ def test_the_guard_ends_with_its_group(lead):
 
 
 def test_what_the_leader_starts_does_not_keep_the_guard_from_seeing_its_end(lead):
-    """A child that outlives the leader must not hold the pipe."""
+    """A child that survives the leader must not hold the pipe."""
     code = "two = subprocess.Popen([sys.executable, '-c', STUBBORN], close_fds=False, stdout=subprocess.PIPE)\n"
     leader, others = lead(code + "print(two.pid, int(two.stdout.readline()), flush=True); time.sleep(600)")
     second, grandchild = map(int, leader.stdout.readline().split())

@@ -89,7 +89,7 @@ def test_a_thread_beats_while_the_main_thread_is_in_a_long_tensor_operation(tmp_
             big @ big
         assert wait_for_beats(path, before + 2).doing == "update"
     for thread in threading.enumerate():
-        if thread.name == "heartbeat":  # it was told to end, and has not had its turn yet
+        if thread.name == "heartbeat":  # it must end, and has not run yet
             thread.join(200.0)
             assert not thread.is_alive()
     assert read_beat(path) is None, "it ends with its block, and what follows is no hang"
