@@ -1,7 +1,8 @@
-"""Owns what runs in the environment of a foreign inference server. Nothing here imports areal: it is not there.
+"""Code that runs in the environment of a foreign inference server. It does not import areal, which is not installed
+there.
 
-The launcher puts this folder on PYTHONPATH of vLLM processes, so that `areal_transfer` and `areal_vllm` can be imported
-there by these names; inside they import each other relatively or by them.
+The launcher adds this folder to PYTHONPATH of vLLM processes. `areal_transfer` and `areal_vllm` are imported there by
+these names.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Owns the wire protocol of the update group: how its ranks meet, and how the bytes of a broadcast are laid out.
+"""The protocol of the update group: how its ranks connect, and the layout of a broadcast in bytes.
 
 Used by the trainer, by native servers and, as top-level `areal_transfer`, by vLLM's workers; SGLang speaks the same
-protocol by itself. Needs torch and nothing else; imports inside are relative.
+protocol. Needs only torch; imports inside are relative.
 """

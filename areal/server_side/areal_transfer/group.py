@@ -1,8 +1,8 @@
-"""Owns the ranks of an update group: how they find each other, send, and part again.
+"""The ranks of an update group: how they find each other, send, and leave.
 
-Rank 0, a trainer, holds the store. The keys lie where torch's own helper for a new process group puts them, because
-SGLang makes its side with that helper; this side calls the backend directly, so it needs no default process group and
-leaves nothing behind in torch. Every wait here ends by itself: after its limit, or when `give_up` says so.
+Rank 0, a trainer, holds the store. The keys are those of torch's helper for a new process group, because SGLang
+creates its side with that helper. This side calls the backend directly, so it needs no default process group and
+leaves no state in torch. Every wait ends at its limit, or when `give_up()` is true.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TransferError(RuntimeError):
 
 
 class TransferGroup:
-    """One rank's place in a group. Opaque: `connect` or `meet` makes it, `broadcast` and `leave` use it."""
+    """One rank of a group. Opaque: `connect` or `meet` returns it, `broadcast` and `leave` use it."""
 
     def __init__(self, name: str, group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL) -> None:
         self.name = name
@@ -43,14 +43,14 @@ def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind:
 
     `bind`: address that the master listens on; None = `host`, under which the others reach it.
 
-    A client that finds no master gets a TransferError at once: it is there before anybody is told of it. One whose
-    master dies while they greet gets it after _CONNECT_TIMEOUT_S.
+    A client that finds no master gets a TransferError at once, because the master listens before its address is sent.
+    A client whose master dies during the connection gets it after _CONNECT_TIMEOUT_S.
     """
     try:
-        if not is_master:  # torch would go on trying for the whole time-out
+        if not is_master:  # torch would retry until its time-out
             socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
             return _greet(host, port, timeout_s)
-        listening = socket.create_server((bind or host, port))  # torch by itself listens on every interface
+        listening = socket.create_server((bind or host, port))  # torch alone would listen on every interface
         return TCPStore(
             host,
             listening.getsockname()[1],
@@ -64,7 +64,7 @@ def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind:
 
 
 def _greet(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect in a thread that is left behind when it takes too long: torch waits between two tries as it likes."""
+    """Connect in a thread, which is abandoned after its limit: torch's waits between two tries cannot be limited."""
     limit = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
     made: list[TCPStore | RuntimeError] = []
 
@@ -88,9 +88,9 @@ def _greet(host: str, port: int, timeout_s: float) -> TCPStore:
 def meet(
     store: TCPStore, *, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> TransferGroup:
-    """Join the group over an open store; blocks until all ranks are there. TransferError after `timeout_s`.
+    """Join the group over an open store; blocks until all ranks have joined. TransferError after `timeout_s`.
 
-    nccl meets at the first broadcast instead, on the current CUDA device.
+    With nccl the ranks connect at the first broadcast, on the current CUDA device.
     """
     if backend not in _STORED_FOR:
         raise ValueError(f"unknown backend {backend!r} of an update group: give gloo or nccl")
@@ -99,7 +99,7 @@ def meet(
     try:
         if backend == "nccl":
             nccl_options = dist.ProcessGroupNCCL.Options()
-            # NCCL's own watchdog ends the whole process; our deadline must come first.
+            # NCCL's watchdog ends the whole process: this deadline must be earlier.
             nccl_options._timeout = timeout * 2
             return TransferGroup(group_name, dist.ProcessGroupNCCL(named, rank, world_size, nccl_options))
         if not _is_loopback(store.host):  # the interface: GLOO_SOCKET_IFNAME, else that of the host's name
@@ -118,8 +118,8 @@ def meet(
 def connect(
     host: str, port: int, *, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
 ) -> TransferGroup:
-    """Join the group whose store rank 0 holds at host:port; blocks until all ranks are there. TransferError when there
-    is no store, or not everybody comes within `timeout_s`."""
+    """Join the group whose store rank 0 holds at host:port; blocks until all ranks have joined. TransferError when
+    there is no store, or not all ranks join within `timeout_s`."""
     store = open_store(host, port, is_master=False, timeout_s=timeout_s)
     return meet(store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s)
 
@@ -127,11 +127,11 @@ def connect(
 def broadcast(
     group: TransferGroup, buffer: Tensor, timeout_s: float, give_up: Callable[[], bool] | None = None
 ) -> None:
-    """Send (rank 0) or receive `buffer`. TransferError after `timeout_s`, when a peer is gone, or once `give_up()` is
-    true; such a group is of no more use.
+    """Send (rank 0) or receive `buffer`. TransferError after `timeout_s`, when a peer has ended, or once `give_up()`
+    is true; such a group cannot be used again.
 
-    The error does not keep torch's handle of the broadcast, which shares the connections with the group: whoever
-    dropped it last, be it the garbage collector in an event loop, could run gloo's destructor (see `leave`).
+    The error does not keep torch's handle of the broadcast, which shares the connections with the group: the code that
+    drops it last, for example the garbage collector in an event loop, would run gloo's destructor (see `leave`).
     """
     work: dist.Work | None = None
     deadline = time.monotonic() + timeout_s
@@ -165,11 +165,11 @@ def _start(group: TransferGroup, buffer: Tensor, options: dist.BroadcastOptions)
 
 
 def leave(group: TransferGroup) -> None:
-    """Leave at once, without waiting for anybody; a pending broadcast of another rank fails. May be repeated.
+    """Leave at once, without waiting for other ranks; a pending broadcast of another rank fails. May be repeated.
 
-    Gloo's destructor waits for what is being sent, and to a peer that hangs that lasts until the peer is killed:
-    it runs in a thread of its own, not wherever the last reference is dropped. It is usually done at once, and
-    then waited for: a thread that is in torch when the interpreter ends aborts the process.
+    Gloo's destructor waits until all data is sent, and with a hanging peer until that peer is killed. It therefore runs
+    in a separate thread, not where the last reference is dropped. Usually it ends at once and this call waits for it,
+    because a thread that is in torch when the interpreter exits aborts the process.
     """
     groups, group.groups = group.groups, []
     if groups:  # no variable here may hold torch's group
@@ -187,6 +187,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of torch's message, without where in its source and what to read."""
+    """The first line of torch's message, without source positions and hints."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.partition(".cc:")[2].partition("] ")[2].partition(". ")[0] or line

@@ -1,7 +1,7 @@
-"""Owns the layout of one broadcast: a flat tensor of bytes with the weights of a bucket one behind the other.
+"""The layout of one broadcast: a flat tensor of bytes that contains the weights of a bucket one after the other.
 
-There is no padding, so a weight starts where the one before it ends. Its bytes can be viewed in its dtype only if that
-place is a multiple of the dtype's size: whoever makes a bucket puts the widest dtypes first (`widest_first`).
+There is no padding: a weight starts where the previous one ends. Its bytes can be viewed in its dtype only if that
+position is a multiple of the dtype's size, so the sender puts the widest dtypes first (`widest_first`).
 """
 
 from __future__ import annotations

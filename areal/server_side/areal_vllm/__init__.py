@@ -1,5 +1,5 @@
-"""Owns what areal adds to vLLM's workers. Runs in vLLM's environment, where areal itself is not installed.
+"""Areal's extension of vLLM's workers. It runs in vLLM's environment, where areal is not installed.
 
 `--worker-extension-cls areal_vllm.extension.WorkerExtension --weight-transfer-config '{"backend":"areal"}'` with the
-folder above on PYTHONPATH puts it in.
+parent folder on PYTHONPATH activates it.
 """

@@ -1,7 +1,7 @@
-"""Owns the methods that areal adds to each vLLM worker; its adapter calls them through /collective_rpc.
+"""The methods that areal adds to each vLLM worker; areal's vLLM client calls them through /collective_rpc.
 
-Importing this module makes the transfer engine known to vLLM: the import, which comes before the model is loaded, is
-the only moment at which a worker extension runs.
+Importing this module registers the transfer engine in vLLM. vLLM imports a worker extension before it loads the model,
+and runs no other code of it at that time.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; `self` is the worker."""
 
     def areal_state(self) -> dict[str, Any]:
-        """What the adapter must know that vLLM's endpoints do not tell."""
+        """State that the client needs and vLLM's endpoints do not report."""
         worker: Any = self
         model = worker.model_config
         return {
@@ -48,17 +48,17 @@ class WorkerExtension:
         return _outcome(start)
 
     def areal_receive(self, bucket: dict[str, Any]) -> dict[str, str]:
-        """Take in one bucket of it, a `transfer.BucketInfo`."""
+        """Receive one bucket of the update; `info` is a `transfer.BucketInfo`."""
         worker: Any = self
         return _outcome(lambda: worker.update_weights(bucket))
 
     def areal_finish_update(self) -> dict[str, str]:
-        """End it, if all weights came."""
+        """End the update when all weights were received."""
         worker: Any = self
         return _outcome(worker.finish_weight_update)
 
     def areal_load_folder(self, path: str) -> dict[str, str]:
-        """Load all weights from a checkpoint folder. A failure leaves whole tensors behind, though of two policies."""
+        """Load all weights from a checkpoint folder. A failure leaves complete tensors of two policies."""
         return _outcome(lambda: self._areal_reload(path))
 
     def _areal_reload(self, path: str) -> None:
@@ -66,7 +66,7 @@ class WorkerExtension:
         engine = self._areal_engine()
         self._areal_end_open_update()
         load_config = worker.vllm_config.load_config
-        if load_config.load_format == "dummy":  # started from scratch: there are weights to read now
+        if load_config.load_format == "dummy":  # the server started with random weights: now there are weights to read
             load_config.load_format = "auto"
         engine.weights_whole = False
         try:
@@ -79,7 +79,7 @@ class WorkerExtension:
         engine.weights_whole = True
 
     def _areal_end_open_update(self) -> None:
-        """Of a controller that died in the middle: vLLM would count what it brought as part of the next."""
+        """End an update whose controller died: vLLM would count its weights as part of the next update."""
         worker: Any = self
         if worker._weight_update_active:
             with set_current_vllm_config(worker.vllm_config):
@@ -95,8 +95,8 @@ class WorkerExtension:
 
 
 def _outcome(act: Callable[[], None]) -> dict[str, str]:
-    """What a call has come to, as its answer: when a method of one of several workers raises, vLLM leaves the answers
-    of the others unread, and takes them for those of the next call."""
+    """The result or error of a call, as its answer. A method must not raise: vLLM would leave the answers of the other
+    workers unread, and use them as answers to the next call."""
     try:
         act()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Owns what areal needs of the installed vLLM; says which one is missing where it is too old."""
+"""Checks that the installed vLLM has what areal needs, and reports what an old version lacks."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    # Engines that own the whole of an update came with the version that has these.
+    # The versions with these names have transfer engines that control the whole update.
     _ = WeightTransferEngine.start_weight_update, WeightTransferEngine.finish_weight_update
 except (ImportError, AttributeError) as error:
     import vllm

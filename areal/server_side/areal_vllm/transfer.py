@@ -1,8 +1,8 @@
-"""Owns how a vLLM worker takes in weights that a trainer sends: bucket by bucket, layer by layer.
+"""Receives the weights that a trainer sends in a vLLM worker: bucket by bucket, layer by layer.
 
-`receive_weights` waits for the trainer's broadcast; it is unblocked by it, by the trainer's end (gloo tells at once),
-or by the time-out the group was made with. vLLM repacks weights for its kernels, so they go through its layerwise
-reload, which keeps a layer's old tensors until all of its new ones are there.
+`receive_weights` waits for the trainer's broadcast, the trainer's end (gloo reports it at once), or the time-out of
+the group. vLLM repacks weights for its kernels, so they pass through its layerwise reload, which keeps a layer's old
+tensors until all new ones of that layer were received.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -32,7 +32,7 @@ BACKEND = "areal"
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The update group that a worker is to join."""
+    """The update group that a worker joins."""
 
     master_address: str
     master_port: int
@@ -73,7 +73,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
         self._loaded: set[str] = set()
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        """Join a group, after leaving the one before; waits until all of its ranks are there."""
+        """Leave the previous group and join a new one; waits until all its ranks have joined."""
         self.shutdown()
         self._timeout_s = init_info.timeout_s
         parallel = self.parallel_config
@@ -94,7 +94,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             update_group.leave(group)
 
     def start_weight_update(self) -> None:
-        """From here on the weights are those of no policy, until `finish_weight_update`."""
+        """Start an update: until `finish_weight_update` the weights belong to no single policy."""
         self.weights_whole = False
         self._expected = frozenset(name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters())
         self._loaded = set()
@@ -107,7 +107,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Take in one bucket. What fails here leaves whole tensors behind, though of two policies."""
+        """Receive one bucket. After a failure each tensor is complete, but of one of two policies."""
         try:
             if self._group is None:
                 raise RuntimeError("this worker is in no update group: /init_weight_transfer_engine comes first")
@@ -123,7 +123,7 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Take the new weights into use, if all of them came."""
+        """Use the new weights, if all were received."""
         missing = sorted(self._expected - self._loaded) or self._unfinished_layers()
         finalize_layerwise_reload(self.model, self.model_config)
         self.repack_tied_weights()
@@ -146,23 +146,23 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def repack_tied_weights(self) -> None:
         """On CPU a vocabulary layer computes with a copy in the layout of its kernel; vLLM's reload renews that of the
-        layer which was loaded, not that of an output layer tied to it, which would go on with the old weights."""
+        layer which was loaded, not that of an output layer tied to it, which would still use the old weights."""
         if self.device.type == "cpu":
             for layer in self.model.modules():
                 if hasattr(layer, "num_embeddings_padded") and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)
 
     def give_up(self) -> None:
-        """End an update in the middle: layers that did not come get their old tensors back, so that the server lives
-        and the next update finds a clean state."""
+        """End an update in the middle: layers without new weights get their old tensors back, so that the server runs
+        and the next update starts from a clean state."""
         try:
             finalize_layerwise_reload(self.model, self.model_config)
             self.repack_tied_weights()
-        except Exception:  # what half a layer makes of its post-processing; the next update repairs it
+        except Exception:  # post-processing of an incomplete layer; the next update replaces it
             log.exception("putting the weights back after a failed update failed")
 
 
 def register() -> None:
-    """Make the engine known to vLLM under its name; may be repeated."""
+    """Register the engine in vLLM under its name; may be repeated."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ArealTransferEngine)
