@@ -79,18 +79,14 @@ class AdvantageOptions:
     """Advantage estimator; gae = composed from critic, reward_norm, gae_lambda and adv_norm, the others fix these."""
     overlong_reward_penalty: bool = option(False, relevant=REWARDS, also="verl: reward_model.overlong_buffer.enable")
     """Subtract a penalty from the reward of answers whose length is close to gconfig.max_new_tokens (DAPO)."""
-    overlong_tokens: int | None = number(
-        None, low=1, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.len; cosmos-rl: buffer_length"
-    )
+    overlong_tokens: int | None = number(None, low=1, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.len")
     """Tokens before gconfig.max_new_tokens over which the penalty grows from 0 to overlong_penalty_factor."""
     overlong_penalty_factor: float | None = number(
         None, above=0, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.penalty_factor"
     )
     """Largest overlong penalty, in reward units before reward_bias and reward_scaling."""
     passk_std: bool = option(
-        False,
-        relevant=REWARDS & when("adv_estimator", "grpo_passk"),
-        also="verl: algorithm.norm_adv_by_std_in_grpo",
+        False, relevant=REWARDS & when("adv_estimator", "grpo_passk"), also="verl: algorithm.norm_adv_by_std_in_grpo"
     )
     """Divide the advantage of the best answer by the standard deviation of its group (verl's default)."""
     reward_norm: NormConfig | None = option(None, relevant=_COMPOSED)
@@ -141,11 +137,8 @@ class AdvantageOptions:
 def baseline_problems(options: AdvantageOptions, sampling: GenerationHyperparameters, *, has_critic: bool) -> Problems:
     """Penalties and baselines that are wrong with the sampling options; paths below the actor."""
     if options.overlong_reward_penalty and (options.overlong_tokens or 0) > sampling.max_new_tokens:
-        yield (
-            "overlong_tokens",
-            f"{options.overlong_tokens} is above gconfig.max_new_tokens={sampling.max_new_tokens}, so every answer "
-            "would be penalised: lower it",
-        )
+        text = f"{options.overlong_tokens} is above gconfig.max_new_tokens={sampling.max_new_tokens}: lower it"
+        yield "overlong_tokens", text
     if sampling.n_samples > 1:
         return
     one = "compares the answers of a group, but gconfig.n_samples=1 makes groups of one: raise gconfig.n_samples"

@@ -46,7 +46,7 @@ class BaseExperimentConfig:
     """Backends and their parallel sizes, e.g. native:d1+fsdp:d1."""
     seed: int = number(1, low=0)
     """Base seed; every process derives its own seed from it."""
-    total_train_epochs: int = number(1, low=1, also="verl: trainer.total_epochs; cosmos-rl: epoch")
+    total_train_epochs: int = number(1, low=1, also="verl: trainer.total_epochs")
     """Passes over the training set."""
     total_train_steps: int | None = number(None, low=1, also="verl: trainer.total_training_steps; ROLL: max_steps")
     """Maximum train steps; null = no limit other than total_train_epochs."""
@@ -112,11 +112,8 @@ class BaseExperimentConfig:
             yield path, f"{text} has servers, but this training generates no answers: use {self.allocation.train[0]}"
         ranks, rows = self.allocation.train[0].parallel.dp, self.train_dataset.batch_size
         if rows < ranks:
-            yield (
-                "train_dataset.batch_size",
-                f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}, and each needs a row: "
-                "raise it",
-            )
+            text = f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}: raise it"
+            yield "train_dataset.batch_size", text
 
 
 def _servers(*backends: str) -> Condition:
@@ -230,11 +227,8 @@ class PPOConfig(BaseExperimentConfig):
         if critic.optimizer is None:
             yield no_optimizer("critic")
         if critic.warmup_steps >= (self.total_train_steps or math.inf):
-            yield (
-                "critic.warmup_steps",
-                f"{critic.warmup_steps} leaves no step for the policy in total_train_steps={self.total_train_steps}: "
-                "lower it",
-            )
+            text = f"{critic.warmup_steps} is not below total_train_steps={self.total_train_steps}: lower it"
+            yield "critic.warmup_steps", text
         if self.actor.adv_estimator != "gae":
             yield "critic", f"would be a second baseline of actor.adv_estimator={self.actor.adv_estimator}: remove it"
 
@@ -269,10 +263,8 @@ class PPOConfig(BaseExperimentConfig):
         yield from below("actor", filter_problems(self.actor, self.gconfig))
         yield from below("actor", baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None))
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
-            yield (
-                "eval_gconfig.n_samples",
-                f"{self.eval_gconfig.n_samples} is not 1: an evaluation generates one answer per prompt",
-            )
+            text = f"{self.eval_gconfig.n_samples} is not 1: an evaluation generates one answer per prompt"
+            yield "eval_gconfig.n_samples", text
 
     def _attach_problems(self) -> Problems:
         """The number of running servers must be that of allocation_mode."""
@@ -280,10 +272,10 @@ class PPOConfig(BaseExperimentConfig):
         servers = self.allocation.inference if self.server_backend else None
         if addresses and servers is not None and len(addresses) != servers.num_replicas:
             as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
+            text = f"has {len(addresses)} addresses for {servers.num_replicas} servers of allocation_mode="
             yield (
                 "rollout.server_addrs",
-                f"has {len(addresses)} addresses, but allocation_mode={self.allocation_mode} has "
-                f"{servers.num_replicas} servers: write {as_many} there, or list as many addresses",
+                f"{text}{self.allocation_mode}: write {as_many} there, or change the addresses",
             )
 
 

@@ -75,8 +75,4 @@ class NativeServerConfig:
 
     def problems(self) -> Problems:
         if self.max_total_tokens and self.context_length and self.max_total_tokens < self.context_length:
-            yield (
-                "max_total_tokens",
-                f"{self.max_total_tokens} is below context_length={self.context_length}, so one request of full length "
-                "would not fit: raise it",
-            )
+            yield "max_total_tokens", f"{self.max_total_tokens} is below context_length={self.context_length}: raise it"

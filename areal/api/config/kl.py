@@ -46,9 +46,7 @@ class KLOptions:
     """KL estimator of the reward penalty; full = KL of the distributions over kl_top_k tokens."""
     kl_control: KLControlConfig = section(KLControlConfig, relevant=given("/ref") & REWARDS)
     """Whether kl_ctl is fixed or adaptive."""
-    kl_loss_coef: float = number(
-        0.0, low=0, also="verl: actor_rollout_ref.actor.kl_loss_coef; ROLL: kl_loss_coef; cosmos-rl: kl_beta"
-    )
+    kl_loss_coef: float = number(0.0, low=0, also="verl: actor_rollout_ref.actor.kl_loss_coef; ROLL: kl_loss_coef")
     """Coefficient of the KL to the reference as a term of the policy loss; 0 = no term."""
     kl_loss_estimator: str = choice(
         "k3",

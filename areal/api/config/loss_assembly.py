@@ -66,11 +66,11 @@ class AssemblyOptions:
 
     ppo_n_minibatches: int = number(4, low=1, also="verl: actor.ppo_mini_batch_size (a size, not a count)")
     """Optimiser steps per pass over a train batch."""
-    ppo_epochs: int = number(1, low=1, also="verl: actor.ppo_epochs; ROLL: ppo_epochs; cosmos-rl: mu_iterations")
+    ppo_epochs: int = number(1, low=1, also="verl: actor.ppo_epochs; ROLL: ppo_epochs")
     """Passes over a train batch; every pass after the first assigns sequences to minibatches at random."""
     target_kl: float | None = number(None, above=0, relevant=above("ppo_n_minibatches", 1) | above("ppo_epochs", 1))
     """Skip the rest of a train step once a minibatch's approximate KL to the old policy exceeds this; null = off."""
-    loss_aggregation: str = choice("token-mean", *AGGREGATIONS, also="verl: actor.loss_agg_mode; cosmos-rl: loss_type")
+    loss_aggregation: str = choice("token-mean", *AGGREGATIONS, also="verl: actor.loss_agg_mode")
     """How the token losses of a minibatch over all ranks become one number; see docs/algorithms.md."""
     loss_scale_tokens: int | None = number(None, low=1, relevant=HAS_SCALE, also="cosmos-rl: unbiased_loss_max_tokens")
     """Divisor in tokens, required by seq-mean-token-sum-norm; null = 1 for token-sum."""
@@ -106,18 +106,11 @@ class AssemblyOptions:
         yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
         box = self.adaptive_entropy
         if box is not None and not box.coef_low <= self.entropy_coef <= box.coef_high:
-            yield (
-                "entropy_coef",
-                f"{self.entropy_coef:g} is outside adaptive_entropy.coef_low={box.coef_low:g} to "
-                f"coef_high={box.coef_high:g}: start inside",
-            )
+            limits = f"coef_low={box.coef_low:g}, coef_high={box.coef_high:g}"
+            yield "entropy_coef", f"{self.entropy_coef:g} is outside adaptive_entropy ({limits}): start inside"
 
 
 def filter_problems(options: AssemblyOptions, sampling: GenerationHyperparameters) -> Problems:
     """Filters that would exclude every answer; paths below the actor."""
     if options.dynamic_sampling and sampling.n_samples == 1:
-        yield (
-            "dynamic_sampling",
-            "excludes groups with equal rewards, and gconfig.n_samples=1 makes every group one: raise "
-            "gconfig.n_samples or remove it",
-        )
+        yield "dynamic_sampling", "would exclude every answer with gconfig.n_samples=1: raise that or remove it"

@@ -157,23 +157,14 @@ class CustomLossOptions:
 class PolicyLossOptions:
     """The policy-gradient loss."""
 
-    policy_loss: str = choice(
-        "ppo", *POLICY_LOSSES, also="verl: actor.policy_loss.loss_mode; AReaL 1.0: use_sapo_loss; cosmos-rl: variant"
-    )
+    policy_loss: str = choice("ppo", *POLICY_LOSSES, also="verl: actor.policy_loss.loss_mode; AReaL 1.0: use_sapo_loss")
     """Policy loss; see docs/algorithms.md for the formulas."""
-    eps_clip: float = number(
-        0.2, relevant=_CLIPS, also="verl: actor.clip_ratio, clip_ratio_low; cosmos-rl: epsilon_low"
-    )
+    eps_clip: float = number(0.2, relevant=_CLIPS, also="verl: actor.clip_ratio, clip_ratio_low")
     """Clip range of the ratio below 1, and above 1 unless eps_clip_higher is set; negative = no clipping."""
-    eps_clip_higher: float | None = number(
-        None, relevant=_CLIPS, also="verl: actor.clip_ratio_high; cosmos-rl: epsilon_high"
-    )
+    eps_clip_higher: float | None = number(None, relevant=_CLIPS, also="verl: actor.clip_ratio_high")
     """Clip range of the ratio above 1; negative = no clipping; null = eps_clip."""
     c_clip: float | None = number(
-        None,
-        above=1,
-        relevant=when("policy_loss", "ppo", "gspo", "custom"),
-        also="verl: actor.clip_ratio_c; cosmos-rl: lower_bound_ratio",
+        None, above=1, relevant=when("policy_loss", "ppo", "gspo", "custom"), also="verl: actor.clip_ratio_c"
     )
     """Dual clip: maximum loss of negative advantages as a multiple of |advantage|; null = off."""
     importance_sampling_level: str = choice(

@@ -50,13 +50,8 @@ class RewardModelConfig(ScoreModelConfig):
 def reward_model_problems(*, has_functions: bool, accept_fn: str, adv_estimator: str) -> Problems:
     """Options that cannot work with a reward model, which scores in the trainer; paths are absolute."""
     if accept_fn and not has_functions:
-        yield (
-            "rollout.should_accept_fn",
-            "filters before the reward model scores, and there is no reward function: remove it",
-        )
+        text = "filters before the reward model scores, and there is no reward function: remove it"
+        yield "rollout.should_accept_fn", text
     if adv_estimator == "remax":
-        yield (
-            "actor.adv_estimator",
-            "remax subtracts the reward of the greedy answer, which the reward model does not score: use another "
-            "estimator, or remove reward_model",
-        )
+        text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
+        yield "actor.adv_estimator", text

@@ -17,9 +17,7 @@ class InferenceEngineConfig:
     """Maximum episodes in flight; null = consumer_batch_size x (max_head_offpolicyness + 1)."""
     consumer_batch_size: int | None = number(None, low=1)
     """Accepted for AReaL files: episodes per train step, must equal train_dataset.batch_size; null = that value."""
-    max_head_offpolicyness: int = number(
-        0, low=0, also="ROLL: async_generation_ratio; cosmos-rl: allowed_outdated_steps"
-    )
+    max_head_offpolicyness: int = number(0, low=0, also="ROLL: async_generation_ratio")
     """Maximum staleness, in policy versions, that the admission gate allows; 0 = synchronous RL."""
     on_stale: str = choice("train", "train", "mask", "drop", "wait")
     """Episodes above that staleness: train = use, mask = exclude old tokens, drop; wait = use in admission order."""

@@ -71,7 +71,7 @@ class FSDPEngineConfig:
 
     wrap_policy: FSDPWrapPolicy | None = None
     """Modules that are sharded separately; null = the model's own list of blocks."""
-    offload_params: bool = option(False, also="verl: actor.fsdp_config.param_offload; cosmos-rl: fsdp_offload")
+    offload_params: bool = option(False, also="verl: actor.fsdp_config.param_offload")
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
 
 
