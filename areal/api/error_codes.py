@@ -288,13 +288,29 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "A process that another one needs did not register in time.", "Look at its log, or raise the time limit."
     ),
     # request
+    "request.duplicate_id": ErrorCode(
+        "A generation request has the rid of a request that is still running.",
+        "Use a unique rid for each request.",
+    ),
+    "request.engine_failed": ErrorCode(
+        "The engine of the native server failed or hangs.",
+        "Read the log of the server; the launcher restarts it.",
+    ),
     "request.invalid_field": ErrorCode(
         "A request has a missing, unknown or invalid field.",
         "Correct the field that the message names; a retry with the same body fails again.",
     ),
+    "request.no_tokenizer": ErrorCode(
+        "A request needs a tokenizer that the server does not have, or cannot use in a stream.",
+        "Add a tokenizer to the folder of the model, use stop_token_ids, or decode the token ids in the client.",
+    ),
     "request.not_json": ErrorCode(
         "The body of a request is not a JSON object.",
         "Send a JSON object.",
+    ),
+    "request.partial_weights": ErrorCode(
+        "A weight update of the native server is incomplete.",
+        "Wait for its end; if it failed, send a complete one.",
     ),
     "request.token_id": ErrorCode(
         "A request has a token id outside of the vocabulary of the served model.",

@@ -1,7 +1,7 @@
 """`/generate` of the native server: from an HTTP body to a sequence of the engine, and from its tokens to the answer.
 
-A handler waits until the engine's thread delivers: the end of its sequence or, when it streams, new tokens. aiohttp
-cancels the handler of a client that has disconnected, which aborts its sequence.
+A handler waits until the engine thread delivers the end of its sequence or, in a stream, new tokens. aiohttp cancels
+the handler of a disconnected client, which aborts its sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Call:
     sequence: Sequence
     with_logprobs: bool
     with_text: bool
-    """Asked for, since decoding costs more than all else a short request does."""
+    """Off by default, because decoding takes most of the time of a short request."""
 
     @property
     def is_streaming(self) -> bool:
@@ -70,7 +70,7 @@ class _Call:
 
 
 class GenerateRoute:
-    """Answers generation requests. `deliver` is called from the engine's thread."""
+    """Answers generation requests. The engine thread calls `deliver`."""
 
     def __init__(self, draw_seed: Callable[[], int]) -> None:
         self._draw_seed = draw_seed
@@ -88,11 +88,11 @@ class GenerateRoute:
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
-        """Called in the engine's thread."""
+        """Called in the engine thread."""
         try:
             self._loop.call_soon_threadsafe(self._wake, finished, progressed)
         except RuntimeError:
-            if not self._loop.is_closed():  # after the end of the loop nobody waits any more
+            if not self._loop.is_closed():  # a closed loop has no waiting handlers
                 raise
 
     def _wake(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -103,10 +103,10 @@ class GenerateRoute:
                     waiter.set_result(None)
 
     def fail_waiting(self, cause: BaseException) -> None:
-        """The engine is dead: answer 500 to all who wait for it."""
+        """The engine failed: answer 500 to all waiting requests."""
         for waiter in self._waiters.values():
             if not waiter.done():
-                waiter.set_exception(ServerUnavailable(f"the engine failed: {cause}"))
+                waiter.set_exception(ServerUnavailable(f"the engine failed: {cause}", code="request.engine_failed"))
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
@@ -115,7 +115,8 @@ class GenerateRoute:
         call = self._parse(await read_json(request), default_id)
         sequence = call.sequence
         if sequence.request_id in self._by_id:
-            raise RequestError(f"rid {sequence.request_id!r} is in use by a running request: give each its own")
+            message = f"rid {sequence.request_id!r} is in use by a running request: use a unique rid"
+            raise RequestError(message, code="request.duplicate_id")
         self._by_id[sequence.request_id] = sequence
         try:
             waiter = self._waiters[sequence] = self._loop.create_future()
@@ -128,10 +129,10 @@ class GenerateRoute:
             del self._by_id[sequence.request_id]
             self._waiters.pop(sequence, None)
             if sequence.finish is None:
-                self._engine.abort(sequence, "the client has gone")
+                self._engine.abort(sequence, "the client disconnected")
 
     async def _stream(self, request: web.Request, call: _Call, waiter: asyncio.Future[None]) -> web.StreamResponse:
-        """An event per `stream_interval` tokens, with all there is. A short answer is one event and one write."""
+        """One event per `stream_interval` tokens, with all new tokens. A short answer is one event and one write."""
         response: web.StreamResponse | None = None
         start = 0
         while True:
@@ -153,9 +154,9 @@ class GenerateRoute:
                 return response
 
     def _part(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
-        """The answer's tokens from `start` on as JSON, and where they end."""
+        """The tokens of the answer from `start` on as JSON, and the index of their end."""
         sequence = call.sequence
-        finish = sequence.finish  # read before the tokens: once it is there they are complete
+        finish = sequence.finish  # read before the tokens: when it is set, they are complete
         end = len(sequence.logprobs)
         token_ids = sequence.token_ids[sequence.num_prompt + start : sequence.num_prompt + end]
         spans = sequence.version_spans(start, end)
@@ -180,7 +181,7 @@ class GenerateRoute:
         return part, end
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens that it has. One that has just ended is no error."""
+        """End a request with its tokens so far. No effect when it has already ended."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             self._engine.abort(sequence, "abort_request was called")
@@ -191,7 +192,7 @@ class GenerateRoute:
         body = check_fields(body, _GENERATE_FIELDS)
         input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
         if not input_ids:
-            raise RequestError("input_ids must hold at least one token")
+            raise RequestError("input_ids must have at least one token", code="request.invalid_field")
         sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
         is_streaming = bool_field(body, "stream", False)
         stream_interval = parse_stream_interval(sampling, is_streaming)
@@ -199,17 +200,18 @@ class GenerateRoute:
         params = self._params(sampling)
         num_prompt, context = len(input_ids), limits.context_length
         if num_prompt >= context:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and leaves no room for an answer: the context length is {context}"
-            )
+            message = f"the prompt has {num_prompt} tokens, which leaves no room in the context length of {context}"
+            raise RequestError(message, code="request.too_long")
         if num_prompt + params.max_new_tokens > context:
             raise RequestError(
                 f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
-                f"of {context}: ask for at most {context - num_prompt} new tokens"
+                f"of {context}: request at most {context - num_prompt} new tokens",
+                code="request.too_long",
             )
         with_text = bool_field(body, "return_text", False)
         if with_text and (is_streaming or not limits.has_tokenizer):
-            raise RequestError("return_text needs a tokenizer in the model's folder, and does not go with stream")
+            message = "return_text needs a tokenizer in the folder of the model, and excludes stream"
+            raise RequestError(message, code="request.no_tokenizer")
         sequence = Sequence(
             request_id=text_field(body, "rid", request_id) or request_id,
             token_ids=input_ids,
@@ -227,7 +229,7 @@ class GenerateRoute:
         )
 
     def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
-        """Take out what differs from request to request: the seed and the number of prior output tokens."""
+        """Remove and return the fields that differ between requests: seed and number of prior output tokens."""
         seed = sampling.pop("sampling_seed", None)
         if seed is None:
             seed = self._draw_seed()
@@ -238,7 +240,7 @@ class GenerateRoute:
         return seed, num_prior
 
     def _params(self, sampling: dict[str, Any]) -> SamplingParams:
-        """Parse the settings, or take those of an equal earlier request: a run has few different ones."""
+        """The parsed settings, cached because a run uses few different ones."""
         key = orjson.dumps(sampling)
         params = self._known_params.get(key)
         if params is None:

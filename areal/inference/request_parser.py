@@ -1,4 +1,4 @@
-"""Owns what a request may say: the fields of the HTTP bodies, their types and ranges. RequestError for all else."""
+"""Validates the fields of HTTP bodies: names, types and ranges. Raises RequestError for anything else."""
 
 from __future__ import annotations
 
@@ -16,47 +16,51 @@ _MAX_STOP_STRINGS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the served model can take."""
+    """The limits of the served model."""
 
     vocab_size: int
     context_length: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     default_stop_ids: frozenset[int]
     """End tokens of the model."""
     has_tokenizer: bool
 
 
+def _invalid(message: str) -> RequestError:
+    return RequestError(message, code="request.invalid_field")
+
+
 def check_fields(body: Any, known: frozenset[str] | set[str], where: str = "the request") -> Mapping[str, Any]:
-    """The body as a mapping that has no other fields than the known ones."""
+    """The body, which may only have known fields."""
     if not isinstance(body, dict):
-        raise RequestError(f"{where} must be a JSON object")
+        raise _invalid(f"{where} must be a JSON object")
     unknown = sorted(set(body) - known)
     if unknown:
-        raise RequestError(f"{where} has unknown fields: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise _invalid(f"{where} has unknown fields: {', '.join(unknown)}; allowed: {', '.join(sorted(known))}")
     return body
 
 
 def text_field(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """A string field; without a default it must be there."""
+    """A string field, required unless it has a default."""
     value = body.get(name, default)
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, got {_shown(value)}")
+        raise _invalid(f"{name} must be a string, got {_shown(value)}")
     return value
 
 
 def bool_field(body: Mapping[str, Any], name: str, default: bool) -> bool:
     value = body.get(name, default)
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {_shown(value)}")
+        raise _invalid(f"{name} must be true or false, got {_shown(value)}")
     return value
 
 
 def int_field(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None = None) -> int:
-    """A whole number within [low, high]; without a default it must be there."""
+    """An integer in [low, high], required unless it has a default."""
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be a whole number, {limits}, got {_shown(value)}")
+        raise _invalid(f"{name} must be an integer {limits}, got {_shown(value)}")
     return value
 
 
@@ -65,7 +69,7 @@ def _float_field(
 ) -> float:
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not is_valid(value):
-        raise RequestError(f"{name} must be a number {rule}, got {_shown(value)}")
+        raise _invalid(f"{name} must be a number {rule}, got {_shown(value)}")
     return float(value)
 
 
@@ -73,22 +77,22 @@ def token_ids_field(body: Mapping[str, Any], name: str, vocab_size: int) -> list
     """A list of token ids, each within the vocabulary."""
     ids = body.get(name)
     if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise RequestError(f"{name} must be a list of whole numbers")
+        raise _invalid(f"{name} must be a list of integers")
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise RequestError(f"{name} holds {wrong}, outside of the vocabulary (0 to {vocab_size - 1})")
+        raise _invalid(f"{name} has {wrong}, which is outside the vocabulary (0 to {vocab_size - 1})")
     return ids
 
 
 def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
-    """Validated sampling settings; what is not said has SGLang's default."""
+    """Validated sampling settings, with the defaults of SGLang."""
     max_new_tokens = int_field(body, "max_new_tokens", 128, 1)
     min_new_tokens = int_field(body, "min_new_tokens", 0, 0)
     if min_new_tokens > max_new_tokens:
-        raise RequestError(f"min_new_tokens ({min_new_tokens}) exceeds max_new_tokens ({max_new_tokens})")
+        raise _invalid(f"min_new_tokens ({min_new_tokens}) exceeds max_new_tokens ({max_new_tokens})")
     top_k = int_field(body, "top_k", ALL_TOKENS, ALL_TOKENS)
     if top_k == 0:
-        raise RequestError("top_k must be -1 (all tokens) or at least 1, got 0")
+        raise _invalid("top_k must be -1 (all tokens) or at least 1, got 0")
     stop_ids = token_ids_field(body, "stop_token_ids", limits.vocab_size) if body.get("stop_token_ids") else []
     ignore_eos = bool_field(body, "ignore_eos", False)
     return SamplingParams(
@@ -105,13 +109,13 @@ def parse_sampling_params(body: Mapping[str, Any], limits: RequestLimits) -> Sam
 
 
 def parse_stream_interval(sampling: dict[str, Any], is_streaming: bool) -> int:
-    """Take out the tokens per event of a stream, one unless said; 0 for an answer in one piece."""
+    """Remove and return the tokens per event of a stream (default 1); 0 without streaming."""
     if "stream_interval" not in sampling:
         return 1 if is_streaming else 0
     interval = int_field(sampling, "stream_interval", None, 1)
     del sampling["stream_interval"]
     if not is_streaming:
-        raise RequestError(f"stream_interval={interval} is for streams: set stream to true, or leave it out")
+        raise _invalid(f"stream_interval={interval} needs a stream: set stream to true, or remove it")
     return interval
 
 
@@ -120,16 +124,17 @@ def _stop_strings(value: Any, limits: RequestLimits) -> tuple[str, ...]:
         return ()
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or any(not isinstance(one, str) or not one for one in strings):
-        raise RequestError(f"stop must be a list of non-empty strings, got {_shown(value)}")
+        raise _invalid(f"stop must be a list of non-empty strings, got {_shown(value)}")
     if len(strings) > _MAX_STOP_STRINGS:
-        raise RequestError(f"stop holds {len(strings)} strings; at most {_MAX_STOP_STRINGS} are allowed")
+        raise _invalid(f"stop holds {len(strings)} strings; at most {_MAX_STOP_STRINGS} are allowed")
     if strings and not limits.has_tokenizer:
-        raise RequestError("stop strings need a tokenizer, and the model's folder has none: use stop_token_ids")
+        message = "stop strings need a tokenizer, but the folder of the model has none: use stop_token_ids"
+        raise RequestError(message, code="request.no_tokenizer")
     return tuple(strings)
 
 
 def seed_source(base: int) -> Callable[[], int]:
-    """Draws seeds for requests without one, reproducible in order of arrival."""
+    """A source of seeds for requests without one, reproducible in the order of the requests."""
     random_numbers = random.Random(base)
     return lambda: random_numbers.getrandbits(63)
 

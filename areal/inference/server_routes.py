@@ -1,6 +1,6 @@
 """The HTTP interface of the native server: SGLang's dialect, plus the version of every token.
 
-Handlers run in the asyncio thread. A control handler waits until the engine's thread has run its command.
+Handlers run in the asyncio thread. A control handler waits until the engine thread has run its command.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServerApp:
         self.generate = GenerateRoute(draw_seed)
 
     def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
-        """Name the engine that answers. Called once, before `routes`."""
+        """Set the engine. Called once, before `application`."""
         self._engine = engine
         self._limits = limits
         self.generate.attach(engine, limits, detokenizer)
@@ -68,26 +68,28 @@ class ServerApp:
         return application
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Check the token and answer errors in one line of JSON."""
+        """Check the token, and answer errors as JSON."""
         expected = f"Bearer {self._token}".encode()
 
         async def run(request: web.Request) -> web.StreamResponse:
             if self._token and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
-                return error_response(401, "this server wants `Authorization: Bearer TOKEN`")
+                return error_response(
+                    401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized"
+                )
             try:
                 return await handler(request)
             except RequestError as error:
-                return error_response(400, str(error))
+                return error_response(400, str(error), error.code)
             except ArealError as error:
                 _LOG.error("%s failed: %s", request.path, error)
-                return error_response(500, str(error))
+                return error_response(500, str(error), error.code)
 
         return run
 
     # ---- control
 
     async def _run(self, command: Callable[[], None]) -> None:
-        """Run a command in the engine's thread between two steps."""
+        """Run a command in the engine thread between two steps."""
         await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
@@ -102,7 +104,8 @@ class ServerApp:
         wanted = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
         mode = PAUSE_MODES.get(wanted)
         if mode is None:
-            raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {wanted!r}")
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {wanted!r}"
+            raise RequestError(message, code="request.invalid_field")
         await self._run(lambda: self._engine.pause(mode))
         return ok()
 
@@ -120,9 +123,11 @@ class ServerApp:
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         if self._engine.is_stuck:
-            return error_response(500, f"the engine's thread has made no step for {self._engine.stuck_s:.0f} s")
+            message = f"the engine thread has completed no step for {self._engine.stuck_s:.0f} s"
+            return error_response(500, message, "request.engine_failed")
         if self._engine.has_partial_weights:
-            return error_response(503, "a weight update is under way or has failed half-way: send a complete one")
+            message = "a weight update is incomplete: it runs, or it failed and must be sent again"
+            return error_response(503, message, "request.partial_weights")
         return ok()
 
     async def _model_info(self, request: web.Request) -> web.StreamResponse:
