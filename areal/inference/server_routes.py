@@ -73,9 +73,7 @@ class ServerApp:
 
         async def run(request: web.Request) -> web.StreamResponse:
             if self._token and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
-                return error_response(
-                    401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized"
-                )
+                return error_response(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
             try:
                 return await handler(request)
             except RequestError as error:
