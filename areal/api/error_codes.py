@@ -105,6 +105,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "A request was waiting when its fleet was closed.",
         "None: the controller is ending.",
     ),
+    "fleet.host_command": ErrorCode(
+        "areal.fleet.server_host was started without the command of a server, or with an unsuitable configuration.",
+        "Call it as its --help describes.",
+    ),
     "fleet.invalid_address": ErrorCode(
         "The address of a server is not of the form http://host:port.",
         "Correct the address in rollout.server_addrs or in the registry.",
@@ -151,6 +155,9 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "launch.bad_server_addresses": ErrorCode(
         "The addresses of attached servers are invalid, or the environment and the configuration disagree.",
         "Correct AREAL_LLM_SERVER_ADDRS or rollout.server_addrs.",
+    ),
+    "launch.cannot_start": ErrorCode(
+        "A program of the run could not be started.", "Check the path that the message names and its permissions."
     ),
     "launch.cannot_write": ErrorCode(
         "The launcher cannot write its own files in the run folder.", "Make room on the disk, or choose another folder."

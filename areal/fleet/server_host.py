@@ -1,14 +1,14 @@
-"""Owns the process that hosts one foreign inference server (SGLang, vLLM): its ports, start, readiness, health, end.
+"""The process that hosts one foreign inference server (SGLang, vLLM): its ports, start, readiness, health and end.
 
     python -m areal.fleet.server_host --backend vllm --config RUN/config.yaml -- vllm serve MODEL --port {port} ...
 
-In the server's command {port} stands for a free port of this machine, on which it must serve HTTP; {port_NAME} for a
-further one, another for each NAME; {index} for the index of this server in the run; {index+N} for N more.
+In the server's command {port} is replaced by a free port of this machine, on which the server must serve HTTP,
+{port_NAME} by one more port for each NAME, {index} by the index of this server in the run, and {index+N} by N more.
 
-The server stays in the process group of its host, and the guard of that group sees to it that none outlives the host.
-The host waits for the server's answers, for its end, and for SIGTERM or Ctrl-C. It sets no limit to how long a start
-takes: launcher.ready_timeout_s does. It withholds its heartbeat while the server does not answer: launcher.hang_s then
-ends both.
+The server stays in the process group of its host, and the guard of that group kills it when the host has ended. The
+host waits for the server's answers, for its end, and for SIGTERM or Ctrl-C. The time limit of a start is
+launcher.ready_timeout_s. The host sends no heartbeat while the server does not answer: after launcher.hang_s the
+launcher kills both.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Literal
 from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigError, LaunchError
-from areal.fleet.backends import BACKENDS, replica_factory
+from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_log import last_error, last_words, met_taken_port
+from areal.fleet.server_log import end_reason, last_error, met_taken_port
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
@@ -53,37 +53,39 @@ _PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
 _INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
 _ASK_INTERVAL_S = 1.0
 _ANSWER_LIMIT_S = 30.0
-"""After so long a question is asked again, on a new connection."""
-_REMARKABLE_S = 5.0
-_DEAF_S = 5.0
-"""A server that served and takes no connection for so long is on its way out, however long it goes on writing why."""
+"""Time limit of an answer; then the call is repeated on a new connection."""
+_SLOW_ENGINE_S = 5.0
+_REFUSAL_LIMIT_S = 5.0
+"""A server that was ready and accepts no connection for this long is killed: it has failed, and may log for minutes."""
 _GRACE_SHARE = 0.75
-"""Of launcher.stop_grace_s: the rest is for killing what does not end, before the launcher kills us."""
+"""Share of launcher.stop_grace_s for the server: the host kills it in the rest, before the launcher kills the host."""
 _TAIL_BYTES = 1 << 17
-"""Far enough back for the tracebacks of all ranks, not for the errors of hours ago."""
+"""Enough for the tracebacks of all ranks, without older errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """Everything a host is told."""
+    """The options of a host."""
 
     backend: str
     command: tuple[str, ...]
-    """Of the foreign server, with placeholders."""
+    """The command of the foreign server, with placeholders."""
+    section: tuple[str, ...] = ()
+    """Names of the flags that the configuration gives, to name them in errors."""
     index: int
     process_name: str
     log_path: Path | None
-    """Where the standard output and error of host and server go; None outside of a launcher."""
+    """File with the output of host and server; None without a launcher."""
     registry: NameRegistry | None
     stop_grace_s: float
     update_limit_s: float
-    """An honest weight update takes no longer."""
+    """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
     """Where the server listens, and how the run reaches it."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:
-    """Options from flags, the run's config and the launcher's context where there are some."""
+    """Options from flags, and from the run's config and the launcher's context if there are any."""
     parser = argparse.ArgumentParser(
         prog="python -m areal.fleet.server_host",
         description="Hosts one foreign inference server: starts COMMAND on free ports, announces it when it is ready, "
@@ -101,15 +103,19 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
     at = argv.index("--") if "--" in argv else len(argv)
     args, command = parser.parse_args(argv[:at]), argv[at + 1 :]
     if not any("{port}" in word for word in command):
-        raise ConfigError("give -- and the server's command, with {port} for the port that it serves on")
+        raise ConfigError(
+            "give -- and the server's command, with {port} for the port that it serves on", code="fleet.host_command"
+        )
     context = ProcessContext.from_env()
     registry = None
     launcher, rollout = LauncherConfig(), InferenceEngineConfig()
+    section: tuple[str, ...] = ()
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
-            raise ConfigError(f"{args.config} is of a kind of training that needs no server")
+            raise ConfigError(f"{args.config} configures a training without servers", code="fleet.host_command")
         launcher, rollout = config.launcher, config.rollout
+        section = tuple(backend_named(args.backend).given(config))
         if context is not None:
             registry = registry_of(config)
     return HostOptions(
@@ -117,6 +123,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         command=tuple(command),
         index=context.index if context else 0,
         process_name=context.name if context else "server-0",
+        section=section,
         log_path=RunPaths(Path(context.run_dir)).log_of(context.name) if context else None,
         registry=registry,
         stop_grace_s=launcher.stop_grace_s * _GRACE_SHARE,
@@ -126,21 +133,21 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
 
 
 def port_names(command: Sequence[str]) -> list[str]:
-    """The placeholders of ports in a command, each once."""
+    """The different port placeholders of a command."""
     return sorted({found for word in command for found in _PORT.findall(word)})
 
 
 def filled_in(command: Sequence[str], ports: Mapping[str, int], index: int) -> list[str]:
-    """The command with ports and indices in place of the placeholders."""
+    """The command with its placeholders replaced."""
     with_ports = [_PORT.sub(lambda found: str(ports[found[0]]), word) for word in command]
     return [_INDEX.sub(lambda found: str(index + int(found[1] or 0)), word) for word in with_ports]
 
 
 class Health:
-    """What is known of how the server is, and the words about it."""
+    """The health of the server, from its answers."""
 
     def __init__(self, backend: str, engine_limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`engine_limit_s`: for so long an engine may be busy with something honest."""
+        """`engine_limit_s`: maximum time without an answer of the engine, for example during a weight update."""
         self._backend = backend
         self._engine_limit_s = engine_limit_s
         self._clock = clock
@@ -152,48 +159,48 @@ class Health:
         self._failing: set[str] = set()
         self._engine_answered_s = 0.0
 
-    def told_load(self, load: ReplicaLoad) -> None:
-        """The process that speaks HTTP answers."""
+    def got_load(self, load: ReplicaLoad) -> None:
+        """The HTTP process answered."""
         self._load = load
         self._has_news = True
 
-    def told_info(self, info: ReplicaInfo) -> None:
-        """So does the one that computes."""
+    def got_info(self, info: ReplicaInfo) -> None:
+        """The process that computes answered."""
         self._info = info
         self._engine_answered_s = self._clock()
 
-    def failed(self, question: str, error: str) -> None:
-        """It does not answer a question as it should."""
-        if question not in self._failing and self._phase == "serves":
+    def failed(self, call: str, error: str) -> None:
+        """A call failed."""
+        if call not in self._failing and self._phase == "serves":
             _LOG.warning("the %s server fails: %s", self._backend, error)
-        self._failing.add(question)
+        self._failing.add(call)
 
-    def answered(self, question: str) -> None:
-        self._failing.discard(question)
+    def answered(self, call: str) -> None:
+        self._failing.discard(call)
 
     def got_ready(self) -> None:
         self._phase = "serves"
         self._has_news = True
 
     def ends(self) -> None:
-        """It has been asked to end: its silence is no bad sign any more."""
+        """The server was asked to end: from now on silence is no failure."""
         self._phase = "ends"
 
     def has_ended(self) -> None:
-        """From here on there is no sign of life, so that the launcher ends us too if the kernel keeps some of it."""
+        """No more heartbeats: the launcher kills the host if a process of the server cannot be killed."""
         self._phase = "has ended"
 
-    def tell(self) -> str | None:
-        """What the server does; None when it has not answered since the last time and should have."""
+    def beat_text(self) -> str | None:
+        """The text of a heartbeat; None, for no heartbeat, when the server has not answered since the last one."""
         now_s = self._clock()
         if self._phase != "serves":
-            words = {"starts": f"starts {self._backend}: {now_s - self._started_s:.0f} s", "ends": "ends"}
-            return words.get(self._phase)
+            texts = {"starts": f"starts {self._backend}: {now_s - self._started_s:.0f} s", "ends": "ends"}
+            return texts.get(self._phase)
         has_news, self._has_news = self._has_news, False
         engine_silent_s = now_s - self._engine_answered_s
         if not has_news or self._failing or engine_silent_s > self._engine_limit_s or self._info is None:
             return None
-        if engine_silent_s > _REMARKABLE_S:
+        if engine_silent_s > _SLOW_ENGINE_S:
             return f"answers, but not its engine, which was at version {self._info.version}"
         load = self._load or ReplicaLoad(running=0, queued=0, cache_usage=0.0, generated_tokens=0)
         return f"runs {load.running} requests, {load.queued} queued, version {self._info.version}"
@@ -204,29 +211,29 @@ class ServerHost:
 
     def __init__(self, options: HostOptions, make_replica: ReplicaFactory) -> None:
         self._options = options
-        # Held as long as we live, bound and not listening: nobody is given these ports as free ones, and the server,
-        # which binds with SO_REUSEADDR as we do, can listen on them.
+        # Bound and not listening as long as the host runs: no other process gets these ports, and the server, which
+        # binds with SO_REUSEADDR too, can listen on them.
         self._ports = {name: bind_socket(options.host.bind) for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"], options.host.advertise)
         self._replica = make_replica(options.process_name, self._address)
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
         self._was_ready = False
-        self._was_deaf = False
+        self._refused_connections = False
 
     async def run(self) -> int | None:
-        """Serve until SIGTERM or Ctrl-C; then None. Else the return code of the server, which ended by itself.
+        """Serve until SIGTERM or Ctrl-C; then None. Otherwise the return code of the server, which ended by itself.
 
-        Nothing of the server runs any more when this returns.
+        No process of the server runs when this returns.
         """
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         process = await self._start()
         end = asyncio.create_task(process.wait(), name="end of the server")
-        stop = asyncio.create_task(stopped.wait(), name="wish to stop")
+        stop = asyncio.create_task(stopped.wait(), name="wait for a stop signal")
         watch = asyncio.create_task(self._watch(process), name="watch the server")
-        async with beating_loop(launched_heartbeat(), self._health.tell):
+        async with beating_loop(launched_heartbeat(), self._health.beat_text):
             await asyncio.wait({end, stop, watch}, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
             if stopped.is_set():
@@ -248,65 +255,67 @@ class ServerHost:
     async def _start(self) -> asyncio.subprocess.Process:
         ports = {name: bound.getsockname()[1] for name, bound in self._ports.items()}
         command = filled_in(self._options.command, ports, self._options.index)
-        _LOG.info("starts %s", shlex.join(command))
+        _LOG.info("starting %s", shlex.join(command))
         try:
             return await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, preexec_fn=tied_to_this_process()
             )
         except OSError as error:
-            raise LaunchError(f"cannot start {command[0]}: {error.strerror or error}") from error
+            raise LaunchError(
+                f"cannot start {command[0]}: {error.strerror or error}", code="launch.cannot_start"
+            ) from error
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """From the start on: wait until it is ready, say so, ask it how it is."""
+        """Wait until the server is ready, announce it, then poll its health."""
         while not await self._is_ready():
             await asyncio.sleep(_ASK_INTERVAL_S / 2)
         self._was_ready = True
         self._health.got_ready()
         self._announce()
-        # The second question waits behind a weight update, of which this client knows nothing. So it has no limit of
-        # its own: asked again it would only pile up.
+        # During a weight update, of which this client knows nothing, "info" has no answer. It has no time limit:
+        # repeated calls would only queue up.
         await asyncio.gather(
-            self._keep_asking("load", _ANSWER_LIMIT_S), self._keep_asking("info", None), self._kill_when_deaf(process)
+            self._poll("load", _ANSWER_LIMIT_S), self._poll("info", None), self._kill_when_refusing(process)
         )
 
     async def _is_ready(self) -> bool:
         try:
             async with asyncio.timeout(_ANSWER_LIMIT_S):
-                self._health.told_info(await self._replica.info())
+                self._health.got_info(await self._replica.info())
         except (ArealError, TimeoutError):
             return False
         return True
 
-    async def _keep_asking(self, question: Literal["load", "info"], limit_s: float | None) -> None:
+    async def _poll(self, call: Literal["load", "info"], limit_s: float | None) -> None:
         while True:
             await asyncio.sleep(_ASK_INTERVAL_S)
             try:
                 async with asyncio.timeout(limit_s):
-                    if question == "load":
-                        self._health.told_load(await self._replica.load())
+                    if call == "load":
+                        self._health.got_load(await self._replica.load())
                     else:
-                        self._health.told_info(await self._replica.info())
+                        self._health.got_info(await self._replica.info())
             except (ArealError, TimeoutError) as error:
-                self._health.failed(question, str(error) or "no answer in time")
+                self._health.failed(call, str(error) or "no answer in time")
             else:
-                self._health.answered(question)
+                self._health.answered(call)
 
-    async def _kill_when_deaf(self, process: asyncio.subprocess.Process) -> None:
-        """vLLM without its engine closes its port at once, and then tells each request's error for minutes."""
-        heard_s = time.monotonic()
+    async def _kill_when_refusing(self, process: asyncio.subprocess.Process) -> None:
+        """vLLM without its engine closes its port at once, and then logs an error for each request for minutes."""
+        last_s = time.monotonic()
         host, port = self._ports["{port}"].getsockname()[:2]
-        while time.monotonic() - heard_s < _DEAF_S:
+        while time.monotonic() - last_s < _REFUSAL_LIMIT_S:
             await asyncio.sleep(_ASK_INTERVAL_S)
             try:
                 _, writer = await asyncio.open_connection(host, port)
             except ConnectionRefusedError:
                 continue
             except OSError:
-                pass  # whatever it is, somebody listens
+                pass  # the server listens
             else:
                 writer.close()
-            heard_s = time.monotonic()
-        self._was_deaf = True
+            last_s = time.monotonic()
+        self._refused_connections = True
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -321,27 +330,34 @@ class ServerHost:
             announce_server(options.registry, options.index, options.process_name, self._address)
 
     async def _terminate(self, process: asyncio.subprocess.Process, end: asyncio.Task[int]) -> None:
-        """Ask it to end and give it time to."""
+        """SIGTERM, then wait for the end up to stop_grace_s."""
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await asyncio.wait({end}, timeout=self._options.stop_grace_s)
 
     def report(self, code: int) -> tuple[int, str]:
-        """What to say of a server that ended by itself, and with which code to exit so that the launcher does right.
+        """The host's exit code and error after the server ended by itself.
 
-        One that never was ready and says why would fail the same way again; what may be chance is worth another try.
+        TRANSIENT_EXIT lets the launcher start it again: a port in use, or a kill without an error before it was ready.
+        A server that printed an error before it was ready would fail in the same way again.
         """
         lines = self._log_lines()
-        words = last_words(lines)
+        reason = end_reason(lines)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if self._was_deaf:
-            how = f"took no more connections for {_DEAF_S:g} s and was killed"
-        text = f"the {self._options.backend} server {how}" + (f": {words}" if words else "")
-        is_chance = not self._was_ready and (met_taken_port(lines) or (code < 0 and not last_error(lines)))
-        return (TRANSIENT_EXIT if is_chance else 1), text
+        if self._refused_connections:
+            how = f"accepted no connection for {_REFUSAL_LIMIT_S:g} s and was killed"
+        text = f"the {self._options.backend} server {how}" + (f": {reason}" if reason else "") + self._hint(reason)
+        is_transient = not self._was_ready and (met_taken_port(lines) or (code < 0 and not last_error(lines)))
+        return (TRANSIENT_EXIT if is_transient else 1), text
+
+    def _hint(self, reason: str) -> str:
+        """The options of the backend's section that an error names."""
+        options = self._options
+        named = [name for name in options.section if re.search(rf"--{name.replace('_', '-')}(?![\w-])", reason)]
+        return f" (set by {', '.join(f'{options.backend}.{name}' for name in named)})" if named else ""
 
     def _log_lines(self) -> list[str]:
-        """What was written since the start, as far as the end of the log goes back."""
+        """The lines written since the start, at most the last `_TAIL_BYTES`."""
         path = self._options.log_path
         if path is None:
             return []
@@ -354,7 +370,7 @@ class ServerHost:
 def main() -> None:
     options = parse_options(sys.argv[1:])
     configure_logging("info", options.process_name)
-    if os.getpgrp() != os.getpid():  # started by hand: the guard must not strike whoever else is in the group
+    if os.getpgrp() != os.getpid():  # started by hand: the guard must not kill others in the group
         os.setpgid(0, 0)
     host = ServerHost(options, replica_factory(options.backend))
     start_guard()

@@ -1,4 +1,4 @@
-"""Owns what the log of a dead foreign server says about its end. Pure: lines in, words out."""
+"""The error of a foreign server that has ended, found in the lines of its log. Pure."""
 
 from __future__ import annotations
 
@@ -10,29 +10,41 @@ _VLLM = re.compile(r"\([^()]* pid=\d+\)\s?(?:(?:ERROR|CRITICAL) \S+ \S+ \[[^\]]*
 _SGLANG = re.compile(r"\[\d{4}-\d\d-\d\d [^\]]*\]\s?")
 """`[2026-11-21 10:00:00 TP0] `"""
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit)(?::\s.*)?")
-"""Last line of a traceback."""
-_USAGE = re.compile(r"\S+: error: .*")
-"""What argparse says."""
+"""The last line of a traceback."""
+_USAGE = re.compile(r"[\w. -]+: error: .*")
+"""An error of argparse."""
 _DIED = re.compile(r"died unexpectedly|crashed with exit code")
 _POINTER = re.compile(r"root cause")
-"""Of an error that only points to an earlier line, of another process."""
+"""In an error that only refers to an earlier line, of another process."""
+_MAX_DETAILS = 3
+"""Indented lines after an error that belong to it, as pydantic writes them."""
 _PORT_TAKEN = ("address already in use", "eaddrinuse")
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The error that a server died of, as far as its log tells; empty when it tells of none."""
+    """The error that ended a server, with its details in one line; empty when the log has none."""
     return next((text for text in _errors(lines) if not _POINTER.search(text)), "")
 
 
-def last_words(lines: Sequence[str]) -> str:
-    """That, or what it says of the death of one of its processes; empty when it says nothing of the kind."""
+def end_reason(lines: Sequence[str]) -> str:
+    """`last_error`, or what the log says about the end of one of the server's processes; empty when it has neither."""
     died = next((line for line in map(_plain, reversed(lines)) if _DIED.search(line)), "")
     return last_error(lines) or died or next(_errors(lines), "")
 
 
 def _errors(lines: Sequence[str]) -> Iterator[str]:
     """The last one first."""
-    return (text for text in map(_plain, reversed(lines)) if _ERROR.fullmatch(text) or _USAGE.fullmatch(text))
+    plain = [_plain(line) for line in lines]
+    for index in reversed(range(len(plain))):
+        if _ERROR.fullmatch(plain[index]) or _USAGE.fullmatch(plain[index]):
+            yield " ".join([plain[index], *_details(plain[index + 1 :])])
+
+
+def _details(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines[:_MAX_DETAILS]:
+        if not line.startswith(" ") or "For further information" in line:
+            return
+        yield line.strip()
 
 
 def _plain(line: str) -> str:
@@ -40,5 +52,5 @@ def _plain(line: str) -> str:
 
 
 def met_taken_port(lines: Sequence[str]) -> bool:
-    """Whether it found a port taken; it chose that by itself, and another time it chooses another one."""
+    """Whether the server found a port in use. It chose that port itself, and chooses another one next time."""
     return any(sign in line.lower() for line in lines for sign in _PORT_TAKEN)

@@ -8,5 +8,5 @@ from areal.system.process import run_main
 if __name__ == "__main__":
     server_host.replica_factory = lambda backend: NativeReplica
     server_host._ASK_INTERVAL_S = heartbeat.INTERVAL_S = 0.1
-    server_host._REMARKABLE_S = 0.5
+    server_host._SLOW_ENGINE_S = 0.5
     run_main(server_host.main)

@@ -56,8 +56,9 @@ def test_everything_after_the_first_dashes_is_the_command():
 
 @pytest.mark.parametrize("argv", [[], ["--"], ["--", "serve", "--port", "8000"]])
 def test_a_command_without_a_port_is_refused(argv):
-    with pytest.raises(ConfigError, match=r"with \{port\} for the port that it serves on"):
+    with pytest.raises(ConfigError) as error:
         parse_options(["--backend", "vllm", *argv])
+    assert error.value.code == "fleet.host_command"
 
 
 def test_ports_are_taken_for_all_but_the_server():
@@ -94,50 +95,50 @@ def clock():
 def health(clock):
     """Of a server that is ready, and whose engine may be silent for 100 s."""
     health = Health("vllm", 100.0, clock=clock)
-    assert health.tell() == "starts vllm: 0 s"
+    assert health.beat_text() == "starts vllm: 0 s"
     clock.now_s += 23.4
-    assert health.tell() == "starts vllm: 23 s"
-    health.told_info(INFO)
+    assert health.beat_text() == "starts vllm: 23 s"
+    health.got_info(INFO)
     health.got_ready()
-    assert health.tell() is not None
+    assert health.beat_text() is not None
     return health
 
 
 def test_a_server_lives_as_often_as_it_answers(health):
-    assert health.tell() is None
-    health.told_load(LOAD)
-    assert health.tell() == "runs 2 requests, 1 queued, version 7"
-    assert health.tell() is None
+    assert health.beat_text() is None
+    health.got_load(LOAD)
+    assert health.beat_text() == "runs 2 requests, 1 queued, version 7"
+    assert health.beat_text() is None
 
 
 def test_an_engine_that_takes_in_weights_is_no_hang_and_one_that_takes_longer_is(health, clock):
     clock.now_s += 99.0
-    health.told_load(LOAD)
-    assert health.tell() == "answers, but not its engine, which was at version 7"
+    health.got_load(LOAD)
+    assert health.beat_text() == "answers, but not its engine, which was at version 7"
     clock.now_s += 2.0
-    health.told_load(LOAD)
-    assert health.tell() is None
-    health.told_info(INFO)
-    health.told_load(LOAD)
-    assert health.tell() == "runs 2 requests, 1 queued, version 7"
+    health.got_load(LOAD)
+    assert health.beat_text() is None
+    health.got_info(INFO)
+    health.got_load(LOAD)
+    assert health.beat_text() == "runs 2 requests, 1 queued, version 7"
 
 
 @pytest.mark.parametrize("question", ["load", "info"])
 def test_an_answer_that_is_an_error_is_no_life(health, question):
-    health.told_load(LOAD)
+    health.got_load(LOAD)
     health.failed(question, "status 500")
-    assert health.tell() is None
+    assert health.beat_text() is None
     health.answered(question)
-    health.told_load(LOAD)
-    assert health.tell() is not None
+    health.got_load(LOAD)
+    assert health.beat_text() is not None
 
 
 def test_an_end_in_order_is_no_hang_and_what_does_not_end_is(health):
     health.ends()
-    assert health.tell() == "ends"
-    assert health.tell() == "ends"
+    assert health.beat_text() == "ends"
+    assert health.beat_text() == "ends"
     health.has_ended()
-    assert health.tell() is None
+    assert health.beat_text() is None
 
 
 # Processes
@@ -256,6 +257,16 @@ def test_a_death_before_it_was_ready(start, words, code, line):
     assert line in host.log
 
 
+def test_an_error_names_the_option_that_set_the_flag(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("")
+    host = ServerHost(options(command=("{port}",), log_path=log, section=("max_modle_len", "max")), NativeReplica)
+    log.write_text("usage: x\nmain.py: error: unrecognized arguments: --max-modle-len=8\n")
+    code, text = host.report(2)
+    assert code == 1
+    assert text.endswith("unrecognized arguments: --max-modle-len=8 (set by vllm.max_modle_len)")
+
+
 def test_words_of_an_earlier_life_are_not_quoted(start):
     start("says-why").wait_end()
     host = start("killed-at-start")
@@ -281,7 +292,7 @@ def test_a_server_that_takes_no_more_connections_is_ended_though_it_lives(start)
     host.wait_ready()
     (host.paths.root / "close-the-port").touch()
     assert host.wait_end() == 1
-    assert "the vllm server took no more connections for 5 s and was killed: EngineDeadError: no engine\n" in host.log
+    assert "the vllm server accepted no connection for 5 s and was killed: EngineDeadError: no engine\n" in host.log
 
 
 def test_an_end_in_order_that_nobody_asked_for_is_an_error(start):

@@ -1,8 +1,11 @@
-"""What is quoted from the log of a dead foreign server."""
+"""What is quoted from the log of a foreign server that has ended."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from areal.fleet.server_log import last_error, last_words
+from areal.fleet.server_log import end_reason, last_error
 
 VLLM_LOG = """
 (EngineCore pid=7) ERROR 11-21 10:00:00 [core.py:9] Traceback (most recent call last):
@@ -41,7 +44,7 @@ USAGE_LOG = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized
     ],
 )
 def test_the_error_of_a_dead_server_is_found_in_its_log(log, error):
-    assert last_error(log.splitlines()) == last_words(log.splitlines()) == error
+    assert last_error(log.splitlines()) == end_reason(log.splitlines()) == error
 
 
 @pytest.mark.parametrize(
@@ -56,4 +59,25 @@ def test_the_error_of_a_dead_server_is_found_in_its_log(log, error):
 )
 def test_without_an_error_the_death_of_one_of_its_processes_is_told(log, words):
     assert last_error(log.splitlines()) == ""
-    assert last_words(log.splitlines()) == words
+    assert end_reason(log.splitlines()) == words
+
+
+RECORDED = json.loads((Path(__file__).parent / "recordings" / "start_errors.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("vllm-0.32.0 unknown", "main.py: error: unrecognized arguments: --max-modle-len=8"),
+        ("sglang-0.5.23 unknown", "sglang serve: error: unrecognized arguments: --max-modle-len=8"),
+        ("vllm-0.32.0 dtype", "main.py serve: error: argument --dtype: invalid choice: 'float7'"),
+        ("sglang-0.5.23 value", "sglang serve: error: argument --max-running-requests: invalid int value: 'many'"),
+        (
+            "vllm-0.32.0 model",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig Value error, Cannot find "
+            "the config file for awq",
+        ),
+    ],
+)
+def test_the_error_of_a_start_with_a_bad_flag_is_found_in_what_the_real_servers_printed(name, error):
+    assert last_error(RECORDED[name]).startswith(error)
