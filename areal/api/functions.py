@@ -51,7 +51,7 @@ ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
     "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
 }
 MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset")}
-"""The tables of registered names are here, so that the launcher checks names without importing what they stand for."""
+"""The tables of registered names are here, so that the launcher checks names without importing the functions."""
 
 
 def function_ref(function: Callable[..., Any]) -> FunctionRef:

@@ -2,7 +2,7 @@
 
 One task follows the registry: it adds a slot for each new name and drops the slot of a removed one. One task reads the
 load of every replica, for status reports only. One watch task per slot waits for its interval, or until it is woken by
-a failed request or a weight update; then it runs a health check and brings a stale replica to the target weights. No
+a failed request or a weight update; then it runs a health check and gives a stale replica the target weights. No
 watch waits for another replica. `areal.fleet.replica_states` has the transitions.
 """
 
@@ -130,7 +130,7 @@ class ReplicaSet:
         changed.set()
 
     def set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve at `version`; `update` brings the others there."""
+        """From now on replicas serve at `version`; `update` updates the others to it."""
         if version < self.target_version:
             before = self._abandoned or range(version + 1, 0)
             self._abandoned = range(min(before.start, version + 1), max(before.stop, self.target_version + 1))
@@ -187,7 +187,7 @@ class ReplicaSet:
             await dropped.close()
 
     async def update(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
-        """Bring one replica to the weights of an update. On failure it is stale or absent, and the error is raised."""
+        """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""
         replica = slot.replica
         if replica is None:
             raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
@@ -342,7 +342,7 @@ class ReplicaSet:
             slot.load = load
 
     async def _update_stale(self, slot: Slot) -> None:
-        """Bring a stale replica to the target without the trainer: only a folder can be read a second time."""
+        """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
         update, before = self.target, slot.reason
         if update is None or update.kind != "disk":
             return

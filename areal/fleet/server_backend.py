@@ -49,7 +49,7 @@ class ServerBackend:
     """The option that limits prompt plus answer, in tokens."""
     sampling_problems: SamplingLimits | None = None
     flags: FlagRules | None = None
-    """Of a foreign server: its section holds flags, it has an environment of its own, and a host process runs it. None:
+    """Of a foreign server: its section holds flags, it has a separate environment, and a host process runs it. None:
     the section is a dataclass and the server is a process of areal."""
     package: str = ""
     """Distribution package of a foreign server."""

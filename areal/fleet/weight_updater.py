@@ -30,7 +30,7 @@ GROUP_GRACE_S = 1.0
 
 
 class WeightUpdater:
-    """Brings replicas to new weights, one update at a time."""
+    """Gives replicas new weights, one update at a time."""
 
     def __init__(self, replicas: ReplicaSet, config: InferenceEngineConfig) -> None:
         self._replicas = replicas
@@ -42,7 +42,7 @@ class WeightUpdater:
         """The whole fleet changes its version: no request may be sent meanwhile."""
 
     async def update(self, update: WeightUpdate) -> None:
-        """Bring every healthy replica to `update.version`. WeightSyncError when none reached it.
+        """Update every healthy replica to `update.version`. WeightSyncError when none reached it.
 
         A replica that fails is disconnected and does not delay the others. After an error the fleet serves the version
         before, as far as replicas still have it. When the version is served already, only replicas that lack it take
@@ -76,7 +76,7 @@ class WeightUpdater:
         )
 
     async def _switch(self, update: WeightUpdate) -> None:
-        """Bring the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
+        """Update the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
         self.updating_to, self.is_switching = update.version, True
         before = self._replicas.target_version, self._replicas.target
         try:
@@ -100,7 +100,7 @@ class WeightUpdater:
             self._replicas.announce()
 
     async def _supplement(self, update: WeightUpdate) -> None:
-        """Bring the served version to the replicas that lack it. Failures are logged."""
+        """Give the served version to the replicas that lack it. Failures are logged."""
         if update.kind == "disk":
             self._replicas.set_target(update.version, update)  # the watch of each stale replica loads the folder
             return

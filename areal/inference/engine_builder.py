@@ -17,7 +17,7 @@ from areal.inference.request_parser import RequestLimits
 from areal.inference.scheduler import Scheduler
 
 NO_VERSION = "-1"
-"""The version of a server before its first weight update, when it has no weights of its own."""
+"""The version of a server before its first weight update, when it has only initial weights."""
 _CPU_TOKENS_PER_REQUEST = 512
 _CUDA_CACHE_SHARE = 0.85
 """Share of the free memory after the model is loaded; the rest is for activations."""

@@ -223,7 +223,7 @@ class Controller:
             raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.version}")
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Bring the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
+        """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
         self._require_running()
         return await self._weights.publish(update, timeout_s=timeout_s)
 

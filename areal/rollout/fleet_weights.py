@@ -1,4 +1,4 @@
-"""Brings the inference servers to the policy version that the ledger records.
+"""Updates the inference servers to the policy version that the ledger records.
 
 A weight update waits until the fleet is ready and then for its replicas, each under a time limit of the fleet. All
 callers that request the same update wait for one shared task.
@@ -62,7 +62,7 @@ class FleetWeights:
         return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_publication"))
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Bring the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
+        """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
         if self._task is not None and self._task[0] != update:
             previous, task = self._task
             await asyncio.wait([task], timeout=timeout_s)
@@ -106,7 +106,7 @@ class FleetWeights:
         return not self._fleet.live_replicas(update.version)
 
     async def restore(self) -> None:
-        """Bring the fleet to the ledger's version, and give it the folder for replicas that join later.
+        """Update the fleet to the ledger's version, and give it the folder for replicas that join later.
 
         When the folder is missing or the update used a collective, the trainer must publish again (`needs_trainer`).
         """

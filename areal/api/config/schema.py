@@ -84,7 +84,7 @@ def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
 def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpec]]:
     """Every option below `cls` with its dotted path; sections themselves are left out.
 
-    The options of each section of a list stand below `path[]`.
+    The options of each section of a list are below `path[]`.
     """
     for name, spec in fields_of(cls).items():
         path = f"{prefix}{name}"

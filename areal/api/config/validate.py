@@ -161,7 +161,7 @@ def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> Conf
         return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}", "config.not_a_choice")
     expected, hint = spec.type_text, ""
     if path.endswith("]") or spec.is_section:
-        expected = "a section with keys of its own"
+        expected = "a section with its own keys"
     elif isinstance(value, bool) or value == [True] or value == [False]:
         hint = ": put it in quotes" if "text" in expected else ""
     elif "list" in expected and not isinstance(value, list):
