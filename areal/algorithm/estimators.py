@@ -7,7 +7,7 @@ from typing import Literal
 
 from areal.api.config import AdvantageOptions, NormConfig
 
-Baseline = Literal["none", "greedy", "length_weighted", "best_of_group"]
+Baseline = Literal["none", "greedy", "length_weighted", "best_of_group", "decoupled"]
 TokenBaseline = Literal["none", "token", "trained_token"]
 
 
@@ -41,6 +41,7 @@ _RECIPES = {
     "lite_ppo": AdvantageRecipe(reward_norm=NormConfig(mean_level="group", std_level="batch")),
     "gpg": AdvantageRecipe(reward_norm=_GROUP_MEAN, rescale_valid=True),
     "opo": AdvantageRecipe(baseline="length_weighted"),
+    "gdpo": AdvantageRecipe(baseline="decoupled", adv_norm=_WHITENED),
     "grpo_passk": AdvantageRecipe(baseline="best_of_group"),
     "otb": AdvantageRecipe(token_baseline="token"),
     "otb_tir": AdvantageRecipe(token_baseline="trained_token"),

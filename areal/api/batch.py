@@ -41,6 +41,9 @@ class TrainBatch:
     finished: Tensor = field(metadata=PER_SEQUENCE)  # [S] bool
     baselines: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
     """[S] float32, reward of the greedy answer to the same prompt (ReMax); NaN if there is none."""
+    reward_parts: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S, K] float32, the scores of the reward functions `reward_names`; NaN where one did not score (GDPO)."""
+    reward_names: tuple[str, ...] = ()
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher

@@ -69,6 +69,8 @@ class Trajectory:
     reward: float
     finished: bool
     """False if a length limit cut the last answer."""
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
+    """Score of each reward function, by its name in metrics and without its weight; empty = one function (GDPO)."""
     baseline: float | None = None
     """Reward of a greedy answer to the same prompt, which is not trained on (ReMax); None = there is none."""
 
@@ -100,6 +102,10 @@ class BatchShare:
     group_index: np.ndarray  # [S] int32, equal within a group, unique over the whole batch (all ranks)
     finished: np.ndarray  # [S] uint8
     baselines: np.ndarray  # [S] float32, NaN if there is no greedy answer
+    reward_parts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[S, K] float32, scores of the functions `reward_names`, NaN where one did not score; [0, 0] = none recorded."""
+    reward_names: list[str] = field(default_factory=list[str])
+    """K names, equal on all ranks."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""
 

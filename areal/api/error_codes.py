@@ -18,6 +18,10 @@ class ErrorCode:
 ERROR_CODES: dict[str, ErrorCode] = {
     "areal.error": ErrorCode("An error without a more specific code.", "Read the message."),
     # algorithm
+    "algorithm.no_reward_parts": ErrorCode(
+        "actor.gdpo_weights names a reward function that scored no answer of the train batch.",
+        "Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.",
+    ),
     "algorithm.not_finite": ErrorCode(
         "A train batch holds NaN or infinity in a reward or at a trained token.",
         "Check the reward function and the model; for remax, check that the workflow generates greedy answers.",

@@ -44,6 +44,8 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         group_ids=_tensor(share.group_index, torch.int64),
         finished=_tensor(share.finished, torch.bool),
         baselines=_tensor(share.baselines, torch.float32),
+        reward_parts=_tensor(share.reward_parts, torch.float32) if share.reward_names else None,
+        reward_names=tuple(share.reward_names),
         version=share.version,
     )
 

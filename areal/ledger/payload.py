@@ -2,12 +2,15 @@
 
 Little-endian: a header, then arrays in the dtypes of BatchShare, so that a batch is a concatenation:
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
-finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic.
+finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic;
+those with the scores of several reward functions have a third one, always baselines, then their names as a JSON list
+(u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import struct
 import sys
@@ -25,9 +28,11 @@ from areal.ledger.state import Event
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
+_LENGTH = struct.Struct("<I")
 _DATA = _START.size + _SIZES.size
 _MAGIC = b"ARP1"
 _MAGIC_WITH_BASELINES = b"ARP2"
+_MAGIC_WITH_PARTS = b"ARP3"
 _NO_BASELINE = struct.pack("<f", math.nan)
 
 _COLUMNS = (
@@ -100,16 +105,19 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
     flags += [trajectory.finished for trajectory in trajectories]
     num_trajectories, num_tokens = len(lengths), len(token_ids)
     integers, floats, bits = array("i", lengths + token_ids + versions), array("f", rewards + logprobs), bytes(flags)
-    baselines = _baselines(trajectories)
+    baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
+    magic = _MAGIC_WITH_BASELINES if baselines else _MAGIC
+    if parts:
+        magic, baselines = _MAGIC_WITH_PARTS, baselines or array("f", [math.nan] * num_trajectories)
     if sys.byteorder == "big":
-        integers.byteswap()
-        floats.byteswap()
-        baselines.byteswap()
-    body = b"".join((_SIZES.pack(episode_id, num_trajectories, num_tokens), integers, floats, bits, baselines))
+        for numbers in (integers, floats, baselines, parts):
+            numbers.byteswap()
+    sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
+    body = b"".join((sizes, integers, floats, bits, baselines, names, parts))
     made_by = set(versions)
     made_by.discard(-1)
     return EncodedEpisode(
-        _START.pack(_MAGIC_WITH_BASELINES if baselines else _MAGIC, zlib.crc32(body)) + body,
+        _START.pack(magic, zlib.crc32(body)) + body,
         num_trajectories,
         num_tokens,
         bits.count(1, 0, num_tokens),
@@ -128,6 +136,20 @@ def _baselines(trajectories: Sequence[Trajectory]) -> array[float]:
         if baseline is not None and not math.isfinite(baseline):
             raise _not_finite("baseline", baseline)
     return array("f", [math.nan if baseline is None else baseline for baseline in given])
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> tuple[bytes, array[float]]:
+    """Names of the reward functions with their length, and the scores of each trajectory; empty when there are none."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
+    if not names:
+        return b"", array("f")
+    for trajectory in trajectories:
+        for name, score in trajectory.reward_parts.items():
+            if not math.isfinite(score):
+                raise _not_finite(f"reward_parts[{name!r}]", score)
+    text = json.dumps(names).encode()
+    scores = [trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories for name in names]
+    return _LENGTH.pack(len(text)) + text, array("f", scores)
 
 
 def _uneven(trajectory: Trajectory) -> TrajectoryError:
@@ -173,7 +195,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def check_payload(episode_id: int, payload: bytes) -> None:
     """LedgerError unless `payload` is the complete, undamaged record of that episode."""
-    if len(payload) < _DATA or payload[:4] not in (_MAGIC, _MAGIC_WITH_BASELINES):
+    if len(payload) < _DATA or payload[:4] not in (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS):
         raise _bad_payload(episode_id, "does not start with the magic of a payload")
     if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
         raise _bad_payload(episode_id, "is damaged: its checksum does not match")
@@ -186,9 +208,45 @@ def _bad_payload(episode_id: int, problem: str) -> LedgerError:
     return LedgerError(f"the payload of episode {episode_id} {problem}", code="ledger.bad_payload")
 
 
-def has_baselines(payload: bytes) -> bool:
-    """Whether the payload has the rewards of greedy answers."""
-    return payload[:4] == _MAGIC_WITH_BASELINES
+def _expected_bytes(payload: bytes) -> int:
+    """The size that the counts of a payload imply."""
+    n, t = payload_sizes(payload)
+    size = _DATA + 9 * n + 13 * t
+    if payload[:4] == _MAGIC:
+        return size
+    if payload[:4] == _MAGIC_WITH_PARTS:
+        names, first = _reward_names(payload)
+        return first + 4 * n * len(names)
+    return size + 4 * n
+
+
+def _reward_names(payload: bytes) -> tuple[list[str], int]:
+    """Names of the reward functions of a payload, and the offset of their scores."""
+    n, t = payload_sizes(payload)
+    start = _DATA + 13 * (n + t) + _LENGTH.size
+    if payload[:4] != _MAGIC_WITH_PARTS:
+        return [], start
+    (length,) = _LENGTH.unpack_from(payload, start - _LENGTH.size)
+    return json.loads(payload[start : start + length]), start + length
+
+
+def reward_parts(payloads: Sequence[bytes], names: Sequence[str]) -> np.ndarray:
+    """Scores of the reward functions `names` for the trajectories of several episodes, or NaN. -> [n, K] float32"""
+    rows: list[np.ndarray] = []
+    for payload in payloads:
+        own, first = _reward_names(payload)
+        n = payload_sizes(payload)[0]
+        scores = np.full((n, len(names)), np.nan, np.float32)
+        found = np.frombuffer(payload, "<f4", n * len(own), first if own else 0).reshape(n, len(own))
+        for place, name in enumerate(own):
+            scores[:, names.index(name)] = found[:, place]
+        rows.append(scores)
+    return np.concatenate(rows) if rows else np.zeros((0, len(names)), np.float32)
+
+
+def reward_names(payloads: Sequence[bytes]) -> list[str]:
+    """The reward functions that scored any trajectory of these episodes, sorted."""
+    return sorted({name for payload in payloads for name in _reward_names(payload)[0]})
 
 
 def payload_sizes(payload: bytes) -> tuple[int, int]:
@@ -215,7 +273,7 @@ def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
     payload = reader.read((segment, offset, size))
     check_payload(event["id"], payload)
     n, t = payload_sizes(payload)
-    if n == 0 or t == 0 or len(payload) != _DATA + (13 if has_baselines(payload) else 9) * n + 13 * t:
+    if n == 0 or t == 0 or len(payload) != _expected_bytes(payload):
         raise _bad_payload(event["id"], f"has {len(payload)} bytes, which do not match its counts")
     integers = np.frombuffer(payload, dtype="<i4", count=n + 2 * t, offset=_DATA)
     floats = np.frombuffer(payload, dtype="<f4", count=n + t, offset=_DATA + integers.nbytes)
@@ -241,6 +299,6 @@ def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:
         n, t = payload_sizes(payload)
         ends = list(itertools.accumulate((4 * n, 4 * t, 4 * t, 4 * n, 4 * t, t, n), initial=_DATA))
         columns = [payload[start:end] for start, end in itertools.pairwise(ends)]
-        pieces.append([*columns, payload[ends[-1] :] or _NO_BASELINE * n])
+        pieces.append([*columns, payload[ends[-1] : ends[-1] + 4 * n] or _NO_BASELINE * n])
     joined = zip(*pieces, strict=True) if pieces else ((),) * len(_COLUMNS)
     return {name: b"".join(parts) for name, parts in zip(_COLUMNS, joined, strict=True)}

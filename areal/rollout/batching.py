@@ -11,7 +11,7 @@ import numpy as np
 
 from areal.api.data import BatchShare
 from areal.data.balance import balanced_parts
-from areal.ledger.payload import join_columns, payload_sizes
+from areal.ledger.payload import join_columns, payload_sizes, reward_names, reward_parts
 from areal.ledger.state import AcceptedEpisode
 
 MAX_STALENESS_BIN = 8
@@ -23,14 +23,22 @@ def build_shares(
 ) -> list[BatchShare]:
     """One share per rank, balanced by tokens, with whole groups. `stats` of the shares is empty."""
     parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
+    names = reward_names(payloads)
     return [
-        _build_share([payloads[index] for index in part], part, step=step, version=version, mask_before=mask_before)
+        _build_share(
+            [payloads[index] for index in part],
+            part,
+            names,
+            step=step,
+            version=version,
+            mask_before=mask_before,
+        )
         for part in parts
     ]
 
 
 def _build_share(
-    payloads: Sequence[bytes], group_ids: Sequence[int], *, step: int, version: int, mask_before: int
+    payloads: Sequence[bytes], group_ids: Sequence[int], names: list[str], *, step: int, version: int, mask_before: int
 ) -> BatchShare:
     columns = join_columns(payloads)
     versions = np.frombuffer(columns["output_versions"], dtype="<i4")
@@ -49,6 +57,8 @@ def _build_share(
         group_index=np.repeat(np.array(group_ids, dtype="<i4"), [payload_sizes(payload)[0] for payload in payloads]),
         finished=np.frombuffer(columns["finished"], dtype=np.uint8),
         baselines=np.frombuffer(columns["baselines"], dtype="<f4"),
+        reward_parts=reward_parts(payloads, names),
+        reward_names=names,
     )
 
 

@@ -13,7 +13,8 @@ from safetensors.numpy import load, save
 from areal.api.data import BatchShare, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError
 
-_ARRAYS = tuple(field.name for field in fields(BatchShare) if field.name not in ("step", "version", "stats"))
+_HEAD = ("step", "version", "stats", "reward_names")
+_ARRAYS = tuple(field.name for field in fields(BatchShare) if field.name not in _HEAD)
 _SHARE_KEY = "share"
 """The only metadata key: safetensors writes several in no fixed order, and equal shares must have equal bytes."""
 
@@ -26,7 +27,7 @@ class WeightsNeeded(RequestError):
 
 def encode_share(share: BatchShare) -> bytes:
     arrays: dict[str, np.ndarray] = {name: getattr(share, name) for name in _ARRAYS}
-    head = {"step": share.step, "version": share.version, "stats": share.stats}
+    head = {name: getattr(share, name) for name in _HEAD}
     return save(arrays, metadata={_SHARE_KEY: orjson.dumps(head, option=orjson.OPT_SORT_KEYS).decode()})
 
 
@@ -36,8 +37,8 @@ def decode_share(blob: bytes) -> BatchShare:
         head_size = int.from_bytes(blob[:8], "little")
         head: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + head_size])["__metadata__"][_SHARE_KEY])
         arrays = load(blob)
-        columns = {name: arrays[name] for name in _ARRAYS}
-        return BatchShare(step=head["step"], version=head["version"], stats=head["stats"], **columns)
+        values: dict[str, Any] = {name: head[name] for name in _HEAD} | {name: arrays[name] for name in _ARRAYS}
+        return BatchShare(**values)
     except (ValueError, KeyError, TypeError) as error:
         message = f"these {len(blob)} bytes are not a batch share: {error}"
         raise RequestError(message, code="rollout.not_a_share") from error

@@ -18,13 +18,14 @@ from areal.algorithm.advantage import (
     withhold_unfinished,
 )
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics, trained_counts
-from areal.algorithm.baselines import best_of_group, length_weighted, valid_sample_scale
+from areal.algorithm.baselines import best_of_group, decoupled_rewards, length_weighted, valid_sample_scale
 from areal.algorithm.correction_rules import Spans
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.normalise import normalise
 from areal.algorithm.token_baseline import optimal_token_baseline
 from areal.api.batch import TrainBatch
 from areal.api.config import PPOActorConfig
+from areal.api.errors import InputError
 from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_penalty
 
@@ -102,6 +103,8 @@ def centred(
             rewards = length_weighted(rewards, lengths, batch.group_ids)
         case "best_of_group":
             rewards = best_of_group(rewards, batch.group_ids, divide_by_std=config.passk_std)
+        case "decoupled":
+            rewards = _decoupled(batch, config)
         case "greedy":
             if batch.baselines is None:
                 raise ValueError("the batch has no baselines: the workflow draws no greedy answers")
@@ -111,6 +114,25 @@ def centred(
     if recipe.reward_norm is not None:
         rewards = normalise(rewards, recipe.reward_norm, batch.group_ids, reduce=reduce)
     return rewards * scale
+
+
+def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
+    """GDPO's sum of normalised scores, [S]. InputError, alike on every rank, when a function did not score the batch.
+
+    A run of one reward function records no separate scores: its rewards are that function's.
+    """
+    parts, names = batch.reward_parts, batch.reward_names
+    if parts is None and not config.gdpo_weights:
+        parts, names = batch.rewards.unsqueeze(1), ("reward",)
+    missing = sorted(set(config.gdpo_weights) - set(names))
+    if parts is None or missing:
+        raise InputError(
+            f"actor.gdpo_weights names {', '.join(missing)}, but the train batch has scores of {', '.join(names)}: use "
+            "the names of reward functions in the metrics",
+            code="algorithm.no_reward_parts",
+        )
+    weights = [config.gdpo_weights.get(name, 0.0) if config.gdpo_weights else 1.0 for name in names]
+    return decoupled_rewards(parts, weights, batch.group_ids)
 
 
 def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:

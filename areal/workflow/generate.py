@@ -73,7 +73,12 @@ def answer_text(response: GenerationResponse, tokenizer: Tokenizer) -> str:
 
 
 def single_turn_trajectory(
-    response: GenerationResponse, prompt_ids: list[int], reward: float, *, baseline: float | None = None
+    response: GenerationResponse,
+    prompt_ids: list[int],
+    reward: float,
+    *,
+    reward_parts: dict[str, float],
+    baseline: float | None = None,
 ) -> Trajectory:
     """A prompt with one answer. `baseline`: reward of the greedy answer, if there is one."""
     num_prompt, num_output = len(prompt_ids), len(response.output_ids)
@@ -83,6 +88,7 @@ def single_turn_trajectory(
         rollout_logprobs=[0.0] * num_prompt + response.output_logprobs,
         output_versions=[-1] * num_prompt + response.output_versions,
         reward=reward,
+        reward_parts=reward_parts,
         finished=response.stop_reason == "stop",
         baseline=baseline,
     )

@@ -75,6 +75,7 @@ class _Dialogue:
             rollout_logprobs=self.rollout_logprobs,
             output_versions=self.output_versions,
             reward=self.scores[-1].reward * self.discount,
+            reward_parts={name: part * self.discount for name, part in self.scores[-1].parts.items()},
             finished=self.finished,
         )
 

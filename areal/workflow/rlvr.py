@@ -70,7 +70,7 @@ class RLVRWorkflow(ScoredWorkflow):
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward
         trajectories = [
-            single_turn_trajectory(response, prompt_ids, score.reward, baseline=baseline)
+            single_turn_trajectory(response, prompt_ids, score.reward, reward_parts=score.parts, baseline=baseline)
             for response, score in zip(responses, scores, strict=False)  # the greedy answer is not trained on
         ]
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))

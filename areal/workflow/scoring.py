@@ -30,6 +30,8 @@ class Score:
     """The same sum over the functions in reward.filter_on; the reward when that is empty."""
     num_errors: int
     """Failed calls, which count 0 (reward.on_error=zero)."""
+    parts: dict[str, float]
+    """The score of each function without weight; empty in the short form."""
     metrics: Mapping[str, float]
     """The score of each function without weight (not in the short form), and its further results as name/key."""
 
@@ -100,6 +102,7 @@ class Scorer:
         """Combine the results of all functions for one answer; failed ones have the value 0."""
         reward = filter_reward = 0.0
         num_errors = 0
+        parts: dict[str, float] = {}
         metrics: dict[str, float] = {}
         for term, result in zip(terms, results, strict=True):
             part = term.weight * result.value
@@ -107,10 +110,16 @@ class Scorer:
             filter_reward += part if term.counts_for_filter else 0.0
             num_errors += result.status != "ok"
             if self._table.is_weighted:
-                metrics[term.metric] = result.value
+                parts[term.metric] = result.value
             if result.metrics:
                 metrics |= {f"{term.metric}/{name}": value for name, value in result.metrics.items()}
-        return Score(reward=reward, filter_reward=filter_reward, num_errors=num_errors, metrics=metrics)
+        return Score(
+            reward=reward,
+            filter_reward=filter_reward,
+            num_errors=num_errors,
+            parts=parts,
+            metrics=parts | metrics,
+        )
 
     def stats(self, row: Mapping[str, Any], scores: Sequence[Score], *, reward: float) -> dict[str, float]:
         """Mean of each metric over the scores that have it, and the `reward` of the group under its source."""

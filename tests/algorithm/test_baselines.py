@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.algorithm.advantage import overlong_penalty
-from areal.algorithm.baselines import best_of_group, length_weighted, mixed_group, valid_sample_scale
+from areal.algorithm.baselines import best_of_group, decoupled_rewards, length_weighted, mixed_group, valid_sample_scale
 
 NAN = float("nan")
 
@@ -68,6 +68,16 @@ def test_best_of_group_by_hand():
     # 0.9 leads 0.5 by 0.4; the tie of group 1 has no lead; group 2 has no rival
     rewards = torch.tensor([0.9, 1.0, 0.5, 1.0, 4.0, 0.1])
     assert best_of_group(rewards, torch.tensor([0, 1, 0, 1, 2, 0])).tolist() == pytest.approx([0.4, 0, 0, 0, 0, 0])
+
+
+def test_decoupled_rewards_by_hand():
+    # group 0: function 0 gives (1 - 0.5) / std 0.7071 = +-0.7071, function 1 is constant: 0; group 1 has no function 1
+    parts = torch.tensor([[1.0, 3.0], [0.0, 3.0], [2.0, NAN], [2.0, NAN]], dtype=torch.float64)
+    found = decoupled_rewards(parts, [2.0, 1.0], torch.tensor([0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([2 * 0.5**0.5, -2 * 0.5**0.5, 0, 0], abs=1e-4)
+    other = torch.tensor([[1.0, 1.0], [0.0, 1000.0]], dtype=torch.float64)
+    assert decoupled_rewards(other, [1.0, 1.0], torch.tensor([4, 4])).tolist() == pytest.approx([0, 0], abs=1e-4)
+    assert decoupled_rewards(parts[:0], [1.0, 1.0], torch.zeros(0, dtype=torch.int64)).tolist() == []
 
 
 def test_best_of_group_over_the_std_equals_verl():

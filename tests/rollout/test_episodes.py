@@ -58,6 +58,30 @@ def test_a_payload_without_baselines_is_byte_for_byte_the_old_one():
     assert np.isnan(np.frombuffer(join_columns([old])["baselines"], "<f4")).tolist() == [True]
 
 
+def test_reward_parts_travel_and_mix_with_groups_of_other_functions():
+    scored = [dataclasses.replace(GOOD, reward_parts=parts) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
+    other = dataclasses.replace(GOOD, reward_parts={"c": 4.0}, baseline=0.25)
+    groups = [[GOOD], scored, [other]]
+    payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
+    for episode_id, payload in enumerate(payloads):
+        check_payload(episode_id, payload)
+    columns = join_columns(payloads)
+    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, nan, nan, 0.25]"
+    shares = build_shares(payloads, step=0, version=4, mask_before=0, dp_size=2)
+    for share in shares:
+        found = decode_share(encode_share(share))
+        assert found.reward_names == ["a", "b", "c"]
+        rows = {0: ["[nan, nan, nan]"], 1: ["[1.0, 0.5, nan]", "[0.0, -2.0, nan]"], 2: ["[nan, nan, 4.0]"]}
+        expected = [row for group in dict.fromkeys(found.group_index.tolist()) for row in rows[group]]
+        assert [str(row) for row in found.reward_parts.tolist()] == expected
+    plain = decode_share(encode_share(build_shares(payloads[:1], step=0, version=4, mask_before=0, dp_size=1)[0]))
+    assert plain.reward_names == []
+    bad = dataclasses.replace(GOOD, reward_parts={"a": float("inf")})
+    with pytest.raises(TrajectoryError) as caught:
+        encode_episode(1, TrajectoryGroup(trajectories=[bad]))
+    assert caught.value.code == "workflow.not_finite"
+
+
 def test_baselines_travel_with_their_trajectories_and_mix_with_groups_that_have_none():
     drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
     payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload

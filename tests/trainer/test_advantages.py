@@ -66,6 +66,8 @@ def slow_sequence_advantage(name, s, rows):
     if name == "opo":
         total = sum(len(row[3]) for row in members)
         return reward - (sum(len(row[3]) * row[0] for row in members) / total if total else 0.0)
+    if name == "gdpo":  # one reward function, whitened below
+        return divided(centred, unbiased_std(rewards))
     if name == "grpo_passk":
         ordered = sorted(rewards, reverse=True)
         return ordered[0] - ordered[1] if len(ordered) > 1 and reward == ordered[0] else 0.0
@@ -80,7 +82,7 @@ def slow_advantages(name, batch):
         value = slow_sequence_advantage(name, s, rows)
         for distance, t in enumerate(reversed(places)):
             result[t] = value * DISCOUNT**distance
-    if name.startswith("reinforce_plus_plus"):
+    if name.startswith("reinforce_plus_plus") or name == "gdpo":
         trained = [result[t] for row in rows for t in row[3]]
         centre, std = mean(trained), unbiased_std(trained)
         for row in rows:
@@ -171,6 +173,37 @@ def test_the_token_baseline_reads_the_policy_before_the_update(toolbox, name, de
             total = sum(path[u] for _, u in members)
             expected[t] -= 0.0 if in_tail else sum(gains[u] * path[u] for _, u in members) / (total + 1e-8)
     assert found.advantages.tolist() == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_gdpo_equals_verl(toolbox):
+    """compute_gdpo_outcome_advantage: scores {1, 0} and {0, 10} of a group, weights 1 and 2, one token each.
+
+    Each function gives (0.7071, -0.7071) whatever its scale, so the sums are -+0.7071; whitened with n - 1: -+0.7071.
+    With GRPO the second function decides: rewards 1 and 20. A function that did not score a group counts 0 there.
+    """
+    nan = float("nan")
+    batch = replace(
+        toolbox.make_batch([[1, 2], [1, 3], [1, 4], [1, 5]], rewards=[1.0, 20.0, 0.0, 4.0], group_ids=[0, 0, 1, 1]),
+        reward_parts=torch.tensor([[1.0, 0.0], [0.0, 10.0], [0.0, nan], [4.0, nan]]),
+        reward_names=("exact", "length"),
+    )
+
+    def advantages(batch, **options):
+        actor = PPOActor(toolbox.TableEngine(), config(adv_estimator="gdpo", **options))
+        return actor.with_advantages(batch).advantages[::2].tolist()
+
+    half = math.sqrt(0.5)
+    one_group = toolbox.select(batch, [0, 1])
+    assert advantages(one_group, gdpo_weights={"exact": 1.0, "length": 2.0}) == pytest.approx([-half, half], abs=1e-4)
+    assert advantages(one_group, gdpo_weights={"exact": 1.0}) == pytest.approx([half, -half], abs=1e-4)
+    sums = [-half, half, -half, half]  # group 1: exact alone
+    std = math.sqrt(4 * 0.5 / 3)
+    found = advantages(batch, gdpo_weights={"exact": 1.0, "length": 2.0})
+    assert found == pytest.approx([x / std for x in sums], abs=1e-4)
+    with pytest.raises(InputError) as caught:
+        advantages(batch, gdpo_weights={"exact": 1.0, "format": 2.0})
+    assert caught.value.code == "algorithm.no_reward_parts"
+    assert "format" in str(caught.value)
 
 
 def test_remax_by_hand(toolbox):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.config.relevance import given, satisfies, unless, when
 
@@ -49,18 +49,20 @@ ADV_ESTIMATORS = (
     "lite_ppo",
     "gpg",
     "opo",
+    "gdpo",
     "grpo_passk",
     "otb",
     "otb_tir",
     "remax",
 )
 """`areal.algorithm.estimators` defines each."""
-_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 _WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
 REWARDS = unless("/teacher.rl_weight", 0)
 """The advantages from rewards are used."""
 _COMPOSED = REWARDS & when("adv_estimator", "gae")
+_SUMMED = REWARDS & unless("adv_estimator", "gdpo")
 _OVERLONG = REWARDS & when("overlong_reward_penalty", True)
 _TRUNCATED_COUNT = (
     when("mask_truncated", False)
@@ -85,17 +87,23 @@ class AdvantageOptions:
         None, above=0, relevant=_OVERLONG, also="verl: reward_model.overlong_buffer.penalty_factor"
     )
     """Largest overlong penalty, in reward units before reward_bias and reward_scaling."""
+    gdpo_weights: dict[str, float] = section(
+        dict[str, float],
+        relevant=REWARDS & when("adv_estimator", "gdpo"),
+        also="verl: algorithm.gdpo_reward_keys, gdpo_reward_weights",
+    )
+    """Weights of the normalised scores by the function's name in metrics; others count 0; {} = all count 1."""
     passk_std: bool = option(
         False, relevant=REWARDS & when("adv_estimator", "grpo_passk"), also="verl: algorithm.norm_adv_by_std_in_grpo"
     )
     """Divide the advantage of the best answer by the standard deviation of its group (verl's default)."""
     reward_norm: NormConfig | None = option(None, relevant=_COMPOSED)
     """Normalisation of sequence rewards after bias, scaling and clipping; null = none."""
-    reward_scaling: float = number(1.0, relevant=REWARDS)
+    reward_scaling: float = number(1.0, relevant=_SUMMED)
     """Factor of every reward, applied after reward_bias."""
-    reward_bias: float = number(0.0, relevant=REWARDS)
+    reward_bias: float = number(0.0, relevant=_SUMMED)
     """Added to every reward before reward_scaling."""
-    reward_clip: float = number(20.0, above=0, relevant=REWARDS)
+    reward_clip: float = number(20.0, above=0, relevant=_SUMMED)
     """Scaled rewards are clipped to [-reward_clip, reward_clip]."""
     mask_no_eos_with_zero: bool = option(False, relevant=REWARDS & _TRUNCATED_COUNT)
     """Give answers that were cut by a length limit no task reward."""
@@ -115,6 +123,12 @@ class AdvantageOptions:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if self.overlong_reward_penalty and vars(self)[name] is None:
                 yield Problem(name, "is required by overlong_reward_penalty=true: set it", "config.missing_requirement")
+        if self.adv_estimator == "gdpo" and self.overlong_reward_penalty:
+            yield (
+                "overlong_reward_penalty",
+                "adv_estimator=gdpo normalises each reward function, and the penalty is not one of them: write it as a "
+                "reward function, or set it to false",
+            )
 
     @property
     def has_token_baseline(self) -> bool:

@@ -55,3 +55,5 @@ def reward_model_problems(*, has_functions: bool, accept_fn: str, adv_estimator:
     if adv_estimator == "remax":
         text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
         yield "actor.adv_estimator", text
+    if adv_estimator == "gdpo":
+        yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"
