@@ -88,7 +88,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["FOLDER/mine.py", "rollouts.on_stale=drop"], "config.unknown_key", ["rollouts", "did you mean rollout?"]),
         (["FOLDER/mine.py", "++rollout.on_stale=nope"], "config.not_a_choice", ["rollout.on_stale: 'nope'"]),
         (["FOLDER/broken.py"], "launch.missing_inputs", ["broken.py:2"]),
-        (["trial_name=\udcff"], "config.bad_override", ["trial_name: '\\udcff'"]),
+        (["trial_name=\udcff"], "config.wrong_type", ["trial_name", "UTF-8"]),
         (["tokenizer_path=${actor.path"], "config.bad_override", ["tokenizer_path: '${actor.path'"]),
         (["~trial"], "config.bad_override", ["trial", "~trial"]),
         (["--config=FOLDER"], "config.unreadable_file", ["directory"]),
@@ -130,7 +130,7 @@ def test_a_process_of_its_own_prints_the_same_line_and_exits_with_2(folder):
     assert done.stdout == ""
     done = launch(folder, os.fsdecode(b"trial_name=\xff"), "--dry-run")
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("[config.bad_override]")
+    assert done.stderr.strip().endswith("[config.wrong_type]")
 
 
 def test_a_dry_run_lists_the_keys_that_only_the_script_reads(folder, capsys):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from areal.api.allocation import AllocationError, AllocationMode
 from areal.api.config.algorithm import PPOActorConfig
 from areal.api.config.fields import choice, number
-from areal.api.config.schema import fields_of
+from areal.api.config.schema import fields_of, sections_in
 from areal.api.config.validate import shown, validated
 from areal.api.errors import ConfigProblem
 
@@ -178,25 +178,16 @@ class LegacyKeys:
     _backends: dict[str, str] = field(default_factory=dict[str, str])
 
     def apply(self, cls: type[Any]) -> None:
-        self._section(cls, self.tree, self.given, "")
+        for section_class, values, path in list(sections_in(cls, self.tree)):
+            for key in [key for key in values if key not in fields_of(section_class)]:
+                rule = legacy_rule(section_class, str(key), path)
+                value = values.pop(key)
+                if rule is None:
+                    values[str(key)] = value  # unknown; YAML may give a number as the key
+                else:
+                    given = _below(self.given, path) if path else self.given
+                    self._apply(rule, value, values, given, f"{path}.{key}" if path else str(key))
         self._set_allocation()
-
-    def _section(self, cls: type[Any], tree: dict[str, Any], given: Any, path: str) -> None:
-        prefix, specs = f"{path}." if path else "", fields_of(cls)
-        for key, value in list(tree.items()):
-            spec, here = specs.get(key), f"{prefix}{key}"
-            if spec is None:
-                rule = legacy_rule(cls, str(key), path)
-                tree[str(key)] = tree.pop(key)  # YAML may give a number
-                if rule is not None:
-                    del tree[key]
-                    self._apply(rule, value, tree, given, here)
-            elif spec.is_section and isinstance(value, dict):
-                self._section(spec.hint, cast("dict[str, Any]", value), _below(given, key), here)
-            elif spec.item_section is not None and isinstance(value, list):
-                for i, item in enumerate(cast("list[Any]", value)):
-                    if isinstance(item, dict):
-                        self._section(spec.item_section, cast("dict[str, Any]", item), {}, f"{here}[{i}]")
 
     def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], given: Any, path: str) -> None:
         match rule:

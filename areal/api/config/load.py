@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import re
 import sys
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -28,8 +30,6 @@ from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
 _MAX_DEPTH = 32
-_MAX_BITS = 4096
-"""Python converts no integer of more than 4,300 digits to text."""
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 """What reading text as YAML raises: ValueError for bytes that are not UTF-8 and for numbers of thousands of digits."""
 
@@ -105,30 +105,22 @@ class _CommandLine:
 
     @staticmethod
     def parse(argv: Sequence[str]) -> _CommandLine:
-        words = list(argv[1:] if argv and argv[0].endswith(".py") else argv)
-        files: list[str] = []
-        overrides: list[str] = []
-        help_section: str | None = None
-        while words:
-            word = words.pop(0)
-            if word in ("--help", "-h"):
-                has_section = bool(words) and "=" not in words[0] and not words[0].startswith("-")
-                help_section = words.pop(0) if has_section else ""
-            elif word.startswith("--config="):
-                files.append(word.removeprefix("--config="))
-            elif word == "--config":
-                if not words:
-                    raise _bad_word(word, "needs a file: --config FILE.yaml")
-                files.append(words.pop(0))
-            elif help_section is None and word.startswith("-"):
+        words = argv[1:] if argv and argv[0].endswith(".py") else argv
+        parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--config", action="append", default=[])
+        parser.add_argument("--help", "-h", nargs="?", const="")
+        try:
+            known, rest = parser.parse_known_args(words)
+        except ArgumentError:
+            raise _bad_word("--config", "needs a file: --config FILE.yaml") from None
+        if known.help is not None:
+            return _CommandLine(known.config, help_section="" if "=" in known.help else known.help)
+        for word in rest:
+            if word.startswith("-"):
                 raise _bad_word(word, "unknown flag; options are written key.sub=value after --config FILE.yaml")
-            else:
-                overrides.append(word)
-        if help_section is not None:
-            return _CommandLine(files, help_section=help_section)
-        if not files:
+        if not known.config:
             raise _bad_word("--config", "is missing: add --config FILE.yaml (--help lists every option)")
-        return _CommandLine(files, overrides)
+        return _CommandLine(known.config, rest)
 
     def kind(self, *, allow_unknown: bool) -> type[BaseExperimentConfig]:
         """The kind of training."""
@@ -183,8 +175,6 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> ConfigProblem 
     prefix = "~" if deletes else "++" if word.startswith("++") else "+"
     path, equals, text = word.removeprefix(prefix).partition("=")
     path = path.strip()
-    if not _is_utf8(word):
-        return ConfigProblem(ascii(path)[1:-1], f"{text!a} is not UTF-8 text", "config.bad_override")
     if not equals and not deletes:
         return ConfigProblem(word, "is not an override: write key.sub=value", "config.bad_override")
     if not all(path.split(".")):
@@ -226,25 +216,20 @@ def _override_value(text: str, spec: Any) -> Any:
 
 def _not_storable(tree: dict[str, Any]) -> Iterator[ConfigProblem]:
     """Values that cannot be written to a file and read again."""
-    todo: list[tuple[str, int, Any]] = [("", 0, tree)]
-    while todo:
-        path, depth, value = todo.pop()
-        if isinstance(value, dict | list) and depth > _MAX_DEPTH:
-            path = re.split(r"[.\[]", path, maxsplit=2)[0]
-            yield ConfigProblem(path, f"is nested deeper than {_MAX_DEPTH} levels", "config.wrong_type")
-        elif isinstance(value, dict):
-            items = cast("dict[Any, Any]", value).items()
-            todo += [(f"{path}.{key}" if path else str(key), depth + 1, item) for key, item in items]
-        elif isinstance(value, list):
-            todo += [(f"{path}[{i}]", depth + 1, item) for i, item in enumerate(cast("list[Any]", value))]
-        elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
-            yield ConfigProblem(path, f"is an integer of more than {_MAX_BITS} bits", "config.wrong_type")
-        elif isinstance(value, str) and not _is_utf8(value):
-            yield ConfigProblem(path, f"{value!a} is not UTF-8 text", "config.wrong_type")
+    for key, value in tree.items():
+        try:
+            if _depth(value) > _MAX_DEPTH:
+                raise RecursionError
+            json.dumps(value, ensure_ascii=False, default=repr).encode()
+        except (ValueError, RecursionError) as error:
+            yield ConfigProblem(str(key), f"cannot be stored: {_reason(error)}", "config.wrong_type")
 
 
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+def _depth(value: Any) -> int:
+    children: list[Any] = list(cast("dict[Any, Any]", value).values()) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        children = cast("list[Any]", value)
+    return 1 + max(map(_depth, children), default=0)
 
 
 def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_top_level: bool) -> T:
@@ -331,7 +316,9 @@ def _escaped(value: Any) -> Any:
 def _reason(error: BaseException) -> str:
     """The message of an error of YAML, OmegaConf or Python in one line."""
     if isinstance(error, RecursionError):
-        return "it is nested too deeply"
+        return f"it is nested deeper than {_MAX_DEPTH} levels"
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8 text"
     if isinstance(error, ValueError) and "digits" in str(error):
         return "a number has thousands of digits"
     lines = [line.strip() for line in str(error).splitlines()]

@@ -24,21 +24,43 @@ _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 class FieldSpec:
     """One field of a config class."""
 
-    name: str
+    owner: type[Any]
+    entry: dataclasses.Field[Any]
     hint: Any
     """The type without `| None`."""
     nullable: bool
-    default: Any
-    """A fresh default value; `MISSING` where there is none."""
-    choices: tuple[str, ...]
-    """The texts that the field takes; empty = no such limit."""
-    range_text: str
-    """The range of a number in words, or ''."""
-    sentence: str
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def default(self) -> Any:
+        """A fresh default value; `MISSING` where there is none."""
+        if self.entry.default is not dataclasses.MISSING:
+            return self.entry.default
+        return MISSING if self.entry.default_factory is dataclasses.MISSING else self.entry.default_factory()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that the field takes; empty = no such limit."""
+        return self.entry.metadata.get("choices", ())
+
+    @property
+    def range_text(self) -> str:
+        """The range of a number in words, or ''."""
+        limits = self.entry.metadata
+        return " and ".join(f"{words} {limits[name]:g}" for name, words in _BOUNDS.items() if name in limits)
+
+    @property
+    def sentence(self) -> str:
+        """What the option means; '' where there is no source."""
+        return _sentences_of(self.owner).get(self.name, "")
 
     @property
     def is_section(self) -> bool:
-        return is_section(self.hint)
+        """Whether values of the field are config sections."""
+        return _is_section(self.hint)
 
     @property
     def item_section(self) -> type[Any] | None:
@@ -50,35 +72,36 @@ class FieldSpec:
         return type_text(self.hint) + (" or null" if self.nullable else "")
 
 
-def is_section(hint: Any) -> bool:
-    """Whether values of type `hint` are config sections of their own."""
+def _is_section(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def _item_section(hint: Any) -> type[Any] | None:
     args = typing.get_args(hint)
-    return args[0] if typing.get_origin(hint) is list and is_section(args[0]) else None
+    return args[0] if typing.get_origin(hint) is list and _is_section(args[0]) else None
 
 
+@cache
 def fields_of(cls: type[Any]) -> dict[str, FieldSpec]:
-    """The fields of a config class by name, in order. Defaults are fresh on every call."""
-    hints, sentences = _hints_of(cls), _sentences_of(cls)
-    specs: dict[str, FieldSpec] = {}
-    for entry in dataclasses.fields(cls):
-        if not entry.init:
-            continue
-        hint, nullable = _without_null(hints[entry.name])
-        bounds = [f"{words} {entry.metadata[name]:g}" for name, words in _BOUNDS.items() if name in entry.metadata]
-        specs[entry.name] = FieldSpec(
-            name=entry.name,
-            hint=hint,
-            nullable=nullable,
-            default=_default_of(entry),
-            choices=entry.metadata.get("choices", ()),
-            range_text=" and ".join(bounds),
-            sentence=sentences.get(entry.name, ""),
-        )
-    return specs
+    """The fields of a config class by name, in order."""
+    hints, entries = typing.get_type_hints(cls), dataclasses.fields(cls)
+    return {entry.name: FieldSpec(cls, entry, *_without_null(hints[entry.name])) for entry in entries if entry.init}
+
+
+def sections_in(
+    cls: type[Any], tree: dict[str, Any], path: str = ""
+) -> Iterator[tuple[type[Any], dict[str, Any], str]]:
+    """The values of a `cls` and of every section in them: (class, values, dotted path); `path[i]` in a list."""
+    yield cls, tree, path
+    for name, spec in fields_of(cls).items():
+        value, here = tree.get(name), f"{path}.{name}" if path else name
+        found = [(spec.hint, value, here)] if spec.is_section else []
+        if spec.item_section is not None and isinstance(value, list):
+            items = cast("list[Any]", value)
+            found = [(spec.item_section, item, f"{here}[{i}]") for i, item in enumerate(items)]
+        for below, values, place in found:
+            if isinstance(values, dict):
+                yield from sections_in(below, cast("dict[str, Any]", values), place)
 
 
 def leaf_paths(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, FieldSpec]]:
@@ -106,7 +129,7 @@ def find_field(cls: type[Any], path: str) -> FieldSpec | None:
     if not rest:
         return spec
     below = spec.item_section if bracket else spec.hint
-    return find_field(below, rest) if below is not None and is_section(below) else None
+    return find_field(below, rest) if below is not None and _is_section(below) else None
 
 
 def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
@@ -152,7 +175,7 @@ def type_text(hint: Any) -> str:
     plain = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
     if hint in plain:
         return plain[hint]
-    if is_section(hint):
+    if _is_section(hint):
         return "section"
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is list or hint is list:
@@ -175,19 +198,6 @@ def _without_null(hint: Any) -> tuple[Any, bool]:
     for other in kept[1:]:
         inner = inner | other
     return inner, nullable
-
-
-def _default_of(entry: dataclasses.Field[Any]) -> Any:
-    if entry.default is not dataclasses.MISSING:
-        return entry.default
-    if entry.default_factory is not dataclasses.MISSING:
-        return entry.default_factory()
-    return MISSING
-
-
-@cache
-def _hints_of(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 @cache

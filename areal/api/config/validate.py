@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 from areal.api.config.fields import Problems
-from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, with_defaults
+from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, sections_in, with_defaults
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
@@ -51,21 +51,13 @@ def conflicts(config: Any, prefix: str = "") -> Iterator[ConfigProblem]:
             yield problem._replace(path=f"{prefix}{problem.path}")
 
 
-def missing_values(cls: type[Any], tree: dict[str, Any], prefix: str = "") -> Iterator[ConfigProblem]:
+def missing_values(cls: type[Any], tree: dict[str, Any]) -> Iterator[ConfigProblem]:
     """The required options of `tree` that have no value; they are removed from it."""
-    for name, spec in fields_of(cls).items():
-        value, path = tree.get(name), f"{prefix}{name}"
-        if value == MISSING:
-            del tree[name]
-            yield ConfigProblem(
-                path, f"is required: give it in the file or as {path}=... on the command line", "config.required"
-            )
-        elif spec.is_section and isinstance(value, dict):
-            yield from missing_values(spec.hint, cast("dict[str, Any]", value), f"{path}.")
-        elif spec.item_section is not None and isinstance(value, list):
-            for i, item in enumerate(cast("list[Any]", value)):
-                if isinstance(item, dict):
-                    yield from missing_values(spec.item_section, cast("dict[str, Any]", item), f"{path}[{i}].")
+    for _, values, section in list(sections_in(cls, tree)):
+        for name in [name for name, value in values.items() if value == MISSING]:
+            del values[name]
+            path = f"{section}.{name}" if section else name
+            yield ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
 
 
 def raise_problems(problems: Sequence[ConfigProblem], source: str = "") -> None:
