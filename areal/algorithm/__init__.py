@@ -1,1 +1,1 @@
-"""Owns the mathematics of reinforcement learning as pure tensor functions; never torch.distributed."""
+"""The mathematics of reinforcement learning as pure tensor functions, without torch.distributed."""

@@ -1,4 +1,4 @@
-"""Owns how per-token numbers become one number: weights and denominators of a loss, and logged token statistics."""
+"""Aggregation of per-token numbers: weights and denominators of a loss, and logged token statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def identity_reduce(values: Tensor) -> Tensor:
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError when tensors that must lie beside each other differ in shape (broadcasting would hide it)."""
+    """Raise ValueError when tensors that must have equal shapes differ (broadcasting would hide it)."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"per-token tensors must have one shape, got {shapes}")
@@ -122,7 +122,7 @@ class TokenStat:
 
 
 def to_metrics(stats: Mapping[str, TokenStat]) -> Metrics:
-    """Reduce every statistic on its device and bring all of them to the host in one copy.
+    """Reduce every statistic on its device and copy all of them to the host at once.
 
     Nothing under a mask gives count 0 and the neutral element (-inf for max, inf for min), so that it merges with
     other micro-batches and ranks. Sums are taken in float64. All statistics must be on one device.

@@ -1,4 +1,4 @@
-"""Owns what a policy learns from a teacher on its own answers: log-ratios as advantages."""
+"""On-policy distillation: log-ratios of a teacher and the policy as advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the divergence KL(policy || reference) at each token: estimated from samples, or from whole distributions."""
+"""The divergence KL(policy || reference) at each token: estimated from samples, or from whole distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the coefficient of the KL penalty as training goes on: fixed, or led to a target divergence."""
+"""The coefficient of the KL penalty during training: fixed, or adapted to a target divergence."""
 
 from __future__ import annotations
 

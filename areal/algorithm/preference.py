@@ -1,7 +1,7 @@
-"""Owns what is learned from pairs of sequences: Bradley-Terry, DPO and IPO losses.
+"""Losses of pairs of sequences: Bradley-Terry, DPO and IPO.
 
-Per-sequence numbers are [S], per-pair numbers [P] float, chosen and rejected apart. Losses are per pair: their caller
-adds them up and divides by one global number of pairs.
+Per-sequence numbers are [S], per-pair numbers [P] float, chosen and rejected separate. Losses are per pair: the caller
+sums them and divides by one global number of pairs.
 """
 
 from __future__ import annotations

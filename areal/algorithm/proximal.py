@@ -1,9 +1,9 @@
-"""Owns what the proximal policy's log-probabilities are guessed from, where no forward pass gives them.
+"""Approximations of the proximal policy's log-probabilities, used instead of a forward pass.
 
-Policies are numbered by the publications before them, and a batch of step k is trained on by weights k: the proximal
-policy, at the start of the update, is that of version k. Its update takes M optimiser steps to version k + 1, so after
-j of them the policy in training is at v_theta = k + j / M. A token was sampled at version v <= k. If the
-log-probability of a token is a straight line over versions,
+A policy's version is the number of weight updates before it, and the batch of step k is trained with weights k: the
+proximal policy, at the start of the update, has version k. Its update takes M optimiser steps to version k + 1, so
+after j of them the policy in training has version v_theta = k + j / M. A token was sampled at version v <= k. If the
+log-probability of a token is a linear function of the version,
 
     log pi_prox = log pi_old + alpha (log pi_theta - log pi_old)
 

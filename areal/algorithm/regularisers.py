@@ -1,4 +1,4 @@
-"""Owns the terms beside the policy-gradient loss: the entropy bonus and its coefficient, likelihood of good answers."""
+"""Terms added to the policy-gradient loss: the entropy bonus and its coefficient, likelihood of good answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns M2PO's mask: which tokens stay so that the second moment of the log-ratios is bounded, over all ranks."""
+"""M2PO's mask: the tokens that are kept to bound the second moment of the log-ratios over all ranks."""
 
 from __future__ import annotations
 

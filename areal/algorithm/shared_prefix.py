@@ -1,4 +1,4 @@
-"""Owns the shared-prefix filter: beginnings that answers of one prompt have in common although their rewards differ."""
+"""The shared-prefix filter: prefixes that answers of one prompt share although their rewards differ."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def contested_prefixes(
     """Trained tokens that answers of one prompt share although their rewards differ. -> [T] bool
 
     Per tokens input_ids, sequence_index [T] int64, loss_mask [T] bool; per sequence group_ids [S] int64, rewards [S].
-    Of each answer it is the longest beginning that another answer to the same prompt in the same group, with another
-    reward, has too; tokens in between that are not trained on must agree as well. Counted and returned are trained
-    tokens. A beginning of fewer than min_tokens does not count, nor one that is the whole answer: of an answer that
-    another goes on from, nothing would be left (cosmos-rl, min_filter_prefix_tokens). Groups may be interleaved.
+    For each answer: the longest prefix that it shares with another answer of its group, to the same prompt and with
+    another reward; tokens in between that are not trained on must be equal too. Only trained tokens are counted and
+    returned. A prefix of fewer than min_tokens does not count, and neither does one that is the whole answer, because
+    no token of that answer would remain (cosmos-rl, min_filter_prefix_tokens). Groups may be interleaved.
     """
     require_same_shape(input_ids=input_ids, loss_mask=loss_mask, sequence_index=sequence_index)
     prompts: dict[tuple[int, bytes], list[_Answer]] = {}

@@ -1,4 +1,4 @@
-"""Owns the loss of the critic."""
+"""The loss of the critic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def value_loss(
 
     V' = V_old + clip(V - V_old, -eps_clip, eps_clip);  l = max(h(V - R), h(V' - R)); eps_clip None: l = h(V - R).
     h(e) = e^2 / 2, or with huber_delta d (Huber 1964)  e^2 / 2 where |e| <= d, else d (|e| - d / 2).
-    All [T], mask bool; what stands outside the mask reaches neither value nor gradient, NaN inside it stays NaN.
+    All [T], mask bool; values outside the mask change neither value nor gradient, NaN inside it stays NaN.
     Errors: ValueError on unequal shapes.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
