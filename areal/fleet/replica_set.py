@@ -130,7 +130,7 @@ class ReplicaSet:
         changed.set()
 
     def set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve at `version`; `update` updates the others to it."""
+        """From now on replicas serve `version`; `update` is how a replica with other weights gets it."""
         if version < self.target_version:
             before = self._abandoned or range(version + 1, 0)
             self._abandoned = range(min(before.start, version + 1), max(before.stop, self.target_version + 1))
