@@ -168,7 +168,7 @@ class Trainer(threading.Thread):
 
     def _train(self) -> None:
         client = self._client
-        client.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        client.attach(rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         began_s = time.monotonic()
         for step in range(self._args.steps):
             share = client.next_batch(step)

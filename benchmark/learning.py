@@ -39,9 +39,8 @@ from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import PhaseClock
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.rank import seed_process
+from areal.trainer.rng import seed_process
 from areal.trainer.roles import build_roles
-from areal.trainer.weights import ChecksummedWeights, WeightPublisher
 
 HERE = Path(__file__).resolve().parent.parent
 QUICKSTART = HERE / "examples" / "quickstart"
@@ -126,8 +125,7 @@ def train(run: Run, fileroot: Path) -> dict[str, Any]:
     length = TrainingLength(steps_per_epoch=len(rows) // PROMPTS, total_steps=run.steps)
     roles = build_roles(config, mesh, length)
     actor: TrainEngine = roles.trained["actor"]
-    weights = ChecksummedWeights(actor, is_rank0=True)
-    snapshots = Snapshots(weights, keep=run.staleness + 1)
+    snapshots = Snapshots(actor, keep=run.staleness + 1)
     snapshots.publish(0)
     generator = Generator(config, tokenizer)
     before = evaluate(generator, snapshots, held_out, tokenizer)
@@ -142,11 +140,11 @@ def train(run: Run, fileroot: Path) -> dict[str, Any]:
     loop = PPOLoop(
         roles=roles,
         batches=batches,
-        weights=WeightPublisher(snapshots, weights),
+        channel=snapshots,
+        ranks=mesh,
         after_step=after_step,
         progress=Progress(length, start_step=0),
         clock=PhaseClock(),
-        is_rank0=True,
     )
     loop.run()
     drawn = generator.num_answers - len(held_out) * (HELD_OUT_SAMPLES + 1)

@@ -11,6 +11,7 @@ import torch
 
 from areal.api.config import PPOConfig
 from areal.api.data import BatchShare, Trajectory, TrajectoryGroup
+from areal.api.engine import WeightSource
 from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits
 from areal.inference.sequence import SamplingParams
@@ -18,7 +19,6 @@ from areal.inference.sequence import Sequence as Request
 from areal.inference.weight_update import WeightTargets
 from areal.ledger.payload import encode_episode
 from areal.rollout.batching import build_shares
-from areal.trainer.weights import ChecksummedWeights
 
 PROMPTS, SAMPLES = 32, 16
 MAX_NEW_TOKENS = 8
@@ -27,12 +27,13 @@ MAX_NEW_TOKENS = 8
 class Snapshots:
     """Implements `areal.api.engine.WeightChannel`: the weights of the last versions, oldest first."""
 
-    def __init__(self, weights: ChecksummedWeights, *, keep: int) -> None:
-        self._weights = weights
+    def __init__(self, engine: WeightSource, *, keep: int) -> None:
+        self._engine = engine
         self._held: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep)
 
-    def publish(self, version: int) -> None:
-        self._held.append((version, {name: value.clone() for name, value in self._weights.named_weights()}))
+    def publish(self, version: int) -> str:
+        self._held.append((version, {name: value.clone() for name, value in self._engine.named_weights()}))
+        return ""
 
     @property
     def oldest(self) -> tuple[int, dict[str, torch.Tensor]]:

@@ -1,8 +1,8 @@
-"""Protocols between packages: train engine, inference engine, fleet, weight channel."""
+"""Protocols between packages: train engine, trainer ranks, inference engine, fleet, weight channel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,58 +14,85 @@ if TYPE_CHECKING:
     from areal.api.batch import LossFn, TokenOutputs, TrainBatch
     from areal.api.metrics import Metrics
 
+ReduceOp = Literal["sum", "max", "min"]
+ModelRole = Literal["actor", "ref", "critic", "reward"]
+"""What a model computes. actor and ref: log-probabilities. critic: `TokenOutputs.values`. reward:
+`TokenOutputs.scores` of a model with the same head as a critic."""
+
+
+class Ranks(Protocol):
+    """All trainer ranks, as one of them sees them. Decisions that every rank must take alike are agreed here."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduce a CPU float64 tensor over all trainer ranks; the argument is unchanged. A barrier too."""
+        ...
+
 
 class TrainEngine(Protocol):
-    """A model with an optimiser on all trainer ranks. Knows nothing about rollouts or algorithms."""
+    """A model, with an optimiser if it is trained, on all trainer ranks. Knows nothing about rollouts or algorithms.
+
+    Ranks with the same `dp_rank` form one data-parallel rank: they hold the same share of every batch. Every method is
+    a collective over all trainer ranks unless it says otherwise.
+    """
 
     @property
     def dp_rank(self) -> int: ...
     @property
     def dp_size(self) -> int: ...
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduce a CPU float64 tensor over the data-parallel ranks: each share of the batch counts once."""
+        ...
+
     def forward(self, batch: TrainBatch) -> TokenOutputs:
-        """Outputs for the whole batch in its own order, no gradient, on the CPU."""
+        """Compute the outputs of the whole batch in its own order, without gradients, on the CPU."""
         ...
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
-        """Accumulate gradients of (sum of losses over all micro-batches and ranks) / denominator."""
+        """Accumulate gradients of (sum of losses over all micro-batches and data-parallel ranks) / denominator."""
         ...
 
     def optimizer_step(self) -> Metrics:
         """Clip, step, advance the schedule, clear gradients. A gradient norm that is not finite skips the step."""
         ...
 
-    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Reduce a CPU float64 tensor over the data-parallel ranks."""
+    def reset_optimizer(self) -> None:
+        """Clear the optimiser's moments; the schedule continues. Local."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by Hugging Face name, gathered one by one on every rank (a collective)."""
+        """Full weights by Hugging Face name, gathered one by one on every rank; tied weights once."""
         ...
 
     def weight_specs(self) -> list[WeightSpec]:
-        """What `named_weights` yields, in its order, without gathering anything."""
+        """Describe what `named_weights` yields, in its order, without communication."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy full weights by Hugging Face name into the model, in this engine's types.
+
+        Accepts `named_weights` of an engine of any class. Names that the model does not have are ignored. Raises
+        InputError when a weight of the model is missing or has another shape.
+        """
         ...
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
-        """False: Hugging Face export. True: recovery state (shards and, where there are any, optimiser, schedule)."""
+        """False: Hugging Face checkpoint. True: recovery state (weights and, if any, optimiser and schedule).
+
+        Raises InputError on every rank when one cannot write; `path` then does not exist.
+        """
         ...
 
-    def load(self, path: Path, *, with_optimizer: bool) -> None: ...
-    def copy_weights(self, source: TrainEngine) -> None:
-        """Take over the weights of an engine of the same backend, model and ranks, in this engine's types; no disk."""
+    def load(self, path: Path) -> None:
+        """Continue from recovery state that `save` wrote on the same number of ranks. Raises InputError otherwise."""
         ...
-
-    def reset_optimizer(self) -> None:
-        """Clear the moments of the optimiser; the learning-rate schedule continues."""
-        ...
-
-    def offload(self) -> None: ...
-    def onload(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class InferenceEngine(Protocol):
-    """Generates answers: a fleet of servers, an embedded engine, or a simulation."""
+    """Anything that generates: a fleet of servers, an embedded engine, a simulation."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse: ...
     @property
@@ -80,23 +107,22 @@ class InferenceFleet(InferenceEngine, Protocol):
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Update every live replica to `update.version` and wait until each serves it. Raises WeightSyncError."""
+        """Update every live replica to `update.version`; returns when each serves it. Raises WeightSyncError."""
         ...
 
     def live_replicas(self, version: int) -> list[str]:
-        """Names of the replicas that need an update to `version` (for `WeightUpdate.replicas`): alive, at another
-        version."""
+        """Ids of the live replicas that do not serve `version` yet, for `WeightUpdate.replicas`."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """State of the fleet for JSON: name, address, health, version and running requests of every replica."""
+        """JSON-ready: per replica its name, address, health, version, running requests."""
         ...
 
     async def close(self) -> None: ...
 
 
 class WeightSource(Protocol):
-    """The part of a train engine that a weight channel uses, on every rank."""
+    """The part of a train engine that a weight channel reads."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `TrainEngine.named_weights`: every rank iterates to the end."""
@@ -106,16 +132,16 @@ class WeightSource(Protocol):
         """As `TrainEngine.weight_specs`."""
         ...
 
-    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """As `TrainEngine.all_reduce`."""
-        ...
-
 
 class WeightChannel(Protocol):
-    """Publishes the trainer's weights. Every rank calls it; rank 0 communicates with the controller."""
+    """How the trainer's weights reach the servers. Every rank calls it; rank 0 talks to the controller."""
 
-    def publish(self, version: int) -> None:
-        """Install the engine's current weights as policy `version` on every serving replica."""
+    def publish(self, version: int) -> str:
+        """Make the engine's current weights policy `version` on every serving replica.
+
+        Returns the checksum of the weights on rank 0, "" on the other ranks. Raises WeightSyncError on every rank when
+        no replica could be updated.
+        """
         ...
 
     def close(self) -> None: ...

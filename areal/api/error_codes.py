@@ -37,8 +37,20 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "checkpoint.incomplete": ErrorCode(
         "A checkpoint folder lacks its configuration or its weights.", "Give a complete Hugging Face checkpoint."
     ),
+    "checkpoint.missing": ErrorCode(
+        "There is no recovery checkpoint to continue from.",
+        "Use recover.mode=auto to start from the beginning.",
+    ),
     "checkpoint.none_to_resume": ErrorCode(
         "recover.mode=resume needs a complete recovery checkpoint, and there is none.", "Set recover.mode=auto."
+    ),
+    "checkpoint.not_written": ErrorCode(
+        "A checkpoint or an export could not be written.",
+        "Free disk space or correct the permissions, then start again.",
+    ),
+    "checkpoint.other_run": ErrorCode(
+        "A recovery checkpoint belongs to another model, allocation_mode or version.",
+        "Use the configuration it was written with, or change trial_name to start a new run.",
     ),
     # config
     "config.bad_override": ErrorCode(
@@ -93,8 +105,56 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Give a value of the type in the message; put text that reads as another type in quotes.",
     ),
     # data
+    "data.chat_template": ErrorCode(
+        "The tokenizer has no chat template, or one that cannot render several turns.",
+        "Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.",
+    ),
+    "data.inconsistent_batch": ErrorCode(
+        "The arrays of a batch have different lengths.",
+        "Report it as a bug, unless your own code builds the batch.",
+    ),
+    "data.invalid_column": ErrorCode(
+        "A column of a dataset row has the wrong type or an unusable value.",
+        "Correct the row, or drop or convert such rows with a map_fn.",
+    ),
+    "data.invalid_file": ErrorCode(
+        "A dataset file is not JSON, or a row is not an object.",
+        "Correct the file at the line or row that the message names.",
+    ),
+    "data.map_fn_failed": ErrorCode(
+        "The map_fn of a dataset raised an error on a row.",
+        "Correct the map_fn, or choose another map_fn or dataset.",
+    ),
+    "data.missing_column": ErrorCode(
+        "A dataset row lacks the columns that its type needs.",
+        "Set a map_fn that creates them, or add them to the data.",
+    ),
+    "data.no_datasets_library": ErrorCode(
+        "A hub dataset or a saved folder needs the `datasets` library, which is not installed.",
+        "Run pip install 'areal[hub]', or convert the dataset to .jsonl.",
+    ),
+    "data.no_rows": ErrorCode(
+        "A dataset has no usable rows.",
+        "Check its path, split, map_fn and max_length.",
+    ),
+    "data.no_tokenizer": ErrorCode(
+        "There is no tokenizer at the given path or hub name, or it cannot be loaded.",
+        "Correct tokenizer_path, or the model's path.",
+    ),
     "data.no_traces": ErrorCode(
         "A run folder contains no trace files.", "Run with perf_tracer.enabled=true, or name another folder."
+    ),
+    "data.not_found": ErrorCode(
+        "A dataset file, hub dataset or split does not exist or cannot be loaded.",
+        "Correct the dataset's path, name or split.",
+    ),
+    "data.token_id": ErrorCode(
+        "A train batch contains a token id outside the model's vocabulary.",
+        "Check what the workflow returns, and that the tokenizer belongs to the model.",
+    ),
+    "data.too_few_rows": ErrorCode(
+        "A dataset has fewer usable rows than one batch needs.",
+        "Lower train_dataset.batch_size, or add data.",
     ),
     "data.too_long": ErrorCode(
         "A dataset row, or a sequence of a train batch, has more tokens than its limit.",
@@ -182,6 +242,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "launch.no_gpu": ErrorCode(
         "The configuration asks for a GPU, and none is available.", "Use the device auto or cpu, or make a GPU visible."
     ),
+    "launch.no_launcher": ErrorCode(
+        "A script was run without a launcher.",
+        "Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.",
+    ),
     "launch.no_run_folder": ErrorCode(
         "The folder given to a command is not a run folder.", "Give the folder that the launcher printed at its start."
     ),
@@ -259,6 +323,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "Return PolicyLoss(losses=..., stats=...) with losses of the shape of tokens.mask.",
     ),
     # model
+    "model.attention_unavailable": ErrorCode(
+        "actor.attn_impl selects a kernel that this device, dtype or dropout does not allow.",
+        "Use attn_impl=auto or attn_impl=sdpa.",
+    ),
     "model.cache_too_small": ErrorCode(
         "The KV cache cannot hold one request of full length.",
         "Increase native.max_total_tokens or lower native.context_length.",
@@ -266,6 +334,10 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "model.context_length": ErrorCode(
         "native.context_length exceeds the limit of the model, or the model states no limit.",
         "Set native.context_length to a value within the limit of the model.",
+    ),
+    "model.liger_unavailable": ErrorCode(
+        "logprob_kernel=liger cannot be used with this device, these outputs or the installed liger-kernel.",
+        "Use logprob_kernel=torch, or install the version that the message names.",
     ),
     "model.not_found": ErrorCode(
         "There is no model at the given path or hub name.",
@@ -275,9 +347,17 @@ ERROR_CODES: dict[str, ErrorCode] = {
         "transformers cannot load the model or its tokenizer.",
         "Read the error that the message quotes; the checkpoint may be incomplete or need a newer transformers.",
     ),
+    "model.unknown_layer_class": ErrorCode(
+        "fsdp.wrap_policy names a layer class that the model does not have.",
+        "Use one of the classes that the message lists.",
+    ),
     "model.unsupported": ErrorCode(
         "The native engine cannot serve this architecture.",
         "Use sglang or vllm for this model.",
+    ),
+    "model.weights_do_not_fit": ErrorCode(
+        "Weights are missing or have other shapes than the model.",
+        "Use a checkpoint of the same model as config.json describes.",
     ),
     # process
     "process.bad_context": ErrorCode(
@@ -297,6 +377,39 @@ ERROR_CODES: dict[str, ErrorCode] = {
     ),
     "process.not_registered": ErrorCode(
         "A process that another one needs did not register in time.", "Look at its log, or raise the time limit."
+    ),
+    "process.rank_missing": ErrorCode(
+        "Trainer rank 0 did not register in time.",
+        "Read the log of trainer-0 for the cause.",
+    ),
+    # replay
+    "replay.damaged_run": ErrorCode(
+        "A file of the run folder cannot be read or is incomplete.",
+        "Restore the file that the message names.",
+    ),
+    "replay.folder": ErrorCode(
+        "The folder of a replay cannot be created.",
+        "Choose another --name, or free the path.",
+    ),
+    "replay.no_run": ErrorCode(
+        "The folder is not that of a run that trained on rollouts.",
+        "Name the folder of a run with a ledger and at least one train step.",
+    ),
+    "replay.no_such_step": ErrorCode(
+        "The run has no batches or checkpoint at the given step.",
+        "Choose a step that the message names.",
+    ),
+    "replay.other_weights": ErrorCode(
+        "The initial model differs from that of the run.",
+        "Restore the old model, or use --from-checkpoint STEP.",
+    ),
+    "replay.override": ErrorCode(
+        "An override has no effect in a replay, or would need other data.",
+        "Remove the overrides that the message lists.",
+    ),
+    "replay.rank_failed": ErrorCode(
+        "A rank of the replay exited with an error.",
+        "Read the log that the message names.",
     ),
     # request
     "request.duplicate_id": ErrorCode(
@@ -455,6 +568,50 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "weights.bad_folder": ErrorCode(
         "A checkpoint folder is missing, incomplete, or does not match the served model.",
         "Publish the weights again, or fix the folder that the message names.",
+    ),
+    "weights.do_not_fit": ErrorCode(
+        "A weight update has names or shapes that the server's model does not have.",
+        "Start the servers with the same model as the trainer.",
+    ),
+    "weights.incomplete": ErrorCode(
+        "A weight update lacks weights of the server's model.",
+        "Start the servers with the same model as the trainer.",
+    ),
+    "weights.invalid_bucket": ErrorCode(
+        "A bucket of a weight update has an unknown dtype or layout.",
+        "Use the same version of areal for trainer and servers.",
+    ),
+    "weights.invalid_request": ErrorCode(
+        "A request for a weight update has invalid fields.",
+        "Use the same version of areal for trainer and servers.",
+    ),
+    "weights.no_group": ErrorCode(
+        "A server is not in the update group of a request.",
+        "Initialise the group first; areal's trainer does it by itself.",
+    ),
+    "weights.no_replica": ErrorCode(
+        "No replica was alive to receive a weight update.",
+        "Read the logs of the servers for the cause.",
+    ),
+    "weights.not_published": ErrorCode(
+        "Trainer rank 0 could not publish a policy version.",
+        "Read the log of trainer-0 for the cause.",
+    ),
+    "weights.not_written": ErrorCode(
+        "A policy version could not be written to the shared folder.",
+        "Free disk space or correct the permissions of cluster.fileroot.",
+    ),
+    "weights.transfer_failed": ErrorCode(
+        "A process did not join the update group, or did not answer in time.",
+        "Read the logs of the servers, and check the network between trainer and servers.",
+    ),
+    "weights.unexpected": ErrorCode(
+        "The train engine yielded a weight that it did not describe before.",
+        "Report it as a bug of the train engine.",
+    ),
+    "weights.update_ended": ErrorCode(
+        "The servers ended a weight update before the new version was served.",
+        "Read the logs of controller and servers for the cause.",
     ),
     # workflow
     "workflow.invalid_args": ErrorCode(

@@ -1,1 +1,1 @@
-"""Owns datasets, prompts and packing."""
+"""Datasets, prompts, packing and balancing of sequences."""

@@ -1,4 +1,4 @@
-"""Owns how a row becomes a prompt: chat templates and plain text to token ids, and the tokens between two turns."""
+"""Prompts: chat templates and plain text to token ids, and the tokens between two turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer
 
 _MARK = "areal0mark0of0an0answer"
-"""Stands for an assistant's answer when a template is rendered to see what it puts around one."""
+"""Placeholder for an assistant's answer, to find the text that a template writes around one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class EncodedPrompt:
 
 
 def encode_prompt(row: dict[str, Any], tokenizer: Tokenizer, *, enable_thinking: bool = False) -> EncodedPrompt:
-    """The prompt of a row: its `messages` through the chat template, or its `prompt` as plain text.
+    """Encode the prompt of a row: its `messages` with the chat template, or its `prompt` as plain text.
 
-    A template writes its own special tokens; plain text gets those the tokenizer adds.
+    A template writes its own special tokens; for plain text the tokenizer adds them. Raises InputError.
     """
     if "messages" in row:
         messages = checked_messages(row["messages"])
@@ -32,36 +32,42 @@ def encode_prompt(row: dict[str, Any], tokenizer: Tokenizer, *, enable_thinking:
     elif "prompt" in row:
         text = row["prompt"]
         if not isinstance(text, str):
-            raise InputError(f"column 'prompt' must be text, and holds {_shown(text)}: choose or write a map_fn")
+            message = f"column 'prompt' must be text, but contains {_shown(text)}: choose or write a map_fn"
+            raise InputError(message, code="data.invalid_column")
         ids = tokenizer.encode(text)
     else:
         raise InputError(
-            f"a row has neither a column 'messages' nor 'prompt', only {sorted(row)}: name a map_fn that makes one "
-            "(train_dataset.map_fn), or add it to the data"
+            f"a row has neither a column 'messages' nor 'prompt', only {sorted(row)}: set a map_fn that creates one "
+            "(train_dataset.map_fn), or add it to the data",
+            code="data.missing_column",
         )
     if not ids:
-        raise InputError(f"the prompt of a row is empty (row with columns {sorted(row)}): leave out such rows")
+        message = f"the prompt of a row is empty (row with columns {sorted(row)}): drop such rows with a map_fn"
+        raise InputError(message, code="data.invalid_column")
     return EncodedPrompt(text, ids)
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a row. InputError unless they are a list of dicts with role and content."""
+    """Return the messages of a row. Raises InputError unless they are a list of dicts with role and content."""
     if not isinstance(messages, list) or not messages:
-        raise InputError(f"column 'messages' must be a list of {{role, content}}, not {_shown(messages)}")
+        message = f"column 'messages' must be a list of {{role, content}}, not {_shown(messages)}"
+        raise InputError(message, code="data.invalid_column")
     for message in messages:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise InputError(f"column 'messages' must be a list of {{role, content}}, and one is {_shown(message)}")
+            text = f"column 'messages' must be a list of {{role, content}}, but one entry is {_shown(message)}"
+            raise InputError(text, code="data.invalid_column")
     return messages
 
 
 def render_chat(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], *, add_generation_prompt: bool, enable_thinking: bool
 ) -> str:
-    """A conversation as the tokenizer's template writes it."""
+    """Render a conversation with the tokenizer's chat template."""
     if not tokenizer.chat_template:
         raise InputError(
-            "rows with 'messages' need a tokenizer with a chat template, and this one has none: take a chat model's "
-            "tokenizer, or give the rows a column 'prompt' with plain text"
+            "rows with 'messages' need a tokenizer with a chat template, but this one has none: use the tokenizer of a "
+            "chat model, or rows with a column 'prompt' of plain text",
+            code="data.chat_template",
         )
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
@@ -69,7 +75,7 @@ def render_chat(
 
 
 def tokens_between_turns(tokenizer: Tokenizer, user_message: str, *, enable_thinking: bool = False) -> list[int]:
-    """What follows an assistant's answer up to the next answer: its end, a user's message, the next header."""
+    """Tokens between an answer and the next one: end of the answer, a user message, the next header."""
     message = {"role": "user", "content": user_message}
     return tokens_after_answer(tokenizer, [message], enable_thinking=enable_thinking)
 
@@ -77,15 +83,16 @@ def tokens_between_turns(tokenizer: Tokenizer, user_message: str, *, enable_thin
 def tokens_after_answer(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], *, enable_thinking: bool = False
 ) -> list[int]:
-    """What follows an assistant's answer up to the next one: its end, these messages, the next header.
+    """Tokens between an assistant's answer and the next one: end of the answer, `messages`, the next header.
 
-    Taken from a rendering with a mark in the answer's place, so that the tokens of real answers are never made again.
+    Taken from a rendering with a placeholder as the answer, so that real answers are never tokenised again.
     """
     marked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}, *messages]
     text = render_chat(tokenizer, marked, add_generation_prompt=True, enable_thinking=enable_thinking)
     before, mark, after = text.rpartition(_MARK)
     if not mark or _MARK in before:
-        raise InputError("the chat template does not show an earlier answer exactly once: it cannot carry more turns")
+        message = "the chat template does not render an earlier answer exactly once, so it supports no further turns"
+        raise InputError(message, code="data.chat_template")
     return tokenizer.encode(after, add_special_tokens=False)
 
 

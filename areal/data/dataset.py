@@ -1,4 +1,4 @@
-"""Owns datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
+"""Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal.api.functions import MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.hub import load_hub_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
-from areal.data.sft import EncodedRow, encode_sft_row
+from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -36,17 +36,22 @@ _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only ##
 
 
 def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer | None = None) -> list[Row]:
-    """The rows of a dataset in their order, mapped; those with too long a prompt left out or refused.
+    """Load the rows of a dataset in order and map them. Rows with a prompt above max_length are dropped or refused.
 
-    A row that its map_fn turns into None is left out. InputError names the file and line, or the row, that is wrong.
-    Rows for training without rollouts are loaded by `load_sft_rows` and `load_pairs`, which cut token ids.
+    A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
+    `load_sft_rows` and `load_pairs` load rows for training without rollouts.
     """
     rows = _mapped_rows(config, default_split)
     if config.max_length is not None:
         if config.type != "rl":
-            raise ConfigError(f"max_length of dataset {config.path}: rows of type={config.type} are cut once encoded")
+            raise ValueError(
+                f"max_length of dataset {config.path}: rows of type={config.type} are truncated when encoded"
+            )
         if tokenizer is None:
-            raise ConfigError(f"max_length={config.max_length} of dataset {config.path} needs a tokenizer: give one")
+            raise ConfigError(
+                f"max_length={config.max_length} of dataset {config.path} needs a tokenizer: pass one to load_rows",
+                code="data.no_tokenizer",
+            )
         rows = _short_enough(rows, config, tokenizer, config.max_length)
     return _first_rows(rows, config)
 
@@ -54,19 +59,19 @@ def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer
 def load_sft_rows(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, train_on: str = "last"
 ) -> list[EncodedRow]:
-    """The encoded rows of a dataset of type sft, at most max_length tokens each. InputError names a wrong row."""
+    """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
     return _encoded(config, default_split, lambda row: encode_sft_row(row, tokenizer, train_on=train_on), _row_length)
 
 
 def load_pairs(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, use_margin: bool = False
 ) -> list[EncodedPair]:
-    """The encoded pairs of a dataset of type rw, each side at most max_length tokens. InputError names a wrong row."""
+    """Load the encoded pairs of a dataset of type rw, at most max_length tokens per side. Raises InputError."""
     return _encoded(config, default_split, lambda row: encode_pair(row, tokenizer, use_margin=use_margin), _pair_length)
 
 
 def gsm8k_row(row: Row) -> Row:
-    """A row of GSM8K as one user message; `answer` stays, its last line holds the number."""
+    """A row of GSM8K as one user message; the last line of the unchanged `answer` contains the number."""
     return {
         "messages": [{"role": "user", "content": row["question"] + _GSM8K_INSTRUCTION}],
         "answer": row["answer"],
@@ -78,7 +83,7 @@ def _raw_rows(config: DatasetConfig, split: str) -> list[Row]:
     if path.suffix not in (".jsonl", ".json"):
         return load_hub_rows(str(path) if path.exists() else config.path, name=config.name, split=split)
     if not path.is_file():
-        raise InputError(f"there is no dataset file {path}: correct the dataset's path")
+        raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
     return list(_lines(path)) if path.suffix == ".jsonl" else _whole(path)
 
 
@@ -90,7 +95,8 @@ def _lines(path: Path) -> Iterator[Row]:
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                raise InputError(f"{path}:{number} is not JSON ({error}): mend or remove that line") from error
+                message = f"{path}:{number} is not JSON ({error}): fix or remove that line"
+                raise InputError(message, code="data.invalid_file") from error
             yield _object(row, f"{path}:{number}")
 
 
@@ -98,15 +104,17 @@ def _whole(path: Path) -> list[Row]:
     try:
         rows = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
-        raise InputError(f"{path} is not JSON ({error}); for one object a line call it .jsonl") from error
+        message = f"{path} is not JSON ({error}); a file with one object per line must be called .jsonl"
+        raise InputError(message, code="data.invalid_file") from error
     if not isinstance(rows, list):
-        raise InputError(f"{path} holds a {type(rows).__name__}: it must be a list of objects, one a row")
+        message = f"{path} contains a {type(rows).__name__}: it must be a list of objects, one per row"
+        raise InputError(message, code="data.invalid_file")
     return [_object(row, f"{path}, row {index}") for index, row in enumerate(rows)]
 
 
 def _object(row: Any, place: str) -> Row:
     if not isinstance(row, dict):
-        raise InputError(f"{place} holds a {type(row).__name__}: a row must be an object with columns")
+        raise InputError(f"{place} is a {type(row).__name__}: a row must be an object", code="data.invalid_file")
     return row
 
 
@@ -124,11 +132,13 @@ def _mapped(rows: list[Row], config: DatasetConfig) -> list[Row]:
         except KeyError as error:
             raise InputError(
                 f"{config.path}, row {index}: map_fn {config.map_fn} needs the column {error}, the row has "
-                f"{sorted(row)}: choose another map_fn or dataset"
+                f"{sorted(row)}: choose another map_fn or dataset",
+                code="data.map_fn_failed",
             ) from error
         except Exception as error:  # a user's function on one row
             raise InputError(
-                f"{config.path}, row {index}: map_fn {config.map_fn} raised {type(error).__name__}: {error}"
+                f"{config.path}, row {index}: map_fn {config.map_fn} raised {type(error).__name__}: {error}",
+                code="data.map_fn_failed",
             ) from error
         if result is not None:
             mapped.append(_object(result, f"{config.path}, row {index} after map_fn {config.map_fn}"))
@@ -140,7 +150,7 @@ def _short_enough(rows: list[Row], config: DatasetConfig, tokenizer: Tokenizer, 
         try:
             return len(encode_prompt(row, tokenizer).token_ids)
         except InputError as error:
-            raise InputError(f"{config.path}, row {index}: {error}") from error
+            raise InputError(f"{config.path}, row {index}: {error}", code=error.code) from error
 
     kept: list[Row] = []
     for index, row in enumerate(rows):
@@ -155,14 +165,14 @@ def _short_enough(rows: list[Row], config: DatasetConfig, tokenizer: Tokenizer, 
 def _encoded(
     config: DatasetConfig, default_split: str, encode: Callable[[Row], EncodedT], length: Callable[[EncodedT], int]
 ) -> list[EncodedT]:
-    """Every row encoded, those above max_length treated as `truncation` says; without what has nothing to learn."""
+    """Encode every row and apply `truncation` to those above max_length. Rows without a trained token are dropped."""
     encoded: list[EncodedT] = []
     limit = config.max_length
     for index, row in enumerate(_mapped_rows(config, default_split)):
         try:
             made = encode(row)
         except InputError as error:
-            raise InputError(f"{config.path}, row {index}: {error}") from error
+            raise InputError(f"{config.path}, row {index}: {error}", code=error.code) from error
         if limit is not None and length(made) > limit:
             if config.truncation == "error":
                 raise _too_long(config, index, length(made), limit)
@@ -185,15 +195,16 @@ def _pair_length(pair: EncodedPair) -> int:
 def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) -> InputError:
     return InputError(
         f"{config.path}, row {index} has {num_tokens} tokens, more than max_length={limit}: raise it, shorten the row, "
-        "or choose another truncation"
+        "or choose another truncation",
+        code="data.too_long",
     )
 
 
 def _first_rows(rows: list[AnyT], config: DatasetConfig) -> list[AnyT]:
-    """As many as max_rows of a held-out set says. InputError when there are none."""
+    """The first max_rows of a held-out set, else all. Raises InputError when there are none."""
     if isinstance(config, ValidDatasetConfig) and config.max_rows is not None:
         rows = rows[: config.max_rows]
     if not rows:
         limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
-        raise InputError(f"dataset {config.path} has no rows{limit}")
+        raise InputError(f"dataset {config.path} has no rows{limit}", code="data.no_rows")
     return rows

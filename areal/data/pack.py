@@ -1,4 +1,4 @@
-"""Owns the step from records of lists to a packed train batch: the one shift to next-token alignment."""
+"""Packing of records into a train batch. The shift to next-token alignment happens only here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from areal.api.errors import InputError
 
 
 def to_train_batch(share: BatchShare) -> TrainBatch:
-    """Pack a rank's share. What a record says about token t+1 moves to position t; the first token's entry is lost.
+    """Pack a rank's share. The record entry of token t+1 moves to position t; the first token's entry is dropped.
 
-    Nothing predicts the first token of a sequence, so it can never be trained on. A share may be empty. InputError
-    when the arrays of the share do not fit together.
+    No position predicts the first token of a sequence, so it is never trained on. A share may be empty. Raises
+    InputError when the arrays of the share have inconsistent lengths.
     """
     lengths = share.lengths.astype(np.int64)
     per_token = {
@@ -51,12 +51,14 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
 
 
 def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> TrainBatch:
-    """Pack rows for supervised training. Masks are token aligned: 1 = learn to produce this token."""
+    """Pack rows for supervised training. Masks are aligned with tokens: 1 = train on this token."""
     if len(token_ids) != len(loss_mask):
-        raise InputError(f"{len(token_ids)} rows of token ids came with {len(loss_mask)} rows of masks")
+        message = f"{len(token_ids)} rows of token ids, but {len(loss_mask)} rows of masks"
+        raise InputError(message, code="data.inconsistent_batch")
     for row, (ids, mask) in enumerate(zip(token_ids, loss_mask, strict=True)):
         if len(ids) != len(mask):
-            raise InputError(f"row {row} has {len(ids)} token ids and {len(mask)} mask entries")
+            message = f"row {row} has {len(ids)} token ids, but {len(mask)} mask entries"
+            raise InputError(message, code="data.inconsistent_batch")
     num_rows, num_tokens = len(token_ids), sum(len(ids) for ids in token_ids)
     share = BatchShare(
         step=0,
@@ -78,19 +80,23 @@ def _require_lengths(
     lengths: np.ndarray, num_tokens: int, per_token: dict[str, np.ndarray], per_sequence: dict[str, np.ndarray]
 ) -> None:
     if lengths.size and lengths.min() < 1:
-        raise InputError(f"sequence {int(lengths.argmin())} of a batch has no tokens")
+        message = f"sequence {int(lengths.argmin())} of a batch has no tokens"
+        raise InputError(message, code="data.inconsistent_batch")
     if lengths.sum() != num_tokens:
-        raise InputError(f"the lengths of a batch add up to {lengths.sum()}, but it has {num_tokens} token ids")
+        message = f"the lengths of a batch sum to {lengths.sum()}, but it has {num_tokens} token ids"
+        raise InputError(message, code="data.inconsistent_batch")
     for name, values in per_token.items():
         if values.size != num_tokens:
-            raise InputError(f"{name} of a batch has {values.size} entries for {num_tokens} tokens")
+            message = f"{name} of a batch has {values.size} entries for {num_tokens} tokens"
+            raise InputError(message, code="data.inconsistent_batch")
     for name, values in per_sequence.items():
         if values.size != lengths.size:
-            raise InputError(f"{name} of a batch has {values.size} entries for {lengths.size} sequences")
+            message = f"{name} of a batch has {values.size} entries for {lengths.size} sequences"
+            raise InputError(message, code="data.inconsistent_batch")
 
 
 def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torch.dtype) -> Tensor:
-    """Position t gets the value of t+1, the last position of each sequence gets `last`."""
+    """Position t gets the value of t+1; the last position of each sequence gets `last`."""
     shifted = np.empty_like(values)
     shifted[:-1] = values[1:]
     shifted[bounds[1:] - 1] = last
@@ -98,5 +104,5 @@ def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torc
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A copy, so that the batch does not depend on a buffer of the network layer."""
+    """A copy, because the array may be a view of a network buffer."""
     return torch.tensor(values).to(dtype)

@@ -1,4 +1,4 @@
-"""Owns pairs: a prompt with a chosen and a rejected answer becomes two token rows, for reward models and DPO."""
+"""Preference pairs for reward models and DPO: a prompt with a chosen and a rejected answer as two token rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from areal.api.errors import InputError
 from areal.data.chat import checked_messages
-from areal.data.sft import EncodedRow, encode_sft_row
+from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
 SIDES = ("chosen", "rejected")
@@ -17,19 +17,19 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPair:
-    """Two answers to one prompt; the masks mark what is the answer."""
+    """Two answers to one prompt; the loss masks select the answers."""
 
     chosen: EncodedRow
     rejected: EncodedRow
     margin: float = 0.0
-    """By how much the chosen one is better, in the units of whoever labelled the pair."""
+    """How much better the chosen answer is, in the units of the dataset."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
     def shortened(self, max_length: int, *, keep_end: bool) -> EncodedPair:
-        """Each of the two with at most `max_length` tokens, of the end or of the beginning."""
+        """Keep at most `max_length` tokens of each answer, from the end or from the beginning."""
         return EncodedPair(
             chosen=self.chosen.shortened(max_length, keep_end=keep_end),
             rejected=self.rejected.shortened(max_length, keep_end=keep_end),
@@ -38,31 +38,33 @@ class EncodedPair:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether there is still a difference to learn from after a cut."""
+        """Whether the two sides differ and each has a trained token, for example after truncation."""
         differ = self.chosen.token_ids != self.rejected.token_ids
         return differ and self.chosen.is_trainable and self.rejected.is_trainable
 
 
 def encode_pair(row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool = False) -> EncodedPair:
-    """The pair in the columns `chosen` and `rejected`, each one of:
+    """Encode the pair in the columns `chosen` and `rejected`. Each column contains one of:
 
-    - text, the answer to `prompt` (text or messages) or to `messages`;
-    - messages, the last by the assistant; those of `prompt` or `messages`, if any, come before them;
-    - text without any prompt: the whole. What both begin with is then taken for the prompt.
+    - text: the answer to `prompt` (text or messages) or to `messages`;
+    - messages that end with the assistant; those of `prompt` or `messages`, if any, precede them;
+    - text without a prompt column: prompt and answer together. The common prefix of both sides is the prompt.
 
-    Prompt and answer are tokenised as in supervised fine-tuning. `use_margin` reads the column `margin`. InputError
-    when a column is missing or of another type, or when both sides are the same.
+    Prompt and answer are tokenised as in supervised fine-tuning. `use_margin` reads the column `margin`. Raises
+    InputError when a column is missing or has another type, or when both sides are equal.
     """
     first, second = (_side(row, name, tokenizer) for name in SIDES)
     if first.token_ids == second.token_ids:
-        raise InputError("chosen and rejected are the same, which teaches nothing: leave such rows out by a map_fn")
+        message = "chosen and rejected are equal: drop such rows with a map_fn"
+        raise InputError(message, code="data.invalid_column")
     if not _has_prompt(row) and isinstance(row["chosen"], str):
         pairs = zip(first.token_ids, second.token_ids, strict=False)
         num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         first, second = (_masked_until(side, num_shared) for side in (first, second))
     margin = row.get("margin") if use_margin else 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise InputError(f"rw.use_margin needs a finite number in the column 'margin', and it holds {margin!r}")
+        message = f"rw.use_margin needs a finite number in the column 'margin', which contains {margin!r}"
+        raise InputError(message, code="data.invalid_column")
     return EncodedPair(chosen=first, rejected=second, margin=float(margin))
 
 
@@ -76,18 +78,21 @@ def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
     before = checked_messages(given) if isinstance(given, list) else None
     if isinstance(value, list):
         if isinstance(given, str):
-            raise InputError(f"column 'prompt' is text, but '{name}' is a list of messages: make both the same")
+            message = f"column 'prompt' is text, but '{name}' is a list of messages: use the same type for both"
+            raise InputError(message, code="data.invalid_column")
         messages = [*(before or []), *checked_messages(value)]
         if messages[-1]["role"] != "assistant":
-            raise InputError(f"the messages in column '{name}' must end with one of the assistant")
+            message = f"the last message in column '{name}' must have the role assistant"
+            raise InputError(message, code="data.invalid_column")
         return encode_sft_row({"messages": messages}, tokenizer)
     if not isinstance(value, str):
         raise InputError(
             f"a row of type rw needs text or messages in the columns 'chosen' and 'rejected'; it has {sorted(row)}: "
-            "name a map_fn that makes them (train_dataset.map_fn)"
+            "set a map_fn that creates them (train_dataset.map_fn)",
+            code="data.missing_column",
         )
     if before is not None:
-        # as a conversation that ends with the answer, also where `messages` end with an assistant's turn
+        # a conversation that ends with the answer, even if `messages` end with an assistant's turn
         return encode_sft_row({"messages": [*before, {"role": "assistant", "content": value}]}, tokenizer)
     if given is not None:
         return encode_sft_row({"prompt": given, "answer": value}, tokenizer)
@@ -98,5 +103,5 @@ def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
 
 
 def _masked_until(side: EncodedRow, place: int) -> EncodedRow:
-    """The first `place` tokens are the prompt's."""
+    """Mask the first `place` tokens, which are the prompt."""
     return EncodedRow(token_ids=side.token_ids, loss_mask=[0] * place + side.loss_mask[place:])

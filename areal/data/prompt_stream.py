@@ -1,8 +1,8 @@
-"""Owns which dataset row each admission gets: a pure function of (seed, k), so the position is a count of admissions.
+"""The dataset row of each admission: a pure function of (seed, k), so the position is a count of admissions.
 
-Epochs follow each other without a gap. With drop_last the rows behind the last whole batch of an epoch's order sit out
-that epoch; without it every row is used and the batch at the border takes its rest from the next epoch. Rejected and
-failed episodes take prompts too, so a run may go somewhat beyond its planned epochs: the stream never ends.
+Epochs follow one another without a gap. With drop_last, the rows after the last complete batch of an epoch's order are
+skipped in that epoch; without it, a batch may contain rows of two epochs. Rejected and failed episodes also consume
+prompts, so a run may exceed its planned epochs: the stream is endless.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RowT = TypeVar("RowT")
 
 
 class PromptStream(Generic[RowT]):
-    """Row number k of an endless, reproducible stream over a dataset."""
+    """An endless, reproducible stream of the rows of a dataset."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class PromptStream(Generic[RowT]):
         self.shuffle = shuffle
         self.num_rows = len(rows)
         self.num_epochs = num_epochs
-        """Planned passes; replacements of rejected episodes may go beyond."""
+        """Planned epochs; replacements of rejected episodes may exceed them."""
         self.rows_per_epoch = len(rows) // batch_size * batch_size if drop_last else len(rows)
         if self.rows_per_epoch == 0:
             raise ConfigError(
-                f"train_dataset.batch_size={batch_size} is more than its {len(rows)} usable rows: "
-                "lower it or bring more data"
+                f"train_dataset.batch_size={batch_size} exceeds its {len(rows)} usable rows: lower it or add data",
+                code="data.too_few_rows",
             )
         self._order: tuple[int, array[int]] = (-1, array("q"))
 
     @classmethod
     def of(cls, rows: Sequence[RowT], config: BaseExperimentConfig) -> Self:
-        """The stream that a configuration describes."""
+        """The stream of a configuration."""
         return cls(
             rows,
             seed=config.seed,
@@ -60,16 +60,16 @@ class PromptStream(Generic[RowT]):
         )
 
     def index(self, k: int) -> int:
-        """Which row of the dataset admission `k` gets."""
+        """Index of the dataset row of admission `k`."""
         epoch, position = divmod(k, self.rows_per_epoch)
         if not self.shuffle:
             return position
         if self._order[0] != epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             shuffled = generator.permutation(self.num_rows).astype(np.int64)
-            self._order = (epoch, array("q", shuffled.tobytes()))  # indexing it is faster than an ndarray
+            self._order = (epoch, array("q", shuffled.tobytes()))  # faster to index than an ndarray
         return self._order[1][position]
 
     def row(self, k: int) -> RowT:
-        """The row of admission `k`; do not change it, it is the dataset's own."""
+        """The row of admission `k`, not a copy: do not change it."""
         return self._rows[self.index(k)]

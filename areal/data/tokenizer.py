@@ -1,4 +1,4 @@
-"""Owns tokenizers: what we ask of one, and how one is loaded from a folder or the hub without importing torch."""
+"""Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a folder or of a hub name. InputError says what is missing.
+    """Load the tokenizer in a folder or of a hub name. Raises InputError.
 
-    A `tokenizer.json` is loaded as it is by the class that needs no torch, since the rollout controller has no other
-    use for torch and would pay 200 MiB for it. Only folders in older formats go through AutoTokenizer.
+    A `tokenizer.json` is loaded by the class that needs no torch, because torch would cost the rollout controller
+    200 MiB. Only folders in older formats use AutoTokenizer.
     """
     name = str(path)
     if not name:
-        raise InputError("no tokenizer is named: set tokenizer_path, or the model's path")
+        raise InputError("no tokenizer is named: set tokenizer_path, or the model's path", code="data.no_tokenizer")
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not any(found for pattern in _TOKENIZER_PATTERNS for found in folder.glob(pattern)):
-            # transformers would make up an empty one
-            raise InputError(f"{name} holds no tokenizer files: copy the model's there, or set tokenizer_path")
+            # transformers would build an empty tokenizer
+            message = f"{name} contains no tokenizer files: copy the model's files there, or set tokenizer_path"
+            raise InputError(message, code="data.no_tokenizer")
         return _load(str(folder), folder / _TOKENIZER_FILE, folder / "tokenizer_config.json")
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise InputError(f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path")
+        message = f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path"
+        raise InputError(message, code="data.no_tokenizer")
     return _load(name, _from_hub(name, _TOKENIZER_FILE), _from_hub(name, "tokenizer_config.json"))
 
 
@@ -57,7 +59,8 @@ def _load(name: str, tokenizer_file: Path | None, config_file: Path | None) -> T
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the tokenizer libraries raise bare exceptions for unreadable files
         first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"no tokenizer can be loaded from {name}: {first_line or type(error).__name__}") from error
+        message = f"no tokenizer can be loaded from {name}: {first_line or type(error).__name__}"
+        raise InputError(message, code="data.no_tokenizer") from error
 
 
 def _has_own_code(config_file: Path | None) -> bool:
@@ -67,19 +70,21 @@ def _has_own_code(config_file: Path | None) -> bool:
 
 
 def _from_hub(name: str, file: str) -> Path | None:
-    """A file of a hub repository, from the local cache when it is there; None when the repository has no such file."""
+    """A file of a hub repository, from the local cache if possible; None when the repository has no such file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
     unreachable = InputError(
-        f"there is no tokenizer folder {name} here, and the hub has no such model or cannot be reached: "
-        "correct tokenizer_path, or the model's path"
+        f"there is no local tokenizer folder {name}, and the hub has no such model or cannot be reached: "
+        "correct tokenizer_path, or the model's path",
+        code="data.no_tokenizer",
     )
     try:
         return Path(hf_hub_download(name, file))
     except HFValidationError as error:
-        raise InputError(f"{name} is neither a folder with a tokenizer nor a hub name: {error}") from error
-    except LocalEntryNotFoundError as error:  # a child of the next: nothing cached, and no answer from the hub
+        message = f"{name} is neither a folder with a tokenizer nor a hub name: {error}"
+        raise InputError(message, code="data.no_tokenizer") from error
+    except LocalEntryNotFoundError as error:  # a subclass of the next: nothing cached, and no answer from the hub
         raise unreachable from error
     except EntryNotFoundError:
         return None

@@ -1,1 +1,1 @@
-"""Owns the train engines and the clients of inference servers."""
+"""Train engines: models, device meshes, packing, the output head, checkpoints. One factory per backend."""

@@ -1,97 +1,36 @@
-"""Owns the choice of a train engine: which object a configuration and a role ask for."""
+"""The train engines by backend name: a new backend adds its module and one row of the table."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import PreTrainedModel
+from typing import Protocol
 
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
-from areal.api.engine import TrainEngine
-from areal.engine.fsdp import FSDPEngine
-from areal.engine.hf_model import enable_checkpointing, load_model, resolve_model_folder, shard_units
-from areal.engine.liger_head import require_liger
+from areal.api.engine import ModelRole, TrainEngine
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.engine.optimizer import ScheduledOptimizer
-from areal.engine.packed_attention import choose_attention
-from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
-
-Role = Literal["actor", "ref", "critic", "reward"]
-"""reward: `TokenOutputs.scores` of a model with the same head as a critic's."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_train_engine(
-    config: TrainEngineConfig,
-    *,
-    role: Role,
-    total_steps: int,
-    mesh: TrainerMesh,
-    seed: int,
-    outputs: OutputSpec | None = None,
-) -> TrainEngine:
-    """Load the model that `config` names; a collective. `total_steps` optimizer steps make the whole schedule.
+class TrainEngineFactory(Protocol):
+    """Builds the engine of one model."""
 
-    A model with an optimiser keeps float32 weights and computes in config.dtype; one without has config.dtype only.
-    `outputs`: what its passes give besides log-probabilities (default: nothing more); ValueError without a policy.
-    """
-    if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
-        raise ValueError(f"a {role} model has no distribution over tokens: it cannot give {outputs}")
-    if config.logprob_kernel == "liger":
-        require_liger(mesh.device, outputs or OutputSpec())
-    compute = _DTYPES[config.dtype]
-    stored = torch.float32 if config.optimizer is not None else compute
-    folder = resolve_model_folder(config.path)
-    attention = choose_attention(config.attn_impl, mesh.device, compute)
-    has_head = role in ("critic", "reward")
-    hf_model = load_model(folder, config, is_critic=has_head, seed=seed, dtype=stored, attention=attention)
-    if config.optimizer is None:
-        hf_model.requires_grad_(False)
-    elif config.gradient_checkpointing:
-        enable_checkpointing(hf_model)
-    model: TokenModel
-    if has_head:
-        hf_model.get_submodule("score").float()  # also of a frozen model
-        model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
-    else:
-        model = PolicyModel(hf_model, config.temperature, outputs, with_liger=config.logprob_kernel == "liger")
-    if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
-        _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
-    else:
-        model.to(mesh.device)  # nothing to shard and nothing to cast: the plain model is exact, and faster
-    optimizer = None
-    if config.optimizer is not None:
-        optimizer = ScheduledOptimizer(dict(hf_model.named_parameters()), config.optimizer, total_steps)
-    return FSDPEngine(model, mesh=mesh, optimizer=optimizer, mb_spec=config.mb_spec, dtype=compute, source=folder)
+    def __call__(
+        self,
+        config: TrainEngineConfig,
+        *,
+        role: ModelRole,
+        total_steps: int,
+        mesh: TrainerMesh,
+        seed: int,
+        outputs: OutputSpec | None = None,
+    ) -> TrainEngine:
+        """Load the model that `config` names; a collective over all trainer ranks.
+
+        `total_steps`: optimiser steps of the learning-rate schedule. `seed`: of random initial weights. `outputs`: what
+        `forward` returns besides log-probabilities (actor and ref only). Raises ConfigError or InputError.
+        """
+        ...
 
 
-def _shard(
-    model: TokenModel, config: TrainEngineConfig, device_mesh: DeviceMesh, *, compute: torch.dtype, stored: torch.dtype
-) -> None:
-    """FSDP2 on every block, on a critic's head, which stays in float32, and on what is left, as is a policy's head."""
-    reduce = _DTYPES[config.grad_reduce_dtype]
-    policy = MixedPrecisionPolicy(param_dtype=None if compute == stored else compute, reduce_dtype=reduce)
-    offload: OffloadPolicy = OffloadPolicy()
-    if config.fsdp.offload_params:
-        offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
-    wrap = config.fsdp.wrap_policy
-    units = shard_units(model.model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)
-    for unit in _without_head(units, model.model):
-        fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
-    if isinstance(model, ValueModel):
-        head: nn.Module = model.model.get_submodule("score")
-        exact = MixedPrecisionPolicy(reduce_dtype=reduce)
-        fully_shard(head, mesh=device_mesh, mp_policy=exact, offload_policy=offload)
-    fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
-
-
-def _without_head(units: list[nn.Module], model: PreTrainedModel) -> list[nn.Module]:
-    """The units that hold no weight of the output head, which must be whole whenever the model runs; nor tied ones."""
-    head = model.get_output_embeddings()
-    weights = [] if head is None else [id(weight) for weight in head.parameters()]
-    return [unit for unit in units if not any(id(weight) in weights for weight in unit.parameters())]
+TRAIN_ENGINES: dict[str, TrainEngineFactory] = {"fsdp": build_fsdp_engine}
+"""Backend name in `allocation_mode` -> factory. `areal.api.allocation.check_supported` accepts the same names."""

@@ -1,4 +1,4 @@
-"""Owns what the trainer keeps on disk: Hugging Face exports and per-rank recovery state. Both whole or absent."""
+"""Hugging Face exports and per-rank recovery state on disk. A folder is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COPIED = (
     "generation_config.json",
     "*.model",
 )
-"""What of the source checkpoint goes into an export besides weights and config.json."""
+"""Files of the source checkpoint that an export contains besides weights and config.json."""
 _STATE = "state.json"
 _FORMAT = 2
 
@@ -42,7 +42,7 @@ class RecoveryState:
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     num_steps: int
-    """Optimiser steps so far: where the schedule stands."""
+    """Optimiser steps so far: the position in the schedule."""
 
 
 def export_model(
@@ -55,7 +55,7 @@ def export_model(
     source: Path,
     mesh: TrainerMesh,
 ) -> None:
-    """Write a checkpoint folder that `transformers` loads; a collective. Raises on every rank when rank 0 cannot."""
+    """Write a checkpoint folder that `transformers` loads; a collective. InputError is raised on every rank."""
 
     def write(folder: Path) -> None:
         write_weights(folder, weights)
@@ -96,23 +96,27 @@ def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh) -> None:
 
 
 def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
-    """This rank's state from `folder`. InputError when it is not there or of another number of ranks."""
+    """Read this rank's state from `folder`. Raises InputError when there is none, or for another number of ranks."""
     try:
         facts = json.loads((folder / _STATE).read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder} holds no recovery state of the trainer: {error}") from error
+        raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
     if facts["format"] != _FORMAT:
-        raise InputError(f"recovery state in {folder} has format {facts['format']}, this version reads {_FORMAT}")
+        raise InputError(
+            f"recovery state in {folder} has format {facts['format']}, this version reads {_FORMAT}",
+            code="checkpoint.other_run",
+        )
     if facts["world_size"] != mesh.world_size:
         raise InputError(
-            f"recovery state in {folder} is of {facts['world_size']} trainer ranks, this run has {mesh.world_size}: "
-            "use the allocation_mode it was written with"
+            f"recovery state in {folder} was written by {facts['world_size']} trainer ranks, this run has "
+            f"{mesh.world_size}: use the same allocation_mode",
+            code="checkpoint.other_run",
         )
     file = folder / _rank_file(mesh.rank, mesh)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"recovery state {file} cannot be read: {error}") from error
+        raise InputError(f"recovery state {file} cannot be read: {error}", code="checkpoint.damaged") from error
     parts: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
     for key, value in tensors.items():
         part, _, name = key.partition("/")
@@ -127,10 +131,10 @@ def _rank_file(rank: int, mesh: TrainerMesh) -> str:
 def _write_folder(
     final: Path, mesh: TrainerMesh, write: Callable[[Path], None] | None, *, always: Callable[[], Mapping[str, int]]
 ) -> None:
-    """All ranks fill one temporary folder, which rank 0 then publishes; an error on one rank is raised on all.
+    """All ranks fill one temporary folder, which rank 0 then renames to `final`; an error of one is raised on all.
 
-    `always` runs whether or not `write` failed: collectives that other ranks are in must come to their end. It returns
-    the checksums of files that are summed up and on disk already.
+    `always` runs even after `write` failed, because the other ranks are in its collectives. It returns the checksums of
+    files that are already on disk.
     """
     temporary = writing_folder(final)
     if mesh.rank == 0:
@@ -149,7 +153,7 @@ def _write_folder(
 def _attempt(action: Callable[[], None]) -> Exception | None:
     try:
         action()
-    except (OSError, SafetensorError) as error:  # a full disk, mostly
+    except (OSError, SafetensorError) as error:  # for example a full disk
         return error
     return None
 
@@ -158,6 +162,6 @@ def _raise_together(final: Path, mesh: TrainerMesh, error: Exception | None) -> 
     failed = mesh.all_reduce(torch.tensor([float(error is not None)], dtype=torch.float64), "max")
     if failed.item():
         if mesh.rank == 0:
-            shutil.rmtree(writing_folder(final), ignore_errors=True)  # nobody writes there any more; it takes up room
+            shutil.rmtree(writing_folder(final), ignore_errors=True)
         reason = str(error) if error is not None else "another trainer rank failed"
-        raise InputError(f"{final} cannot be written: {reason}") from error
+        raise InputError(f"{final} cannot be written: {reason}", code="checkpoint.not_written") from error

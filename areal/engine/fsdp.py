@@ -1,10 +1,9 @@
-"""Owns the FSDP2 train engine: micro-batched passes over packed rows, one optimiser step, weights in and out."""
+"""The FSDP2 train engine: micro-batched passes over packed rows, optimiser steps, loading and saving of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from areal.api.batch import LossFn, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec
 from areal.api.data import WeightSpec
-from areal.api.engine import TrainEngine
+from areal.api.engine import ReduceOp
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
@@ -23,14 +22,17 @@ from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer, local_part
 from areal.engine.token_model import TokenModel
-from areal.weights.weight_files import read_weights
 
 FLOAT32_HEAD = "score.weight"
-"""The critic's head, which computes and is exported in float32."""
+"""The critic's head: computes in float32 and is exported in float32."""
 
 
 class FSDPEngine:
-    """Implements `areal.api.engine.TrainEngine` for a model that is sharded with FSDP2, or whole on a single rank."""
+    """Implements `areal.api.engine.TrainEngine`: the model is sharded over all ranks with FSDP2, or whole on one rank.
+
+    Ranks that hold the same share of a batch compute the same gradients, so FSDP's mean over all ranks is the mean
+    over the data-parallel ranks.
+    """
 
     def __init__(
         self,
@@ -52,14 +54,13 @@ class FSDPEngine:
 
     @property
     def dp_rank(self) -> int:
-        return self._mesh.rank
+        return self._mesh.dp_rank
 
     @property
     def dp_size(self) -> int:
-        return self._mesh.world_size
+        return self._mesh.dp_size
 
     def forward(self, batch: TrainBatch) -> TokenOutputs:
-        """Outputs for the whole batch in its own order, no gradient, on the CPU; a collective."""
         self._model.eval()
         whole: list[Tensor] = []
         with torch.no_grad():
@@ -78,15 +79,14 @@ class FSDPEngine:
                     if indices:
                         target[positions] = values.cpu()
         if isinstance(self._model, FSDPModule):
-            self._model.reshard()  # without a backward pass the root's full weights would stay in memory
+            self._model.reshard()  # without a backward pass the root's full weights stay in memory
         return self._model.as_outputs(whole)
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
-        """Accumulate gradients of (sum of losses over all micro-batches and ranks) / denominator; a collective."""
         if not denominator > 0:
             raise ValueError(f"the denominator of a loss must be above 0, got {denominator}")
         if self._model.spec.candidates and batch.candidate_ids is None:
-            raise ValueError("the batch has no candidate_ids: put those that forward gave into it")
+            raise ValueError("the batch has no candidate_ids: add those that forward returned")
         self._model.train()
         scale = self.dp_size / denominator  # FSDP averages gradients over the ranks
         metrics: Metrics = {}
@@ -102,13 +102,13 @@ class FSDPEngine:
         return metrics
 
     def optimizer_step(self) -> Metrics:
-        return self._require_optimizer().step(self.all_reduce)
+        return self._require_optimizer().step(self._mesh.all_reduce)  # shards of one gradient are on all ranks
 
-    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        return self._mesh.all_reduce(values, op)
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return self._mesh.dp_all_reduce(values, op)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights in the compute type by Hugging Face name, tied ones once; a collective."""
+        """In the compute type, except for float32 heads."""
         for name, weight in self._model.named_tensors():
             value = weight.detach().to(self._mesh.device)
             if isinstance(value, DTensor):
@@ -116,7 +116,6 @@ class FSDPEngine:
             yield name, value.to(self._dtype_outside(name, value))
 
     def weight_specs(self) -> list[WeightSpec]:
-        """Name, full shape and dtype of each of the `named_weights`."""
         return [
             WeightSpec(
                 name=name,
@@ -130,10 +129,6 @@ class FSDPEngine:
         return self._dtype if weight.is_floating_point() and name != FLOAT32_HEAD else weight.dtype
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
-        """False: Hugging Face export. True: recovery state (of a model without an optimiser, its weights).
-
-        Whole or absent; a collective.
-        """
         if not with_optimizer:
             hf_model = self._model.model
             export_model(
@@ -154,43 +149,24 @@ class FSDPEngine:
         )
         save_recovery(path, state, self._mesh)
 
-    def load(self, path: Path, *, with_optimizer: bool) -> None:
-        """False: weights of a Hugging Face checkpoint. True: everything that `save` wrote with True."""
-        if with_optimizer:
-            state = load_recovery(path, self._mesh)
-            self._load_weights(state.weights.items(), path, are_local=True)
-            if self._optimizer is not None:
-                self._optimizer.load_state(state.optimizer, state.num_steps)
-        else:
-            self._load_weights(read_weights(path), path, are_local=False)
-
-    def copy_weights(self, source: TrainEngine) -> None:
-        """Take over the weights of an engine of the same model on the same ranks, shard by shard, in own types."""
-        if not isinstance(source, FSDPEngine):
-            raise ValueError(f"weights can be copied from an FSDPEngine, not from {type(source).__name__}")
+    def load(self, path: Path) -> None:
+        state = load_recovery(path, self._mesh)
         own = {name: local_part(weight) for name, weight in self._model.named_tensors()}
-        given = {name: local_part(weight) for name, weight in source._model.named_tensors()}
-        if {name: weight.shape for name, weight in own.items()} != {name: w.shape for name, w in given.items()}:
-            raise InputError("weights can be copied between engines of one model only: these have other weights")
-        for name, weight in own.items():
-            weight.copy_(given[name])
+        self._copy(state.weights.items(), own, f"recovery state {path}")
+        if self._optimizer is not None:
+            self._optimizer.load_state(state.optimizer, state.num_steps)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._copy(weights, dict(self._model.named_tensors()), "the given weights")
 
     def reset_optimizer(self) -> None:
-        """Forget what the optimiser gathered (moments, their age); the schedule goes on."""
         self._require_optimizer().clear_state()
 
-    def offload(self) -> None:
-        """Give the accelerator's memory back: weights and optimiser state go to the CPU until `onload`."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        self._move(self._mesh.device)
-
-    def close(self) -> None:
-        """Nothing is held beyond this object; the mesh is its opener's."""
-
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
-        """Micro-batches of this rank. InputError on every rank when any holds a token that the model does not have."""
+        """Micro-batches of this rank, the same number on every rank.
+
+        Raises InputError on every rank when any rank holds a token id outside the vocabulary.
+        """
         vocab_size = self._model.model.config.get_text_config().vocab_size
         ids = batch.input_ids
         if batch.candidate_ids is not None and self._model.spec.candidates is not None:
@@ -198,51 +174,47 @@ class FSDPEngine:
 
         def reduce_max(facts: Tensor) -> Tensor:
             own = [float(ids.max()), -float(ids.min())] if ids.numel() else [0.0, 0.0]
-            found = self.all_reduce(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]), "max")
+            found = self._mesh.all_reduce(torch.cat([facts, torch.tensor(own, dtype=facts.dtype)]), "max")
             highest, lowest = int(found[-2]), -int(found[-1])
             if highest >= vocab_size or lowest < 0:
                 raise InputError(
-                    f"the train batch holds token id {highest if highest >= vocab_size else lowest}, the model's "
-                    f"vocabulary has {vocab_size}: check what the workflow returns, or whether the tokenizer belongs "
-                    "to the model"
+                    f"the train batch contains token id {highest if highest >= vocab_size else lowest}, but the "
+                    f"model's vocabulary has {vocab_size} tokens: check what the workflow returns, and that the "
+                    "tokenizer belongs to the model",
+                    code="data.token_id",
                 )
             return found[:-2]
 
         return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max)
 
-    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], path: Path, *, are_local: bool) -> None:
-        own = dict(self._model.named_tensors())
+    @torch.no_grad()
+    def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, Tensor], source: str) -> None:
+        """Copy by name into `targets`; a DTensor takes its shard of the full value. InputError names `source`."""
         aliases = self._model.tied_names()
-        missing = set(own)
-        for name, value in weights:
-            target = own.get(aliases.get(name, name))
+        missing = set(targets)
+        for given_name, value in weights:
+            name = aliases.get(given_name, given_name)
+            target = targets.get(name)
             if target is None:
                 continue
-            whole = target.to_local() if are_local and isinstance(target, DTensor) else target
-            if whole.shape != value.shape:
+            if target.shape != value.shape:
                 raise InputError(
-                    f"{path}: weight {name} has shape {list(value.shape)}, the model's has {list(whole.shape)}"
+                    f"{source}: weight {given_name} has shape {list(value.shape)}, the model's has "
+                    f"{list(target.shape)}",
+                    code="model.weights_do_not_fit",
                 )
-            with torch.no_grad():
-                if isinstance(whole, DTensor):
-                    source = value.to(self._mesh.device, whole.dtype)
-                    whole.copy_(distribute_tensor(source, whole.device_mesh, whole.placements, src_data_rank=None))
-                else:
-                    whole.copy_(value)
-            missing.discard(aliases.get(name, name))
+            if isinstance(target, DTensor):
+                value = value.to(self._mesh.device, target.dtype)
+                value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(value)
+            missing.discard(name)
         if missing:
-            raise InputError(f"{path} lacks {len(missing)} weights of the model, among them {min(missing)}")
-
-    def _move(self, device: torch.device) -> None:
-        if self._mesh.device.type == "cpu":
-            return
-        self._model.to(device)
-        if self._optimizer is not None:
-            self._optimizer.move_state(device)
-        if device.type == "cpu":
-            torch.cuda.empty_cache()
+            raise InputError(
+                f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}",
+                code="model.weights_do_not_fit",
+            )
 
     def _require_optimizer(self) -> ScheduledOptimizer:
         if self._optimizer is None:
-            raise ValueError("this engine has no optimiser: it was built for a model that is never trained")
+            raise ValueError("this engine has no optimiser: it was built for a frozen model")
         return self._optimizer

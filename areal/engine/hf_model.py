@@ -1,4 +1,4 @@
-"""Owns how a Hugging Face model comes into the trainer: where its files are, how it is built, what is refused."""
+"""Loading of Hugging Face models into the trainer: location, construction, refusal of unsupported architectures."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from areal.api.errors import ArealError, ConfigError, InputError
 
 
 def resolve_model_folder(path: str) -> Path:
-    """The local folder of a checkpoint: `path` itself, or the hub's cache filled from the hub. InputError otherwise."""
+    """Return the local folder of a checkpoint: `path` itself, or the hub's cache. Raises InputError otherwise."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise InputError(f"model folder {folder} has no config.json: name a Hugging Face checkpoint folder")
+            raise InputError(
+                f"model folder {folder} has no config.json: name a Hugging Face checkpoint folder",
+                code="model.not_found",
+            )
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -39,14 +42,15 @@ def resolve_model_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (OSError, ValueError, HFValidationError) as error:  # absent, offline, not a name
         reason = str(error).splitlines()[0]
-        raise InputError(f"model {path!r} is neither a folder here nor to be had from the hub ({reason})") from error
+        raise InputError(
+            f"model {path!r} is neither a local folder nor available from the hub ({reason})", code="model.not_found"
+        ) from error
 
 
 def load_model(
     folder: Path, config: TrainEngineConfig, *, is_critic: bool, seed: int, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Build the model in `folder` on the CPU, the same on every rank. A critic that learns gets a new head unless
-    it has one."""
+    """Build the model in `folder` on the CPU, equal on every rank. A trained critic without a head gets a new one."""
     model_config = _read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
     if config.disable_dropout:
@@ -63,13 +67,15 @@ def load_model(
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             if isinstance(error, ArealError):
                 raise
-            raise InputError(f"model in {folder} cannot be loaded: {_first_lines(error)}") from error
+            raise InputError(
+                f"model in {folder} cannot be loaded: {_first_lines(error)}", code="model.not_loadable"
+            ) from error
     _refuse_unsupported_model(model, is_critic=is_critic)
     return model
 
 
 def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[nn.Module]:
-    """The modules that FSDP shards one by one: those of the named classes, by default the model's blocks."""
+    """The modules that FSDP shards separately: those of the named classes, by default the model's blocks."""
     wanted = set(class_names if class_names is not None else model._no_split_modules or [])
     units = [module for module in model.modules() if type(module).__name__ in wanted]
     missing = wanted - {type(module).__name__ for module in units}
@@ -77,7 +83,8 @@ def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[n
         known = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"fsdp.wrap_policy.transformer_layer_cls_to_wrap names {', '.join(sorted(missing))}, which the model does "
-            f"not have; its classes are {', '.join(known)}"
+            f"not have; its classes are {', '.join(known)}",
+            code="model.unknown_layer_class",
         )
     return units
 
@@ -86,19 +93,21 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     """Recompute the activations of every block in the backward pass."""
     options = {"use_reentrant": False}
     try:
-        if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.2x
+        if hasattr(model, "activation_checkpointing_enable"):  # renamed in transformers 5.2x
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
-        raise ConfigError(f"gradient_checkpointing=true: {error}") from error
+        raise ConfigError(f"gradient_checkpointing=true: {error}", code="model.unsupported") from error
 
 
 def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"config.json in {folder} cannot be used: {_first_lines(error)}") from error
+        raise InputError(
+            f"config.json in {folder} cannot be used: {_first_lines(error)}", code="model.not_loadable"
+        ) from error
     if is_critic:
         config.num_labels = 1
     return config
@@ -118,49 +127,57 @@ def _from_weights(
         ignore_mismatched_sizes=True,  # refused below, in one line
     )
     for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise InputError(f"checkpoint {folder}: {name} has shape {list(found)}, config.json makes it {list(wanted)}")
+        raise InputError(
+            f"checkpoint {folder}: {name} has shape {list(found)}, but {list(wanted)} according to config.json",
+            code="model.weights_do_not_fit",
+        )
     missing = sorted(info["missing_keys"])
     if new_head and missing == ["score.weight"]:
         nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
         missing = []
-    if missing:  # transformers would go on with random numbers
-        raise InputError(f"checkpoint {folder} lacks {len(missing)} weights of the model, among them {missing[0]}")
+    if missing:  # transformers would continue with random numbers
+        raise InputError(
+            f"checkpoint {folder}: {len(missing)} weights of the model are missing, among them {missing[0]}",
+            code="model.weights_do_not_fit",
+        )
     return model
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
-    """ConfigError for models whose training would be wrong here, not slow: each would run without an error."""
+    """Raise ConfigError for models that would train without an error but with wrong results."""
     text = config.get_text_config()
     facts = text.to_dict()
     kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention"})
     if kinds:
-        raise ConfigError(
-            f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention is trained"
-        )
+        raise _unsupported(f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention works")
     uses_window = facts.get("use_sliding_window", True) and not facts.get("layer_types")
     if facts.get("sliding_window") and uses_window:
-        raise ConfigError(
-            f"model type {config.model_type} has sliding-window attention: only full attention is trained"
-        )
-    for name, neutral in (("final_logit_softcapping", None), ("attn_logit_softcapping", None), ("logit_scale", 1.0)):
+        raise _unsupported(f"model type {config.model_type} has sliding-window attention: only full attention works")
+    scalings = {
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "logit_scale": 1.0,
+        "logits_scaling": 1.0,
+    }
+    for name, neutral in scalings.items():
         if facts.get(name, neutral) not in (None, neutral):
-            raise ConfigError(f"model type {config.model_type} uses {name}, which the FSDP engine does not know")
-    if facts.get("logits_scaling", 1.0) != 1.0:
-        raise ConfigError(f"model type {config.model_type} uses logits_scaling, which the FSDP engine does not know")
+            raise _unsupported(f"model type {config.model_type} uses {name}, which the FSDP engine does not implement")
 
 
 def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> None:
     name = type(model).__name__
     if not model._supports_attention_backend:
-        raise ConfigError(
-            f"{name} does not take attention functions from outside: the FSDP engine cannot pack its rows"
-        )
+        raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
     if get_model_conversion_mapping(model, add_legacy=False):
-        raise ConfigError(f"{name} names its weights otherwise than its checkpoints do, which is not supported yet")
+        raise _unsupported(f"{name} names its weights differently from its checkpoints, which is not supported")
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
-        raise ConfigError(f"{name} has no linear head called score: it cannot be made a critic")
+        raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"{name} has no linear output head: the FSDP engine cannot compute its log-probabilities")
+        raise _unsupported(f"{name} has no linear output head, which the FSDP engine needs for log-probabilities")
+
+
+def _unsupported(message: str) -> ConfigError:
+    return ConfigError(message, code="model.unsupported")
 
 
 def _disable_dropout(config: PretrainedConfig) -> None:
@@ -171,7 +188,7 @@ def _disable_dropout(config: PretrainedConfig) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bar in logs, and no report of missing and superfluous weights: we check those and say it shorter."""
+    """No progress bar in logs and no report of missing or extra weights, which are checked here."""
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

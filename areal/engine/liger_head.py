@@ -1,4 +1,4 @@
-"""Owns Liger's fused linear cross-entropy as another source of log-probabilities: on CUDA, and nothing beside them."""
+"""Log-probabilities by Liger's fused linear cross-entropy. CUDA only; no entropies and no candidates."""
 
 from __future__ import annotations
 
@@ -12,43 +12,49 @@ from areal.api.batch import OutputSpec
 from areal.api.errors import ConfigError
 
 MIN_VERSION = (0, 8, 2)
-"""Before this one every token's gradient was multiplied by that of the first token, without an error (its PR 1298)."""
-NO_LABEL = -100  # of no token: what is not valid is left out afterwards
+"""Older versions multiply every token's gradient by that of the first token, without an error (Liger PR 1298)."""
+NO_LABEL = -100  # no token has it: positions that are not valid are masked afterwards
 
 
 def require_liger(device: torch.device, outputs: OutputSpec) -> None:
-    """ConfigError when logprob_kernel=liger cannot give what is wanted here."""
+    """Raise ConfigError unless logprob_kernel=liger can compute `outputs` on `device`."""
     if outputs != OutputSpec():
         raise ConfigError(
-            "logprob_kernel=liger gives log-probabilities only, and entropy bonuses and full KL divergences need more: "
-            "use logprob_kernel=torch"
+            "logprob_kernel=liger computes log-probabilities only, but entropy bonuses and full KL divergences need "
+            "more: use logprob_kernel=torch",
+            code="model.liger_unavailable",
         )
     if device.type != "cuda":
-        raise ConfigError(f"logprob_kernel=liger needs CUDA, and this is {device.type}: use logprob_kernel=torch")
+        raise ConfigError(
+            f"logprob_kernel=liger needs CUDA, but the device is {device.type}: use logprob_kernel=torch",
+            code="model.liger_unavailable",
+        )
     wanted = ".".join(map(str, MIN_VERSION))
     try:
         found = metadata.version("liger-kernel")
     except metadata.PackageNotFoundError as error:
         raise ConfigError(
             f"logprob_kernel=liger needs the package liger-kernel: pip install 'liger-kernel>={wanted}', "
-            "or use logprob_kernel=torch"
+            "or use logprob_kernel=torch",
+            code="model.liger_unavailable",
         ) from error
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < MIN_VERSION:
         raise ConfigError(
-            f"logprob_kernel=liger needs liger-kernel {wanted} or newer, this is {found}, which weighs every token's "
-            "gradient by the first one's: upgrade it"
+            f"logprob_kernel=liger needs liger-kernel {wanted} or newer; {found} is installed and computes wrong "
+            "gradients: upgrade it",
+            code="model.liger_unavailable",
         )
 
 
 def liger_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, valid: Tensor) -> Tensor:
-    """log_softmax(hidden @ weight.T + bias) at the labels, [T] float32 with gradients; 0 where not valid.
+    """Compute log_softmax(hidden @ weight.T + bias) at the labels: [T] float32 with gradients, 0 where not valid.
 
     hidden [T, h], weight [V, h], bias [V] or None, labels [T] int64, valid [T] bool. The gradients of weight and bias
     are summed in float32.
     """
     from liger_kernel.ops import fused_linear_cross_entropy as liger  # pyright: ignore[reportMissingImports]
 
-    # class weights, ignored label, z-loss, smoothing, reduction, soft cap, whether z-loss is wanted, type of the sums
+    # class weights, ignored label, z-loss, smoothing, reduction, soft cap, whether to return z-loss, type of the sums
     losses = liger.LigerFusedLinearCrossEntropyFunction.apply(
         hidden, weight, labels, bias, None, NO_LABEL, 0.0, 0.0, "none", None, False, torch.float32
     )  # fmt: skip

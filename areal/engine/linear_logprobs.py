@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 from areal.api.batch import OutputSpec
 
 MAX_LOGITS_CPU = 2**22
-"""Logits of one block on the CPU: 16 MiB in float32, so that the passes over a block stay in the cache."""
+"""Logits per block on the CPU: 16 MiB in float32, so that a block fits the cache."""
 MAX_LOGITS = 2**26
-"""Logits of one block elsewhere: 256 MiB in float32, so that one block is work enough."""
+"""Logits per block on other devices: 256 MiB in float32, so that a block uses the whole device."""
 MAX_ROW_LOGITS = 2**24
-"""Logits of one block of whole rows, at least, which the clamped entropy needs once in the forward pass."""
+"""Minimum logits per block of whole rows, which the clamped entropy needs in the forward pass."""
 MAX_BLOCK_TOKENS = 8192
-"""Most tokens of one block: beyond this a block would be long and narrow."""
+"""Maximum tokens per block, so that blocks do not become long and narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutputs:
-    """What `linear_logprobs` gives; 0 at positions that are not valid. float32, or float64 for float64 inputs."""
+    """Outputs of `linear_logprobs`; 0 at positions that are not valid. float32, or float64 for float64 inputs."""
 
     logprobs: Tensor  # [T]
     entropy: Tensor  # [T]
@@ -53,15 +53,15 @@ def linear_logprobs(
     valid: Tensor | None = None,
     max_logits: int | None = None,
 ) -> HeadOutputs:
-    """log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and what `outputs` asks for beside it.
+    """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and the other `outputs`.
 
-    hidden [T, h], weight [V, h] and bias [V] of one dtype; labels [T] int64 in [0, V); valid [T] bool, false where
-    everything is 0 and nothing gets a gradient (default: all true). candidate_ids [T, k] int64 are used when
-    outputs.candidates is not None; without them the outputs.candidates most likely tokens are taken, most likely first,
-    and with 0 all V of them, which is the one case where [T, V] is made. `max_logits` is the size of a block.
+    hidden [T, h], weight [V, h] and bias [V] have one dtype; labels [T] int64 in [0, V); valid [T] bool, false where
+    all outputs are 0 without gradient (default: all true). candidate_ids [T, k] int64 are used when outputs.candidates
+    is not None; without them the outputs.candidates most likely tokens are used in descending order, or all V tokens if
+    it is 0, the only case that materialises [T, V]. `max_logits` is the size of a block.
 
-    Gradients go to hidden, weight and bias: those of a bfloat16 weight are summed in float32 and rounded once. Tokens
-    whose upstream gradients are all 0 (prompts, clipped ratios) cost nothing in the backward pass.
+    Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
+    whose upstream gradients are all 0 (prompts, clipped ratios) are skipped in the backward pass.
     """
     if isinstance(weight, DTensor):
         raise RuntimeError("the head's weight is still sharded: it must belong to the model's outermost FSDP unit")
@@ -112,11 +112,11 @@ class _Plan:
     max_row_logits: int
 
     def rows(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
-        """Cuts of the tokens, and the whole vocabulary."""
+        """Slices of the tokens, and the whole vocabulary."""
         return _even_slices(num_tokens, max(self.max_row_logits // vocab_size, 1)), [slice(0, vocab_size)]
 
     def blocks(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
-        """Cuts of the tokens and of the vocabulary."""
+        """Slices of the tokens and of the vocabulary."""
         tokens = _even_slices(num_tokens, MAX_BLOCK_TOKENS)
         longest = max((cut.stop - cut.start for cut in tokens), default=1)
         return tokens, _even_slices(vocab_size, max(self.max_logits // longest, 1))
@@ -139,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits = _logits(hidden[tokens], weight, bias, vocabulary, plan.temperature)
                 forward.add(logits, tokens, vocabulary)
                 if is_small and any(ctx.needs_input_grad):
-                    kept = logits  # which are now less their maximum
+                    kept = logits  # `add` has subtracted their maximum
         found = forward.finish(~valid, is_less_highest=kept is not None)
         ctx.plan = plan
         saved = (forward.wanted, valid, forward.logsumexp, found[1], forward.clamp, kept)
@@ -168,7 +168,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan.temperature)
                 else:
                     part = kept[tokens, vocabulary]
-                    logits = part.clone() if rows is None else part  # a graph may be walked twice
+                    logits = part.clone() if rows is None else part  # backward may run twice
                 grads.add(backward.block(logits, tokens, vocabulary), tokens, vocabulary)
         grad_hidden = grads.hidden
         if grad_hidden is not None:
@@ -180,7 +180,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Forward:
-    """What is known of each token after some of the vocabulary."""
+    """Accumulated state of each token over blocks of the vocabulary."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: Tensor, plan: _Plan) -> None:
         size, options = hidden.shape[0], {"dtype": _exact(hidden.dtype), "device": hidden.device}
@@ -197,7 +197,7 @@ class _Forward:
         self._top_ids = torch.zeros((size, plan.top_k), dtype=torch.int64, device=hidden.device)
 
     def add(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """Take in a block of logits [t, v]; what is left in its memory is the logits less the highest so far."""
+        """Add a block of logits [t, v] in place: afterwards it contains the logits minus the maximum so far."""
         places, inside = _places(self.wanted[tokens], vocabulary)
         self._found[tokens] = torch.where(inside, logits.gather(1, places), self._found[tokens])
         if self._all is not None:
@@ -214,20 +214,20 @@ class _Forward:
         weights = logits.exp()
         if self._squares is not None:
             self._squares[tokens] = self._squares[tokens] * decay.square() + weights.square().sum(-1)
-        moved = product + shift * total  # of the blocks before, about the new maximum
+        moved = product + shift * total  # of earlier blocks, relative to the new maximum
         self._highest[tokens] = highest
         self._total[tokens] = total * decay + weights.sum(-1)
         self._product[tokens] = moved * decay + weights.mul_(logits).sum(-1)
 
     def finish(self, left_out: Tensor, *, is_less_highest: bool) -> tuple[Tensor | None, ...]:
-        """What the function returns, 0 at the positions that are not valid. `logsumexp` is that of the logits, or of
-        the logits less their maximum."""
+        """Return the outputs, 0 at positions that are not valid. Sets `logsumexp`, of the logits or of the logits minus
+        their maximum."""
         log_total = self._total.log()
         self.logsumexp = log_total if is_less_highest else self._highest + log_total
         entropy = log_total - self._product / self._total
 
         def normalised(values: Tensor) -> Tensor:
-            # in this order: the difference of two large numbers comes first and is exact
+            # the difference of two large numbers first, because it is exact
             values = values.sub_(self._highest.unsqueeze(1)).sub_(log_total.unsqueeze(1))
             return values.masked_fill_(left_out.unsqueeze(1), 0.0)
 
@@ -246,7 +246,7 @@ class _Forward:
         squares = self._squares
         if squares is not None:
             squares = (squares / self._total.square()).masked_fill(left_out, 0.0)
-        # copies, since FSDP warns of outputs that are views
+        # copies, because FSDP warns about outputs that are views
         return found[:, 0].clone(), entropy.masked_fill(left_out, 0.0), clamped, candidates, ids, squares
 
     def _merge_top(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
@@ -259,7 +259,7 @@ class _Forward:
 
 
 class _Backward:
-    """Gradients of the logits of a block, from those of the outputs."""
+    """Gradients of the logits of a block from the gradients of the outputs."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class _Backward:
         self._wanted = wanted[:, : self._on_wanted.shape[1]]
 
     def block(self, logits: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
-        """d loss / d (unscaled logits), [t, v], from the logits, whose memory is used up."""
+        """Return d loss / d (unscaled logits), [t, v]. Overwrites the logits."""
         clamped = None
         if self._on_clamped is not None and self._clamp is not None:
             low, high, logsumexp, part, entropy = self._clamp[:, tokens].unsqueeze(2)
@@ -319,7 +319,7 @@ class _Gradients:
         self._rows: Tensor | None = None
 
     def add(self, grad: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """One block, [t, v]; a vocabulary block comes with all of its token blocks one after another."""
+        """Add one block, [t, v]; the token blocks of a vocabulary block follow one another."""
         is_last = tokens.stop == self._states.shape[0]
         if self.bias is not None:
             self.bias[vocabulary] += grad.sum(0)
@@ -328,7 +328,7 @@ class _Gradients:
             _add_product(self.hidden[tokens], grad, self._weight[vocabulary])
         if self.weight is None:
             return
-        if tokens.start == 0 and is_last:  # no sum to keep: straight to where it belongs
+        if tokens.start == 0 and is_last:  # a single token block: no accumulator
             torch.mm(grad.T, self._states, out=self.weight[vocabulary])
             return
         if tokens.start == 0:
@@ -345,19 +345,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, temperature: float) -> Tensor:
-    """A block of logits over temperature, [t, v], in memory of its own."""
+    """A block of logits divided by temperature, [t, v], in new memory."""
     part = None if bias is None else bias[vocabulary]
     logits = F.linear(hidden, weight[vocabulary], part).to(_exact(hidden.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _clamp(logits: Tensor, num_clamped: int) -> Tensor:
-    """Whole rows [t, V] -> [5, t]: between which logits the last token to stay lies, logsumexp of all that stay, the
-    part of the last ones that stays, and the entropy of all that stay. The `num_clamped` least likely do not.
+    """Clamped entropy of whole rows [t, V], without the `num_clamped` least likely tokens. Returns [5, t]: lower and
+    upper limit around the last kept logit, logsumexp of the kept tokens, the kept part of the last ones, the entropy.
 
-    Where the bound falls among tokens of equal logits, each counts for the part of them that stays: the value is that
-    of any choice among them, and the gradient prefers none. The two limits lie half way to the next other logits, so
-    that logits computed again, in other blocks and with other last bits, fall on the same side.
+    When the bound is among tokens of equal logits, each counts with the kept part of them: the value is that of any
+    choice among them, and the gradient prefers none. The limits are half way to the next different logits, so that
+    logits recomputed in other blocks, with other last bits, are on the same side.
     """
     last = logits.kthvalue(num_clamped + 1, dim=-1, keepdim=True).values
     above, tied = logits > last, logits == last
@@ -374,7 +374,7 @@ def _clamp(logits: Tensor, num_clamped: int) -> Tensor:
 
 
 def _trained_rows(valid: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor | None:
-    """Indices of the tokens that any gradient reaches; None when all of them. NaN counts: it must show itself."""
+    """Indices of the tokens with a gradient that is not 0, NaN included; None = all tokens."""
     reached = torch.zeros_like(valid)
     for values in upstream:
         if values is not None:
@@ -384,7 +384,7 @@ def _trained_rows(valid: Tensor, upstream: tuple[Tensor | None, ...]) -> Tensor 
 
 
 def _places(wanted: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Columns of a vocabulary block for token ids [t, k], and which of the ids it holds."""
+    """Columns of a vocabulary block for token ids [t, k], and which of the ids it contains."""
     places = wanted - vocabulary.start
     inside = (places >= 0) & (wanted < vocabulary.stop)
     return places.masked_fill_(~inside, 0), inside

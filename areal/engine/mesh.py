@@ -1,6 +1,6 @@
-"""Owns how trainer ranks meet: one store, one process group, one device per rank.
+"""The trainer ranks: rendezvous, process groups, one device per rank.
 
-Waits for: the store of rank 0, by name, for as long as `timeout_s`; then for the other ranks.
+`TrainerMesh.open` waits up to `timeout_s` for the store of rank 0 to be registered, then for the other ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import time
 from datetime import timedelta
-from typing import Literal, Self
+from typing import Self
 
 import psutil
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal.api.engine import ReduceOp
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
@@ -31,30 +32,54 @@ _POLL_S = 0.05
 
 
 class TrainerMesh:
-    """All trainer ranks as one of them sees it. One rank needs no process group until something shards over it."""
+    """Implements `areal.api.engine.Ranks`. A single rank needs no process group until a model is sharded over it.
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, store: Store | None = None) -> None:
+    Ranks are laid out with the data-parallel dimension outermost: rank = dp_rank * (world_size / dp_size) + i, where i
+    counts the ranks that hold one share of the batch together.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        dp_size: int | None = None,
+        store: Store | None = None,
+    ) -> None:
+        """`dp_size` None: every rank is a data-parallel rank."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self._store = store  # rank 0's is the server of the others: it lives as long as the mesh
+        self.dp_size = dp_size or world_size
+        self._ranks_per_share, rest = divmod(world_size, self.dp_size)
+        if rest:
+            raise ValueError(f"{world_size} trainer ranks cannot form {dp_size} data-parallel ranks of equal size")
+        self.dp_rank = rank // self._ranks_per_share
+        self._store = store  # rank 0 serves it to the others: it must live as long as the mesh
         self._owns_group = False
+        self._dp_group: dist.ProcessGroup | None = None
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
     def open(
-        cls, context: ProcessContext | None, registry: NameRegistry | None = None, *, timeout_s: float = 120.0
+        cls,
+        context: ProcessContext | None,
+        registry: NameRegistry | None = None,
+        *,
+        dp_size: int | None = None,
+        timeout_s: float = 120.0,
     ) -> Self:
-        """Meet the other ranks. Without a context, or alone, there is nobody to meet."""
+        """Connect to the other ranks. Without a context there is one rank."""
         device = torch.device(pick_device("auto") if context is None else context.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if context is None or context.world_size == 1:
             return cls(0, 1, device)
         if registry is None:
-            raise LaunchError("several trainer ranks need a name registry to find each other")
+            raise ValueError("several trainer ranks need a name registry to find each other")
         store = _open_store(context, registry, timeout_s)
-        mesh = cls(context.index, context.world_size, device, store)
+        mesh = cls(context.index, context.world_size, device, dp_size=dp_size, store=store)
         mesh._join(store, timeout_s, context.host.advertise)
         return mesh
 
@@ -66,22 +91,21 @@ class TrainerMesh:
             self._device_mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
         return self._device_mesh
 
-    def all_reduce(self, values: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Reduce a CPU tensor over all ranks; the argument is left as it is."""
-        if self.world_size == 1:
-            return values
-        result = values.clone()
-        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        dist.all_reduce(result, op=operation)
-        return result
+    def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduce a CPU tensor over all ranks; the argument is unchanged."""
+        return values if self.world_size == 1 else _reduced(values, op, None)
+
+    def dp_all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Reduce a CPU tensor over one rank of each data-parallel rank; the argument is unchanged."""
+        return values if self.dp_size == 1 else _reduced(values, op, self._dp_group)
 
     def barrier(self) -> None:
-        """Return once every rank is here."""
+        """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
-        """Leave the group; without one nothing happens."""
-        self._device_mesh = None
+        """Leave the process groups, if any."""
+        self._device_mesh = self._dp_group = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -99,10 +123,24 @@ class TrainerMesh:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
+        if self.dp_size == self.world_size:
+            return
+        for place in range(self._ranks_per_share):  # every rank must create every group
+            group = dist.new_group(range(place, self.world_size, self._ranks_per_share))
+            if isinstance(group, dist.ProcessGroup) and self.rank % self._ranks_per_share == place:
+                self._dp_group = group
+
+
+def _reduced(values: Tensor, op: ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
+    """`group` None: all ranks."""
+    result = values.clone()
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    dist.all_reduce(result, op=operation, group=group)
+    return result
 
 
 def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: float) -> PrefixStore:
-    """Rank 0 serves and registers; the others look it up. `run_id` identifies the attempt.
+    """Rank 0 serves and registers; the others look it up. `run_id` identifies this start of the ranks.
 
     All keys carry a prefix made from the run's token, so a process without the token can neither read nor write them.
     """
@@ -139,7 +177,10 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
                 )
             return named
         if time.monotonic() >= deadline:
-            raise ServerUnavailable(f"waited {timeout_s:g} s for trainer-0 of attempt {context.run_id} to register")
+            raise ServerUnavailable(
+                f"trainer-0 of start {context.run_id} did not register its store within {timeout_s:g} s",
+                code="process.rank_missing",
+            )
         time.sleep(_POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""Owns how a batch becomes forward passes: the cut by token budget, the same number on every rank, and records."""
+"""Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ReduceMax = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """What one forward pass reads, on the model's device."""
+    """Inputs of one forward pass, on the model's device. T tokens."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
@@ -31,9 +31,9 @@ class ModelInput:
 
 
 def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: ReduceMax) -> list[list[int]]:
-    """Sequence indices of each micro-batch; as many lists on every rank, empty where a rank has nothing left.
+    """Sequence indices of each micro-batch: equally many lists on every rank, some may be empty. A collective.
 
-    A collective. What is wrong on one rank raises on all, so that none waits for the others.
+    An error on one rank is raised on every rank.
     """
     granularity, limit = spec.granularity, spec.max_tokens_per_mb
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
@@ -47,12 +47,14 @@ def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: Red
     if uneven:
         raise ConfigError(
             f"mb_spec.granularity={granularity} does not divide the number of sequences of every rank: "
-            "give every rank whole units"
+            "choose one that does",
+            code="data.uneven_units",
         )
     if limit is not None and longest > limit:
         raise InputError(
             f"a sequence of {int(longest)} tokens does not fit into mb_spec.max_tokens_per_mb={limit}: "
-            "raise it, or shorten prompts and answers"
+            "raise it, or shorten prompts and answers",
+            code="data.too_long",
         )
     if len(parts) < num_parts:
         parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
@@ -60,7 +62,7 @@ def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: Red
 
 
 def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device) -> tuple[MicroBatch, ModelInput]:
-    """The sequences `indices` on `device`, sorted by length, since equal neighbours share one attention call."""
+    """The sequences `indices` on `device`, sorted by length: neighbours of equal length share attention calls."""
     lengths = batch.sequence_lengths
     order = sorted(indices, key=lambda i: (lengths[i], i))
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
@@ -72,7 +74,7 @@ def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device
 
 
 def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:
-    """One sequence of two tokens, for a rank that has nothing to do while the others compute; shaped as in `batch`."""
+    """One sequence of two tokens, for a rank without work while the others compute; fields as in `batch`."""
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     candidates = batch.candidate_ids
     if candidates is not None:
@@ -83,7 +85,7 @@ def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:
 def model_input_of(
     input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int], candidate_ids: Tensor | None = None
 ) -> ModelInput:
-    """Positions and labels of a packed row."""
+    """Compute positions and labels of a packed row."""
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     offsets = torch.repeat_interleave(starts, ends - starts, output_size=input_ids.numel())
     has_label = torch.ones_like(input_ids, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Owns one optimiser with its schedule, clipping and state: everything between gradients and new weights."""
+"""One optimiser with its learning-rate schedule, gradient clipping and state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 from areal.api.config import OptimizerConfig
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
-from areal.engine.lr_schedule import learning_rate
 
 ReduceSum = Callable[[Tensor], Tensor]
 """Sum of a CPU float64 tensor over all ranks."""
@@ -34,7 +33,7 @@ class ScheduledOptimizer:
         self._total_steps = total_steps
         self._optimizer = _make_optimizer(list(parameters.values()), config)
         self.num_steps = 0
-        """Calls of `step` so far, skipped ones included: where the schedule stands."""
+        """Calls of `step` so far, skipped ones included: the position in the schedule."""
 
     def step(self, reduce_sum: ReduceSum) -> Metrics:
         """Clip, update the weights, clear gradients, advance the schedule; a collective."""
@@ -58,7 +57,7 @@ class ScheduledOptimizer:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of the optimiser state: `<parameter>/<kind>` -> tensor."""
+        """Return this rank's part of the optimiser state: `<parameter>/<kind>` -> tensor."""
         return {
             f"{name}/{kind}": local_part(value)
             for name, parameter in self._parameters.items()
@@ -66,14 +65,17 @@ class ScheduledOptimizer:
         }
 
     def load_state(self, state: dict[str, Tensor], num_steps: int) -> None:
-        """Continue from what `state` gave at the same sharding. InputError when it belongs to something else."""
+        """Continue from the result of `state` at the same sharding. Raises InputError for another model."""
         by_parameter: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition("/")
             by_parameter.setdefault(name, {})[kind] = value
         unknown = set(by_parameter) - set(self._parameters)
         if unknown:
-            raise InputError(f"the optimiser state is of another model: it knows {sorted(unknown)[0]}")
+            raise InputError(
+                f"the optimiser state belongs to another model: it has the parameter {sorted(unknown)[0]}",
+                code="checkpoint.other_run",
+            )
         fresh: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in by_parameter.items():
             parameter = self._parameters[name]
@@ -83,14 +85,37 @@ class ScheduledOptimizer:
         self.num_steps = num_steps
 
     def clear_state(self) -> None:
-        """Begin anew, as after construction, but go on with the schedule."""
+        """Reset to the state after construction; the schedule continues."""
         self._optimizer.state.clear()
 
-    def move_state(self, device: torch.device) -> None:
-        """Move all optimiser state to `device`."""
-        for kinds in self._optimizer.state.values():
-            for kind, value in kinds.items():
-                kinds[kind] = value.to(device)
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimiser step `step` (from 0) of `total_steps`. A pure function, so recovery needs no state.
+
+    The rate rises linearly over w = int(warmup_steps_proportion * total_steps) steps; the w-th is the first at the full
+    rate. Then it falls in the chosen shape to min_lr_ratio * lr, reached at the last step and constant after it.
+    """
+    num_warmup = int(config.warmup_steps_proportion * total_steps)
+    if step < num_warmup:
+        return config.lr * (step + 1) / num_warmup
+    first_full = max(num_warmup - 1, 0)
+    progress = min((step - first_full) / max(total_steps - 1 - first_full, 1), 1.0)
+    return config.lr * (
+        config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _schedule_shape(config.lr_scheduler_type, progress)
+    )
+
+
+def _schedule_shape(name: str, progress: float) -> float:
+    """1 at progress 0, 0 at progress 1, except for constant."""
+    match name:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            raise ValueError(f"unknown lr_scheduler_type {name!r}")
 
 
 def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -107,18 +132,21 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
 
 
 def _global_norm(gradients: list[Tensor], reduce_sum: ReduceSum) -> float:
-    """Norm over all parameters and ranks; every shard is on exactly one rank."""
+    """Norm over all parameters and ranks: every shard is on exactly one rank."""
     squared = get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
     return math.sqrt(reduce_sum(squared.reshape(1).cpu()).item())
 
 
 def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
-    """Saved state in the form the optimiser holds it in."""
+    """Convert saved state to the optimiser's own layout."""
     if kind == "step":
         return value.clone().to(parameter.device)
     state = torch.zeros_like(parameter.detach())
     own = local_part(state)
     if own.shape != value.shape:
-        raise InputError(f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}")
+        raise InputError(
+            f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}",
+            code="checkpoint.other_run",
+        )
     own.copy_(value)
     return state

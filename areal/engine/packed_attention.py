@@ -1,6 +1,6 @@
-"""Owns attention over packed rows: causal inside each sequence, nothing across, no padding.
+"""Attention over packed rows: causal within each sequence, none between sequences, no padding.
 
-transformers calls our function for every layer; the layout of the row travels beside the input ids as a keyword.
+transformers calls the registered function for every layer; the layout of the row is passed as a keyword argument.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ VARLEN = "areal_packed_varlen"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Where the sequences of one packed row begin and end."""
+    """Boundaries of the sequences of one packed row."""
 
     cu_seqlens: Tensor  # [S + 1] int32, on the model's device
     max_seqlen: int
     runs: tuple[tuple[int, int, int], ...]
-    """(first token, number of sequences, tokens of each) of neighbours of equal length, which share one call."""
+    """(first token, number of sequences, tokens of each) of neighbours with equal length: they share one call."""
 
 
 def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
-    """The layout of a row whose sequences have `lengths`; neighbours of equal length make it fast."""
+    """The layout of a row whose sequences have `lengths`. Neighbours of equal length make attention faster."""
     counts = [(length, len(list(same))) for length, same in groupby(lengths)]
     starts = accumulate((length * count for length, count in counts), initial=0)
     runs = tuple((start, count, length) for start, (length, count) in zip(starts, counts, strict=False))
@@ -40,14 +40,15 @@ def packed_layout(cu_seqlens: Tensor, lengths: list[int]) -> PackedLayout:
 
 
 def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Name under which transformers finds the attention function for `attn_impl`; registers both functions."""
+    """Register the attention functions with transformers and return the name of the one that `attn_impl` selects."""
     AttentionInterface.register(SDPA, _sdpa_per_sequence)
     AttentionInterface.register(VARLEN, _varlen)
     can_use_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attn_impl == "varlen" and not can_use_kernel:
         raise ConfigError(
-            f"attn_impl=varlen needs CUDA and dtype=bfloat16, but this is {device.type} with "
-            f"{str(dtype).removeprefix('torch.')}: use attn_impl=auto"
+            f"attn_impl=varlen needs CUDA and dtype=bfloat16, but the device is {device.type} with "
+            f"{str(dtype).removeprefix('torch.')}: use attn_impl=auto",
+            code="model.attention_unavailable",
         )
     return VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA
 
@@ -63,9 +64,9 @@ def _sdpa_per_sequence(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **unused: Any,  # transformers passes position_ids and the like
+    **unused: Any,  # transformers also passes position_ids and others
 ) -> tuple[Tensor, None]:
-    """One call of scaled_dot_product_attention for each run of equally long sequences. -> [1, T, H, D]"""
+    """One call of scaled_dot_product_attention per run of sequences with equal length. Returns [1, T, H, D]."""
     _require_causal(module, attention_mask, sliding_window)
     repeats = query.shape[1] // key.shape[1]
     parts: list[Tensor] = []
@@ -93,14 +94,17 @@ def _varlen(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **unused: Any,  # transformers passes position_ids and the like
+    **unused: Any,  # transformers also passes position_ids and others
 ) -> tuple[Tensor, None]:
-    """torch's variable-length kernel on the whole row (CUDA, half precision). -> [1, T, H, D]"""
+    """torch's variable-length kernel on the whole row (CUDA, half precision). Returns [1, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     _require_causal(module, attention_mask, sliding_window)
     if dropout:
-        raise ConfigError("the variable-length kernel knows no dropout: set disable_dropout=true or attn_impl=sdpa")
+        raise ConfigError(
+            "the variable-length kernel has no dropout: set disable_dropout=true or attn_impl=sdpa",
+            code="model.attention_unavailable",
+        )
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
@@ -109,16 +113,22 @@ def _varlen(
         else:  # torch 2.11 wants equal numbers of heads
             k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
     bounds, longest = layout.cu_seqlens, layout.max_seqlen
-    # a window of (-1, 0) is how this function spells causal
+    # a window of (-1, 0) means causal
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
     return out.unsqueeze(0), None  # pyright: ignore[reportAttributeAccessIssue] - a tensor, as return_aux is not given
 
 
 def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None) -> None:
-    """A mask would make transformers ignore the packing without an error; the others are not implemented."""
+    """A mask would make transformers ignore the packing without an error; the other options are not implemented."""
     if attention_mask is not None:
-        raise RuntimeError("packed rows take no attention mask")
+        raise RuntimeError("packed rows accept no attention mask")
     if sliding_window is not None:
-        raise ConfigError("the model has sliding-window attention layers, which the FSDP engine does not support")
+        raise ConfigError(
+            "the model has sliding-window attention layers, which the FSDP engine does not support",
+            code="model.unsupported",
+        )
     if not getattr(module, "is_causal", True):
-        raise ConfigError("the model has attention layers that are not causal: it is no language model we can train")
+        raise ConfigError(
+            "the model has attention layers that are not causal: only causal language models are supported",
+            code="model.unsupported",
+        )

@@ -1,4 +1,4 @@
-"""Owns the modules around a transformers model: packed ids in, a few numbers per token out."""
+"""Modules around a transformers model: packed token ids in, a few numbers per token out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal.engine.micro_batch import ModelInput
 
 
 class TokenModel(nn.Module, ABC):
-    """A transformers model as the engine sees it. `forward` gives plain tensors, since FSDP hooks look for those."""
+    """A transformers model as the engine uses it. `forward` returns plain tensors because FSDP hooks look for those."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class TokenModel(nn.Module, ABC):
 
     @property
     def spec(self) -> OutputSpec:
-        """What was asked for besides log-probabilities."""
+        """Outputs besides log-probabilities."""
         return OutputSpec()
 
     @abstractmethod
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
-        """What `forward` gave, or tensors of that kind for a whole batch, by name."""
+        """Name the tensors that `forward` returned, or their counterparts of a whole batch."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and saved buffers by Hugging Face name; of tied ones the first name."""
+        """Parameters and saved buffers by Hugging Face name; tied ones under their first name."""
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
@@ -41,7 +41,7 @@ class TokenModel(nn.Module, ABC):
                 yield name, tensor
 
     def tied_names(self) -> dict[str, str]:
-        """Further names of tied weights -> the name `named_tensors` has."""
+        """Other names of tied weights -> the name in `named_tensors`."""
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -50,7 +50,7 @@ class TokenModel(nn.Module, ABC):
         return tied
 
     def _hidden(self, inputs: ModelInput) -> Tensor:
-        """Last hidden states, [T, h]. No attention mask and no cache: either would switch packing off silently."""
+        """Last hidden states, [T, h]. No attention mask and no cache: either would disable packing silently."""
         outputs = self.model.base_model(
             input_ids=inputs.input_ids.unsqueeze(0),
             position_ids=inputs.position_ids.unsqueeze(0),
@@ -61,12 +61,12 @@ class TokenModel(nn.Module, ABC):
 
 
 class PolicyModel(TokenModel):
-    """A causal language model that says log-probability and entropy of every next token, and what its spec adds."""
+    """A causal language model that returns log-probability and entropy of every next token, and what its spec adds."""
 
     def __init__(
         self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None, *, with_liger: bool = False
     ) -> None:
-        """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, and no entropies."""
+        """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies."""
         super().__init__(model)
         self._temperature = temperature
         self._spec = spec or OutputSpec()
@@ -85,14 +85,14 @@ class PolicyModel(TokenModel):
         if self._spec.candidates is not None:
             names += ["candidate_logprobs", "candidate_ids"]
         found = dict(zip(names, values, strict=False))
-        if self._spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids without memory
+        if self._spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
             every = found["candidate_logprobs"]
             found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
         return TokenOutputs(**found)
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor, ...]:
         # The head is not called as a module: its parameters belong to the outermost FSDP unit, this one, and are whole
-        # while this runs; a custom function hands their gradients to autograd, where FSDP looks for them.
+        # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
         hidden = self._hidden(inputs)
         if self._with_liger:
@@ -121,15 +121,15 @@ class ValueModel(TokenModel):
         return (torch.where(inputs.has_label, self._head(inputs), 0.0),)
 
     def _head(self, inputs: ModelInput) -> Tensor:
-        """One number a token, [T] float32."""
+        """One number per token, [T] float32."""
         return self.model.get_submodule("score")(self._hidden(inputs).float()).squeeze(-1)
 
 
 class ScoreModel(ValueModel):
-    """The same model as a reward model: what the head says at every token, the last of each sequence included."""
+    """The same model as a reward model: the head's output at every token, the last of each sequence included."""
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         return TokenOutputs(scores=values[0])
 
     def forward(self, inputs: ModelInput) -> tuple[Tensor]:
-        return (self._head(inputs).clone(),)  # not a view, which FSDP warns of
+        return (self._head(inputs).clone(),)  # FSDP warns about outputs that are views

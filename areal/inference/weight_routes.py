@@ -1,4 +1,4 @@
-"""Owns the HTTP routes that replace the weights: from a folder, or from the trainer's broadcast group."""
+"""HTTP routes for weight updates: from a folder, or from the trainer's broadcast group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOIN_TIMEOUT_S = 120.0
 
 
 class WeightRoutes:
-    """Weight updates of one server, one at a time; a client that goes does not stop one half-way."""
+    """Weight updates of one server, one at a time. A client that disconnects does not interrupt one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -48,7 +48,8 @@ class WeightRoutes:
         version = text_field(body, "weight_version")
         abort_running = bool_field(body, "abort_all_requests", False)
         if not bool_field(body, "flush_cache", True):
-            raise RequestError("flush_cache must be true: no cached prefix survives an update here")
+            message = "flush_cache must be true: no cached prefix is valid after an update"
+            raise RequestError(message, code="weights.invalid_request")
 
         def update() -> None:
             write = lambda: load_weights_from_folder(self._model, folder)  # noqa: E731
@@ -68,17 +69,18 @@ class WeightRoutes:
             text_field(body, "backend", "nccl"),
             JOIN_TIMEOUT_S,
         )
-        # Joining touches no weight: the engine goes on meanwhile.
+        # Joining changes no weight, so the engine continues meanwhile.
         await self._one_at_a_time(_in_daemon_thread, lambda: self._receiver.join(*arguments))
         return ok()
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), _DISTRIBUTED)
         if body.get("load_format") != "flattened_bucket":
-            raise RequestError('load_format must be "flattened_bucket": one broadcast for all names of a request')
+            message = 'load_format must be "flattened_bucket": one broadcast for all names of a request'
+            raise RequestError(message, code="weights.invalid_request")
         specs = _specs(body)
         version = None if body.get("weight_version") is None else text_field(body, "weight_version")
-        bool_field(body, "flush_cache", True)  # the cache is flushed with every bucket, asked or not
+        bool_field(body, "flush_cache", True)  # the cache is always flushed with every bucket
         self._check_group(text_field(body, "group_name"))
 
         def write() -> None:
@@ -94,14 +96,14 @@ class WeightRoutes:
     async def _destroy_group(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), {"group_name"})
         self._check_group(text_field(body, "group_name"))
-        # Not in turn: leaving also ends a receive that waits for a dead trainer.
+        # Without the lock: leaving also ends a receive that waits for a dead trainer.
         await asyncio.wrap_future(_in_daemon_thread(self._receiver.leave))
         return ok()
 
     async def _one_at_a_time(
         self, submit: Callable[[Callable[[], None]], Future[None]], command: Callable[[], None]
     ) -> None:
-        """Run `command` through `submit` once all earlier ones are done."""
+        """Run `command` with `submit` when all earlier ones are done."""
 
         async def run() -> None:
             async with self._lock:
@@ -115,11 +117,12 @@ class WeightRoutes:
     def _check_group(self, name: str) -> None:
         if not name or name != self._receiver.group_name:
             here = self._receiver.group_name or "none"
-            raise RequestError(f"this server is not in the update group {name!r} (it is in {here})")
+            message = f"this server is not in the update group {name!r} (it is in {here})"
+            raise RequestError(message, code="weights.no_group")
 
 
 def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
-    """Run a function that may wait for minutes; it does not hold up the end of the process, as an executor would."""
+    """Run a function that may wait for minutes. Unlike an executor, the thread does not delay the process's exit."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -139,13 +142,14 @@ def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
 def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:
     names, dtypes, shapes = body.get("names"), body.get("dtypes"), body.get("shapes")
     if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
-        raise RequestError("names, dtypes and shapes must be lists")
+        raise RequestError("names, dtypes and shapes must be lists", code="weights.invalid_request")
     if not names or not len(names) == len(dtypes) == len(shapes):
-        raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: they must be equally many")
+        message = f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: the counts must be equal"
+        raise RequestError(message, code="weights.invalid_request")
     if any(not isinstance(text, str) for text in [*names, *dtypes]):
-        raise RequestError("names and dtypes must hold strings")
+        raise RequestError("names and dtypes must contain strings", code="weights.invalid_request")
     if any(not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape) for shape in shapes):
-        raise RequestError("shapes must hold lists of whole numbers")
+        raise RequestError("shapes must contain lists of integers >= 0", code="weights.invalid_request")
     return [
         WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)

@@ -1,6 +1,6 @@
-"""Owns how a server takes in new weights: from a checkpoint folder or from a broadcast, in place, by name.
+"""Weight updates of a server: from a checkpoint folder or a broadcast, in place, by name.
 
-Nothing here knows requests or scheduling: the caller makes sure that no step runs while weights are copied.
+The caller ensures that no step of the engine runs while weights are copied.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, 
 
 
 class WeightTargets:
-    """The tensors of a model that an update may write, by Hugging Face name, and what makes an update whole."""
+    """The tensors of a model that an update may write, by Hugging Face name, and the completeness of an update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)  # tied weights appear under each name
         self._needed: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
-            if isinstance(tensor, nn.Parameter):  # buffers may come, parameters must
+            if isinstance(tensor, nn.Parameter):  # parameters are required, buffers are optional
                 self._needed.setdefault(id(tensor), []).append(name)
 
     def check(self, name: str, shape: list[int]) -> None:
         """Raise RequestError unless the model has weight `name` of this shape."""
         target = self._tensors.get(name)
         if target is None:
-            raise RequestError(f"the model has no weight called {name}")
+            raise RequestError(f"the model has no weight {name}", code="weights.do_not_fit")
         if list(target.shape) != list(shape):
-            raise RequestError(f"weight {name} has shape {list(shape)}, the model's has {list(target.shape)}")
+            message = f"weight {name} has shape {list(shape)}, the model's has {list(target.shape)}"
+            raise RequestError(message, code="weights.do_not_fit")
 
     def missing(self, names: set[str]) -> list[str]:
-        """Weights of the model that `names` leaves out; one name of a tied pair is enough."""
+        """Weights of the model that are not in `names`; one name of a tied pair is enough."""
         return [aliases[0] for aliases in self._needed.values() if not names.intersection(aliases)]
 
     def copy(self, name: str, value: Tensor) -> None:
@@ -49,22 +50,22 @@ class WeightTargets:
 def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
     """Copy the safetensors checkpoint in `folder` into `model`.
 
-    Everything that can be wrong with the folder is found before the first copy, so a RequestError
-    means that the model is unchanged.
+    Raises RequestError before the first copy, so the model is then unchanged.
     """
     if not folder.is_dir():
-        raise RequestError(f"checkpoint folder {folder} does not exist")
+        raise RequestError(f"checkpoint folder {folder} does not exist", code="weights.bad_folder")
     if (folder / COMPLETE).exists() and not is_complete(folder):
-        raise RequestError(f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files")
+        message = f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
+        raise RequestError(message, code="weights.bad_folder")
     targets = WeightTargets(model)
     try:
         found, files = stored_weights(folder), weight_files(folder)
     except InputError as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), code="weights.bad_folder") from error
     for name, weight in found.items():
         targets.check(name, weight.shape)
     if missing := targets.missing(set(found)):
-        raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}")
+        raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}", code="weights.incomplete")
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
@@ -72,7 +73,7 @@ def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
 
 
 class WeightReceiver:
-    """A server's end of the update group. Blocking: call it from a thread, one call at a time."""
+    """A server's end of the update group. Blocking; call it from a thread, one call at a time."""
 
     def __init__(self, model: nn.Module, device: torch.device | str) -> None:
         self._targets = WeightTargets(model)
@@ -83,7 +84,7 @@ class WeightReceiver:
 
     @property
     def group_name(self) -> str:
-        """Name of the group this server is in; empty = none."""
+        """Name of the current group; empty = none."""
         return self._group.group_name if self._group else ""
 
     def join(
@@ -96,9 +97,10 @@ class WeightReceiver:
         backend: str,
         timeout_s: float,
     ) -> None:
-        """Join a new group, leaving the old one. Returns when all ranks are there; WeightSyncError otherwise."""
+        """Leave the old group and join a new one. Returns when all ranks have joined. Raises WeightSyncError."""
         if not 0 < rank < world_size:
-            raise RequestError(f"rank {rank} of a server must lie between 1 and world_size - 1 = {world_size - 1}")
+            message = f"rank {rank} of a server must be between 1 and world_size - 1 = {world_size - 1}"
+            raise RequestError(message, code="weights.no_group")
         self.leave()
         store = open_store(master_address, master_port, is_master=False, timeout_s=timeout_s)
         self._group = UpdateGroup(
@@ -106,19 +108,20 @@ class WeightReceiver:
         )
 
     def receive(self, specs: list[WeightSpec]) -> None:
-        """Take in one broadcast bucket and copy its weights into the model.
+        """Receive one broadcast bucket and copy its weights into the model.
 
-        An unknown name or another shape is a RequestError before anything is received. The group is left then, as
-        after any failure, so that the sender does not wait for this server.
+        Raises RequestError for an unknown name or another shape before anything is received. After any error the
+        server leaves the group, so that the sender does not wait for it.
         """
         group = self._group
         if group is None:
-            raise RequestError("this server is in no update group: call /init_weights_update_group first")
+            message = "this server is in no update group: call /init_weights_update_group first"
+            raise RequestError(message, code="weights.no_group")
         try:
             for spec in specs:
                 self._targets.check(spec.name, spec.shape)
             buffer = self._buffer_of(bucket_bytes(specs))
-            # `leave` of another thread ends the wait for a sender that has died.
+            # `leave` in another thread ends the wait for a dead sender.
             group.broadcast(buffer, give_up=lambda: self._group is not group)
             for name, value in bucket_views(buffer, specs).items():
                 self._targets.copy(name, value)
@@ -130,14 +133,14 @@ class WeightReceiver:
         self._received.update(spec.name for spec in specs)
 
     def finish(self) -> None:
-        """The last bucket was received: raise WeightSyncError unless every weight has come since the last finish."""
+        """Call after the last bucket: raises WeightSyncError unless every weight was received since the last call."""
         missing = self._targets.missing(self._received)
         self._received = set()
         if missing:
-            raise WeightSyncError(f"the update lacks {_listed(missing)}")
+            raise WeightSyncError(f"the update lacks {_listed(missing)}", code="weights.incomplete")
 
     def leave(self) -> None:
-        """Leave the group; without one nothing happens."""
+        """Leave the group, if any."""
         group, self._group = self._group, None
         self._received = set()
         if group is not None:

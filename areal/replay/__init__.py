@@ -1,1 +1,1 @@
-"""Owns replay: training again from the recorded batches of a run, without servers and without a controller."""
+"""Replay: training again from the recorded batches of a run, without servers and without a controller."""

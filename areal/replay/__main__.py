@@ -1,6 +1,6 @@
-"""Owns the command `python -m areal.replay`: trains again from the recorded batches of a run and compares.
+"""The command `python -m areal.replay`: trains again from the recorded batches of a run and compares.
 
-Waits for: the ranks it started, and for nothing else.
+It waits only for the ranks that it started.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from areal.replay.report import Report
 from areal.replay.runner import plan_ranks, run_ranks
 from areal.system.process import run_main
 
-DESCRIPTION = """Train again from the batches that a run recorded: no server, no controller, the same update.
+DESCRIPTION = """Train again from the recorded batches of a run: no server, no controller, the same update.
 
-Without key=value the replay must equal the run: each step's weights are compared with the ledger's checksum, its loss
-and gradient norm with metrics.jsonl. Exit status: 0 all equal, 1 a difference, 2 it could not be done.
+Without key=value the replay must equal the run: the weights after each step are compared with the checksum in the
+ledger, loss and gradient norm with metrics.jsonl. Exit status: 0 equal, 1 different, 2 an error.
 With key=value (of actor, critic, ref, teacher, reward_model, or ref_reset_*) it is an offline comparison on identical
-data, and exits 0 once it is made.
+data, with exit status 0.
 
 Results are written to RUN/replays/NAME: metrics.jsonl, config.yaml, logs. The run itself is only read: it may have been
-killed and recovered, and it may still go on."""
+killed and recovered, and it may still be running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the command line asks for."""
+    """The arguments of the command line."""
 
     run: Path
     until: int | None
@@ -50,7 +50,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
         prog="python -m areal.replay", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run", type=Path, required=True, help="folder of the recorded run")
-    parser.add_argument("--until", type=int, metavar="STEP", help="end after so many train steps (default: all)")
+    parser.add_argument("--until", type=int, metavar="STEP", help="last train step (default: all)")
     parser.add_argument(
         "--from-checkpoint",
         type=int,
@@ -75,45 +75,53 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
 
 def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
-    """Which steps; InputError when they are not there."""
+    """The steps to replay. Raises InputError when the run has not recorded them."""
     start, end = request.from_checkpoint, run.end_step if request.until is None else request.until
     if start < run.first_step:
         raise InputError(
-            f"the ledger holds no batches before step {run.first_step} (its folder was new then): start from a "
-            "recovery checkpoint with --from-checkpoint STEP"
+            f"the ledger has no batches before step {run.first_step}, because its folder was new then: start from a "
+            "recovery checkpoint with --from-checkpoint STEP",
+            code="replay.no_such_step",
         )
     if start and not checkpoint_of(run.paths, start).is_dir():
         found = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
-        raise InputError(f"--from-checkpoint {start}: no such recovery checkpoint; there are: {found}")
+        raise InputError(
+            f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {found}",
+            code="replay.no_such_step",
+        )
     if start >= run.end_step:
         raise InputError(
-            f"--from-checkpoint {start}: the run trained {run.end_step} steps, none of them after it: name "
-            "an earlier one"
+            f"--from-checkpoint {start}: the run trained {run.end_step} steps, none after it: name an earlier one",
+            code="replay.no_such_step",
         )
     if not start < end <= run.end_step:
         raise InputError(
-            f"--until {end}: name a step from {start + 1} to {run.end_step}, which is what the run trained so far"
+            f"--until {end}: name a step from {start + 1} to {run.end_step}, the last one that the run trained",
+            code="replay.no_such_step",
         )
     return ReplayOrder(run=str(run.paths.root), start_step=start, end_step=end, export=request.export)
 
 
 def make_folder(run: RecordedRun, request: Request, config: PPOConfig, order: ReplayOrder) -> Path:
     if request.name in ("", "..") or Path(request.name).name != request.name:
-        raise InputError(f"--name {request.name!r}: name one folder, which is made in {run.paths.replays}")
+        raise InputError(
+            f"--name {request.name!r}: give the name of one folder, which is created in {run.paths.replays}",
+            code="replay.folder",
+        )
     folder = run.paths.replays / request.name
     try:
         folder.mkdir(parents=True)
         save_config(config, config_of(folder))
         order.write(folder)
     except FileExistsError:
-        raise LaunchError(f"{folder} is there already: choose another --name") from None
+        raise LaunchError(f"{folder} already exists: choose another --name", code="replay.folder") from None
     except OSError as error:
-        raise LaunchError(f"{folder} cannot be made: {error.strerror or error}") from error
+        raise LaunchError(f"{folder} cannot be created: {error.strerror or error}", code="replay.folder") from error
     return folder
 
 
 def replay(request: Request) -> int:
-    """Do it; returns the exit status."""
+    """Run the replay and return the exit status."""
     check_overrides(request.overrides)
     run = RecordedRun.read(request.run.expanduser().absolute())
     config, order = run.config(request.overrides), order_of(request, run)
@@ -122,8 +130,8 @@ def replay(request: Request) -> int:
     if len(run.total_steps) > 1:
         lengths = ", ".join(map(str, run.total_steps))
         sys.stderr.write(
-            f"areal: the run was continued with other lengths ({lengths} steps); the replay's learning rate follows "
-            "the last one\n"
+            f"areal: the run was continued with other lengths ({lengths} steps); the replay uses the learning-rate "
+            "schedule of the last one\n"
         )
     report = Report(run, folder, order, is_exact=not request.overrides)
     try:

@@ -1,4 +1,4 @@
-"""Owns the comparison of a replay with its run, step by step: is it the same to the bit, or how does it differ."""
+"""Comparison of a replay with its run, step by step: equality of bits, or a table of differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 EXACT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
-"""What of the metrics must be equal when nothing was changed."""
+"""Metrics that must be equal in a replay without overrides."""
 SHOWN = {
     "actor/loss": "loss",
     "actor/grad_norm": "grad norm",
@@ -18,7 +18,7 @@ SHOWN = {
     "actor/entropy": "entropy",
     "critic/loss": "value loss",
 }
-"""What a comparison under other options shows, as far as there is anything to show, and its heading."""
+"""Metrics that a comparison with overrides shows, if recorded, and their headings."""
 _WIDTH = 11
 
 Row = Mapping[str, Any]
@@ -26,26 +26,26 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepVerdict:
-    """One step of a replay against the same step of its run."""
+class StepComparison:
+    """One step of a replay and the same step of its run."""
 
     step: int
     """Steps done."""
     weights: bool | None
     """Whether the checksums are equal; None = the run recorded none."""
     metrics: dict[str, tuple[float | None, float | None]]
-    """Of those in EXACT that both have: live, replayed."""
+    """Metrics in EXACT that both have: live, replayed."""
 
     @property
     def different(self) -> list[str]:
-        """What differs, by name."""
+        """Names of what differs."""
         names = [name for name, (live, own) in self.metrics.items() if live != own]
         return names if self.weights is not False else ["weights", *names]
 
     def line(self) -> str:
-        """For people."""
-        told = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
-        parts = [told[self.weights]]
+        """One line of the report."""
+        weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
+        parts = [weights[self.weights]]
         equal = [name for name, (live, own) in self.metrics.items() if live == own]
         if equal:
             parts.append(", ".join(equal) + " equal")
@@ -55,30 +55,30 @@ class StepVerdict:
         return f"step {self.step}: " + "; ".join(parts)
 
 
-def judge(step: int, recorded_weights: str, live: Row | None, own: Row) -> StepVerdict:
-    """Compare one step. `live` None: the run wrote no metrics for it (yet)."""
+def compare_step(step: int, recorded_weights: str, live: Row | None, own: Row) -> StepComparison:
+    """Compare one step. `live` None: the run has no metrics of it."""
     weights = own["weights"] == recorded_weights if recorded_weights else None
     both = [name for name in EXACT if live is not None and name in live and name in own]
-    return StepVerdict(
+    return StepComparison(
         step=step, weights=weights, metrics={name: (live[name], own[name]) for name in both if live is not None}
     )
 
 
 class Exactness:
-    """The verdict on a replay under the run's own options."""
+    """Result of a replay with the run's own options."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_weights = self._num_metrics = 0
-        self._first: StepVerdict | None = None
+        self._first: StepComparison | None = None
 
-    def add(self, verdict: StepVerdict) -> str:
-        """Count a step in; returns its line."""
+    def add(self, step: StepComparison) -> str:
+        """Add a step; returns its line."""
         self._num_steps += 1
-        self._num_weights += verdict.weights is not None
-        self._num_metrics += bool(verdict.metrics)
-        if self._first is None and verdict.different:
-            self._first = verdict
-        return verdict.line()
+        self._num_weights += step.weights is not None
+        self._num_metrics += bool(step.metrics)
+        if self._first is None and step.different:
+            self._first = step
+        return step.line()
 
     @property
     def is_equal(self) -> bool:
@@ -86,7 +86,7 @@ class Exactness:
 
     @property
     def has_compared(self) -> bool:
-        """Whether the run had recorded anything to compare with."""
+        """Whether the run recorded anything to compare with."""
         return self._num_weights + self._num_metrics > 0
 
     def summary(self) -> str:
@@ -97,7 +97,7 @@ class Exactness:
 
 
 class Comparison:
-    """A replay under other options beside the run: the same data, another update."""
+    """Table of a replay with overrides and its run: the same data, another update."""
 
     def __init__(self) -> None:
         self._columns: list[str] = []
@@ -105,8 +105,8 @@ class Comparison:
         self._num_steps = 0
         self._first_other: int | None = None
 
-    def add(self, verdict: StepVerdict, live: Row | None, own: Row) -> list[str]:
-        """Count a step in; returns its lines of the table."""
+    def add(self, step: StepComparison, live: Row | None, own: Row) -> list[str]:
+        """Add a step; returns its lines of the table."""
         lines: list[str] = []
         if not self._num_steps:
             self._columns = [name for name in SHOWN if name in own or name in (live or {})]
@@ -114,24 +114,24 @@ class Comparison:
             below = [f"{'live':>{_WIDTH}} {'replay':>{_WIDTH}}" for _ in self._columns]
             lines = ["      | " + " | ".join(titles), " step | " + " | ".join(below)]
         self._num_steps += 1
-        if self._first_other is None and verdict.weights is False:
-            self._first_other = verdict.step
+        if self._first_other is None and step.weights is False:
+            self._first_other = step.step
         cells: list[str] = []
         for name in self._columns:
             pair = (live or {}).get(name), own.get(name)
             cells.append(" ".join(f"{_number(value):>{_WIDTH}}" for value in pair))
             if pair[0] is not None and pair[1] is not None:
                 self._values.setdefault(name, []).append((pair[0], pair[1]))
-        return [*lines, f"{verdict.step:5} | " + " | ".join(cells)]
+        return [*lines, f"{step.step:5} | " + " | ".join(cells)]
 
     def summary(self) -> str:
-        """Means over the steps that both have, and where the weights part."""
+        """Means over the steps that both have, and the first step with different weights."""
         lines = [f"means over {self._num_steps} steps:"]
         for name, pairs in self._values.items():
             live, own = fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)
             lines.append(f"  {SHOWN[name]}: live {live:.6g}, replay {own:.6g} ({own - live:+.3g})")
-        told = "equal at every step" if self._first_other is None else f"other ones from step {self._first_other} on"
-        return "\n".join([*lines, f"weights: {told}"])
+        equal = "equal at every step" if self._first_other is None else f"different from step {self._first_other} on"
+        return "\n".join([*lines, f"weights: {equal}"])
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Owns what a replay is told to do, as its ranks read it from the folder of the replay."""
+"""The order of a replay, which its ranks read from the folder of the replay."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ORDER = "replay.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOrder:
-    """One replay."""
+    """The steps to replay, and the run."""
 
     run: str
     """Folder of the recorded run."""
     start_step: int
-    """Steps done before: 0, or those of the recovery checkpoint that it starts from."""
+    """Steps done before the replay: 0, or the step of its recovery checkpoint."""
     end_step: int
-    """Steps done when it ends."""
+    """Steps done after the replay."""
     export: bool
-    """Write the last weights as Hugging Face checkpoints."""
+    """Export the final weights as Hugging Face checkpoints."""
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / _ORDER, json.dumps(dataclasses.asdict(self), indent=1).encode())
@@ -41,10 +41,10 @@ def config_of(folder: Path) -> Path:
 
 
 def metrics_of(folder: Path) -> Path:
-    """One line a step: its metrics as in the run's, and "weights", the checksum after it."""
+    """One line per step: metrics as in the run's file, and "weights", the checksum after the step."""
     return folder / "metrics.jsonl"
 
 
 def checkpoint_of(run: RunPaths, steps_done: int) -> Path:
-    """The recovery checkpoint of a run after so many steps."""
+    """The recovery checkpoint of a run after `steps_done` steps."""
     return run.recover / f"step-{steps_done:06d}"

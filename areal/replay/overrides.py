@@ -1,4 +1,4 @@
-"""Owns which options a replay may change: those of the update. Others would change nothing, or the data."""
+"""The options that a replay may change: those of the update. Others have no effect or would change the data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal.api.allocation_grammar import INFERENCE_BACKENDS
 from areal.api.errors import ConfigError
 
 UPDATED = ("actor", "critic", "ref", "teacher", "reward_model", "ref_reset_steps", "ref_reset_optimizer")
-"""Sections of the models, in which everything may change but for the keys below, and what goes on between models."""
+"""Sections of the models, except for the keys in _IN_MODELS, and options of the reference resets."""
 
 _IN_MODELS = {
     "weight_update_mode": "a replay sends weights nowhere",
@@ -16,7 +16,7 @@ _IN_MODELS = {
     "group_size": "it only repeats gconfig.n_samples",
 }
 _OTHERS = {
-    "gconfig": "the answers are recorded: sampling cannot change any more",
+    "gconfig": "the answers are recorded: sampling has no effect",
     "eval_gconfig": "a replay evaluates nothing",
     "rollout": "the rollouts are recorded",
     **dict.fromkeys(INFERENCE_BACKENDS, "a replay has no servers"),
@@ -25,28 +25,29 @@ _OTHERS = {
     "workflow_args": "the rollouts are recorded",
     "reward": "the rewards are recorded",
     "reward_fn": "the rewards are recorded",
-    "train_dataset": "the batches are recorded as they are: rows, order and size",
+    "train_dataset": "the batches are recorded with rows, order and size",
     "valid_dataset": "a replay evaluates nothing",
     "evaluator": "a replay evaluates nothing",
     "tokenizer_path": "the batches hold token ids",
-    "seed": "it decided which rows were drawn",
-    "total_train_epochs": "the number of steps is that of the recorded run; --until STEP ends earlier",
-    "total_train_steps": "the number of steps is that of the recorded run; --until STEP ends earlier",
-    "total_train_n_seqs": "the number of steps is that of the recorded run; --until STEP ends earlier",
+    "seed": "it determined the rows, which are recorded",
+    "total_train_epochs": "a replay has the steps of the recorded run; --until STEP ends it earlier",
+    "total_train_steps": "a replay has the steps of the recorded run; --until STEP ends it earlier",
+    "total_train_n_seqs": "a replay has the steps of the recorded run; --until STEP ends it earlier",
     "allocation_mode": "a replay has the trainer ranks of the recorded run and no servers",
     "cluster": "a replay runs on this machine, in the folder of the recorded run",
     "launcher": "a replay has the threads and the environment of the recorded run",
-    "experiment_name": "a replay is told apart by --name",
-    "trial_name": "a replay is told apart by --name",
-    "saver": "a replay exports its last weights with --export, and only them",
+    "strict_config": "the configuration was checked when the run started",
+    "experiment_name": "--name names a replay",
+    "trial_name": "--name names a replay",
+    "saver": "a replay exports its final weights with --export",
     "recover": "a replay writes no recovery checkpoints",
-    "stats_logger": "a replay writes metrics.jsonl in its own folder, and nothing else",
+    "stats_logger": "a replay writes only metrics.jsonl in its folder",
     "perf_tracer": "a replay is not traced",
 }
 
 
 def check_overrides(words: Sequence[str]) -> None:
-    """ConfigError, naming each, when some cannot matter in a replay or would need other data."""
+    """Raise ConfigError that lists the overrides which have no effect in a replay or would need other data."""
     problems: list[str] = []
     for word in words:
         path, equals, _ = word.removeprefix("+").partition("=")
@@ -60,4 +61,6 @@ def check_overrides(words: Sequence[str]) -> None:
             problems.append(f"{path}: {_IN_MODELS[key]}")
     if problems:
         rule = f"a replay takes keys of {', '.join(UPDATED)} only"
-        raise ConfigError("\n  ".join([f"these cannot be changed in a replay; {rule}:", *problems]))
+        raise ConfigError(
+            "\n  ".join([f"these cannot be changed in a replay; {rule}:", *problems]), code="replay.override"
+        )

@@ -1,6 +1,6 @@
-"""Owns a trainer rank of a replay: the loop of a live rank, fed by the ledger, publishing to nobody.
+"""A trainer rank of a replay: the loop of a live rank with batches from the ledger and without servers.
 
-Waits for the other ranks only, in the collectives of the engines; the command that started it ends all when one dies.
+Waits only for the other ranks, in the collectives of the engines. The command that started it ends all when one dies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from areal.api.config import PPOConfig, TrainEngineConfig
 from areal.api.data import BatchShare, StepInfo
-from areal.api.engine import TrainEngine, WeightSource
+from areal.api.engine import Ranks, TrainEngine, WeightSource
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, metric_values
 from areal.engine.mesh import TrainerMesh
@@ -27,14 +27,13 @@ from areal.replay.recorded import RecordedRun, read_config
 from areal.rollout.batching import build_shares
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext, run_main
-from areal.trainer.launched import join_run
 from areal.trainer.ppo_loop import PPOLoop
+from areal.trainer.process_setup import join_run, prepare_process
 from areal.trainer.progress import Progress
-from areal.trainer.rank import prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.reduce import reduce_metrics
 from areal.trainer.roles import PPORoles, build_roles
-from areal.trainer.weights import ChecksummedWeights, WeightPublisher, checksum_of
+from areal.weights.checksum import checksum_of
 
 
 class RecordedBatches:
@@ -45,10 +44,10 @@ class RecordedBatches:
         self._payloads = PayloadReader(run.paths.ledger)
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.weights_checksum = ""
-        """After the newest step done; on rank 0."""
+        """Of the weights after the last step, on rank 0."""
 
     def next_batch(self, step: int) -> BatchShare:
-        """The share that the controller served. LedgerError when an episode of it is damaged."""
+        """Return the share that the controller served. Raises LedgerError when one of its episodes is damaged."""
         record = self._run.batches[step]
         payloads: list[bytes] = []
         for episode_id, where in zip(record.episode_ids, record.payloads, strict=True):
@@ -68,21 +67,21 @@ class RecordedBatches:
 
 
 class NoServers:
-    """Implements `areal.api.engine.WeightChannel` where nobody listens: the weights pass by, which is all."""
+    """Implements `areal.api.engine.WeightChannel` without servers: computes the checksum only."""
 
-    def __init__(self, weights: WeightSource) -> None:
-        self._weights = weights
+    def __init__(self, engine: WeightSource, ranks: Ranks) -> None:
+        self._engine = engine
+        self._ranks = ranks
 
-    def publish(self, version: int) -> None:
-        for _ in self._weights.named_weights():
-            pass
+    def publish(self, version: int) -> str:
+        return checksum_of(self._engine, self._ranks)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class StepLog:
-    """What follows a step of a replay: one line of metrics and checksum, by rank 0."""
+    """Called after each step of a replay: rank 0 writes one line of metrics and checksum."""
 
     def __init__(
         self, path: Path, lead: TrainEngine, batches: RecordedBatches, *, end_step: int, is_rank0: bool
@@ -107,63 +106,62 @@ class StepLog:
 
 
 def replay_on(context: ProcessContext, folder: Path) -> None:
-    """What a rank of the replay in `folder` does from its start to its end."""
+    """Run a rank of the replay in `folder` from start to end."""
     order, config = ReplayOrder.read(folder), read_config(config_of(folder))
     run = RecordedRun.read(Path(order.run))
     prepare_process(context, config.seed)
-    clock, is_rank0 = PhaseClock(), context.index == 0
+    clock = PhaseClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
-        mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"))
+        parallel = config.allocation.train[0].parallel
+        mesh = TrainerMesh.open(context, FileNameRegistry(folder / "names"), dp_size=parallel.dp)
         stack.callback(mesh.close)
         length = run.length(config)
         roles = build_roles(config, mesh, length)
-        for engine in roles.engines.values():
-            stack.callback(engine.close)
         lead = roles.trained["actor"]
         if order.start_step:
-            store = RecoverStore(run.paths.recover, config.recover, roles.recovered)
+            store = RecoverStore(run.paths.recover, config.recover, roles.recovered, mesh)
             roles.actor.load_state(store.load(checkpoint_of(run.paths, order.start_step)).actor)
         else:
-            require_initial_weights(run, config, roles, is_rank0=is_rank0)
-        weights = ChecksummedWeights(lead, is_rank0=is_rank0)
+            require_initial_weights(run, config, roles, mesh)
         batches = RecordedBatches(run, dp_rank=lead.dp_rank, dp_size=lead.dp_size)
         stack.callback(batches.close)
-        steps = StepLog(metrics_of(folder), lead, batches, end_step=order.end_step, is_rank0=is_rank0)
+        steps = StepLog(metrics_of(folder), lead, batches, end_step=order.end_step, is_rank0=mesh.rank == 0)
         stack.callback(steps.close)
         PPOLoop(
             roles=roles,
             batches=batches,
-            weights=WeightPublisher(NoServers(weights), weights),
+            channel=NoServers(lead, mesh),
+            ranks=mesh,
             after_step=steps,
             progress=Progress(length, start_step=order.start_step),
             clock=clock,
-            is_rank0=is_rank0,
         ).run()
         for role, engine in roles.trained.items() if order.export else ():
             engine.save(folder / "export" / role, with_optimizer=False)
 
 
-def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles, *, is_rank0: bool) -> None:
-    """InputError on rank 0 unless the models are those that the run began with; a collective.
+def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles, ranks: Ranks) -> None:
+    """Raise InputError on rank 0 unless the models have the initial weights of the run; a collective.
 
-    A model that an override replaced may differ, and so may all of a run that recorded nothing to compare with.
+    Models that an override replaced are not checked, nor those without a recorded checksum.
     """
     recorded, models, before = run.initial_weights(), config.models, run.config().models
     for role, engine in roles.engines.items():
         if role not in recorded or role not in before or _origin(models[role]) != _origin(before[role]):
             continue
-        found = checksum_of(engine, is_rank0=is_rank0)
-        if is_rank0 and found != recorded[role]:
+        found = checksum_of(engine, ranks)
+        if ranks.rank == 0 and found != recorded[role]:
             raise InputError(
-                f"the weights that the run began with are gone: {role} is built from {_origin(models[role])} with "
-                f"checksum {found}, then it was {recorded[role]}; put the old ones back, or go on from a recovery "
-                "checkpoint with --from-checkpoint STEP"
+                f"the initial weights have changed: {role} is built from {_origin(models[role])} with checksum "
+                f"{found}, but the run recorded {recorded[role]}; restore the old model, or continue from a recovery "
+                "checkpoint with --from-checkpoint STEP",
+                code="replay.other_weights",
             )
 
 
 def _origin(model: TrainEngineConfig) -> dict[str, object]:
-    """What decides about the weights that a model begins with."""
+    """The options that determine the initial weights of a model."""
     return {"path": model.path, "init_from_scratch": model.init_from_scratch, "dtype": model.dtype}
 
 

@@ -1,6 +1,6 @@
-"""Owns what a replay reads of a run folder: configuration, ranks, batches, checksums, metrics. Changes nothing there.
+"""What a replay reads from a run folder: configuration, ranks, batches, checksums, metrics. It writes nothing there.
 
-Everything is read once: of a run that still goes on, a replay sees what was on disk when it started.
+Everything is read once: a replay of a running run uses the state on disk at its start.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from areal.trainer.progress import TrainingLength
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A run's training as its ledger tells it. Steps count from 0; step k makes policy version k + 1."""
+    """The training of a run according to its ledger. Steps count from 0; step k produces policy version k + 1."""
 
     paths: RunPaths
     batches: dict[int, BatchRecord]
     weights: dict[int, str]
-    """By step, the checksum of the actor's weights after it; of a step that was trained again the last one."""
+    """Step -> checksum of the actor's weights after it; the last one if the step was trained again."""
     first_step: int
     """The first step with a recorded batch."""
     end_step: int
-    """One past the last step that was trained."""
+    """The number of trained steps."""
     num_rows: int
     total_steps: tuple[int, ...]
-    """The lengths that the run was given, in order: more than one when it was continued with another."""
+    """The configured lengths of the run, in order: several if it was continued with another length."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """InputError when `folder` holds nothing to train again from, LedgerError when its ledger is damaged."""
+        """Raises InputError when `folder` has nothing to replay, LedgerError when its ledger is damaged."""
         paths = RunPaths(folder)
         if not paths.ledger.is_dir():
-            raise InputError(f"{folder} holds no ledger: name the folder of a run that trained on rollouts")
+            raise InputError(f"{folder} has no ledger: name the folder of a run with rollouts", code="replay.no_run")
         state, weights, lengths = LedgerState(), dict[int, str](), dict[int, None]()
         for event in LedgerReader(paths.ledger).events():
             state.apply(event)
@@ -51,7 +51,7 @@ class RecordedRun:
             elif event["event"] in ("consumed", "trained_again") and event.get("weights"):
                 weights[event["step"]] = event["weights"]
         if not state.consumed_steps or state.identity is None:
-            raise InputError(f"{folder}: no step was trained yet, so there is nothing to train again")
+            raise InputError(f"{folder}: the run has not trained any step yet", code="replay.no_run")
         return cls(
             paths=paths,
             batches=state.batches,
@@ -63,11 +63,11 @@ class RecordedRun:
         )
 
     def config(self, overrides: Sequence[str] = ()) -> PPOConfig:
-        """The run's configuration, changed by `overrides`."""
+        """The run's configuration with `overrides`."""
         return read_config(self.paths.config, overrides)
 
     def length(self, config: PPOConfig) -> TrainingLength:
-        """How long the run was to be: the learning rate depends on it."""
+        """The configured length of the run, which determines the learning rate."""
         by_config = TrainingLength.of(config, num_rows=self.num_rows, samples_per_row=config.gconfig.n_samples)
         return TrainingLength(steps_per_epoch=by_config.steps_per_epoch, total_steps=self.total_steps[-1])
 
@@ -77,36 +77,40 @@ class RecordedRun:
             processes: list[dict[str, Any]] = json.loads(self.paths.plan.read_bytes())["processes"]
             found = [(ProcessContext.from_env(entry["env"]), entry["env"]) for entry in processes]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{self.paths.plan} does not tell the ranks of the run ({error})") from error
+            raise InputError(
+                f"{self.paths.plan} does not list the ranks of the run ({error})", code="replay.damaged_run"
+            ) from error
         ranks = [(context, env) for context, env in found if context is not None and context.role == "trainer"]
         if not ranks or len(ranks) != ranks[0][0].world_size:
-            raise InputError(f"{self.paths.plan} does not name all trainer ranks of the run")
+            raise InputError(f"{self.paths.plan} does not list all trainer ranks of the run", code="replay.damaged_run")
         return ranks
 
     def initial_weights(self) -> dict[str, str]:
-        """By role, the checksum of the model that the run began with; empty when it did not record any."""
+        """Role -> checksum of the initial model; empty when none was recorded."""
         try:
             return json.loads(self.paths.initial_weights.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise InputError(f"{self.paths.initial_weights} cannot be read: {error}") from error
+            raise InputError(
+                f"{self.paths.initial_weights} cannot be read: {error}", code="replay.damaged_run"
+            ) from error
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> PPOConfig:
-    """The resolved configuration in `path`. Keys that only the run's script knew are left out."""
+    """The resolved configuration in `path`. Keys that only the run's script defines are ignored."""
     config = load_experiment(["--config", str(path), *overrides], allow_unknown_top_level=True)
     if not isinstance(config, PPOConfig):
-        raise InputError(f"{path} is of a run without rollouts: there are no batches to train again from")
+        raise InputError(f"{path} belongs to a run without rollouts, which has no batches", code="replay.no_run")
     return config
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """The lines of a metrics file by their step (steps done); a half-written last line is left out."""
+    """The lines of a metrics file by their step (steps done); an incomplete last line is ignored."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
         return {row["step"]: row for row in map(json.loads, lines)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {error}", code="replay.damaged_run") from error

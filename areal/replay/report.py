@@ -1,4 +1,4 @@
-"""Owns what the user of a replay sees: a line for every step as it is done, the live line, the result."""
+"""The output of a replay: one line per step, the status line, the result."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from statistics import fmean
 
 from areal.launcher.status import StatusLine
-from areal.replay.compare import Comparison, Exactness, Row, judge
+from areal.replay.compare import Comparison, Exactness, Row, compare_step
 from areal.replay.order import ReplayOrder, metrics_of
 from areal.replay.recorded import RecordedRun, read_metrics
 
 
 class Report:
-    """Compares each step as soon as its line is in the metrics of the replay."""
+    """Compares each step when its line appears in the metrics of the replay."""
 
     def __init__(self, run: RecordedRun, folder: Path, order: ReplayOrder, *, is_exact: bool) -> None:
-        """`is_exact`: the replay must equal the run; otherwise they are only set side by side."""
+        """`is_exact`: the replay must equal the run; otherwise the report is a table of both."""
         self._run = run
         self._live = read_metrics(run.paths.metrics)
         self._own = metrics_of(folder)
@@ -31,12 +31,12 @@ class Report:
         self._comparison = Comparison()
 
     def look(self) -> None:
-        """Tell about the steps done since the last time."""
+        """Report the steps done since the last call."""
         for row in self._new_rows():
             live = self._live.get(row["step"])
-            verdict = judge(row["step"], self._run.weights.get(row["step"] - 1, ""), live, row)
+            step = compare_step(row["step"], self._run.weights.get(row["step"] - 1, ""), live, row)
             exactness = self._exactness
-            lines = [exactness.add(verdict)] if exactness else self._comparison.add(verdict, live, row)
+            lines = [exactness.add(step)] if exactness else self._comparison.add(step, live, row)
             sys.stdout.write("".join(line + "\n" for line in lines))
             sys.stdout.flush()
             self._done = row["step"]
@@ -44,7 +44,7 @@ class Report:
         self._line.show(f"replay: step {self._done}/{self._order.end_step}, {self._pace()}")
 
     def end(self) -> int:
-        """Tell the result; returns the exit status of the command."""
+        """Report the result; returns the exit status of the command."""
         self._line.end(f"replay: {self._done - self._order.start_step} steps done, results in {self._own.parent}")
         if self._exactness is None:
             sys.stdout.write(self._comparison.summary() + "\n")
@@ -55,7 +55,7 @@ class Report:
         return 0 if self._exactness.is_equal else 1
 
     def _pace(self) -> str:
-        """How fast it goes, beside the run's own pace."""
+        """Seconds per step, of the replay and of the run."""
         if not self._seconds:
             return "the models are loading"
         live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]

@@ -1,6 +1,6 @@
-"""Owns the processes of a replay: starts the ranks, waits for their common end, leaves none behind.
+"""The processes of a replay: starts the ranks and waits until all have exited.
 
-Waits for: the ends of its children, looked at 20 times a second. One that fails ends the others.
+It polls its children 20 times per second. When one fails, the others are killed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RankProcess:
     name: str
     argv: tuple[str, ...]
     env: dict[str, str]
-    """Set on top of this process's own environment."""
+    """Added to the environment of this process."""
     log: Path
 
 
 def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder: Path) -> list[RankProcess]:
-    """The ranks of the recorded run, to work in the folder of a replay."""
+    """The ranks of the recorded run, in the folder of a replay."""
     planned: list[RankProcess] = []
     for context, env in recorded:
         own = replace(context, run_dir=str(folder), run_id=0, recover=False)
@@ -45,7 +45,7 @@ def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder
 
 
 def run_ranks(ranks: Sequence[RankProcess], on_poll: Callable[[], None]) -> None:
-    """Run all to their end; LaunchError, with what it said last, when one fails. None is left, whatever happens."""
+    """Run all ranks to their end. When one fails, kill the others and raise LaunchError with its last output."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in ranks:
@@ -63,20 +63,23 @@ def run_ranks(ranks: Sequence[RankProcess], on_poll: Callable[[], None]) -> None
 
 
 def _raise_failed(ranks: Sequence[RankProcess], started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """The rank that knows why speaks for all: others often only lost it."""
+    """Prefer a rank that printed an error: the others often only lost their connection to it."""
     failed = [(rank, process.returncode) for rank, process in zip(ranks, started, strict=True) if process.poll()]
     if not failed:
         return
-    told = [(rank, said) for rank, _ in failed if (said := _last_words(rank.log)).startswith(ERROR_PREFIX)]
-    if told:
-        rank, said = told[0]
-        raise LaunchError(f"{said.removeprefix(ERROR_PREFIX)} (log: {rank.log})")
-    rank, code = failed[0]
-    raise LaunchError(f"{rank.name} ended with exit code {code}: {_last_words(rank.log)} (log: {rank.log})")
+    reported = [(rank, line) for rank, _ in failed if (line := _last_line(rank.log)).startswith(ERROR_PREFIX)]
+    if reported:
+        rank, line = reported[0]
+        raise LaunchError(f"{line.removeprefix(ERROR_PREFIX)} (log: {rank.log})", code="replay.rank_failed")
+    rank, exit_code = failed[0]
+    raise LaunchError(
+        f"{rank.name} exited with code {exit_code}: {_last_line(rank.log)} (log: {rank.log})",
+        code="replay.rank_failed",
+    )
 
 
-def _last_words(log: Path) -> str:
-    """The one-line error a process of ours prints, else its last line."""
+def _last_line(log: Path) -> str:
+    """The one-line error that an areal process prints, else the last line of the log."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -65,11 +65,9 @@ class RolloutClient:
 
         return cls(look_up, token=run_token(), reconnect_s=config.setup_timeout)
 
-    def attach(
-        self, *, rank: int, world_size: int, dp_size: int, step: int, version: int, dp_rank: int | None = None
-    ) -> None:
-        """Report the position of this rank. `dp_rank` None: the same as `rank`."""
-        self._dp_rank, self._dp_size = rank if dp_rank is None else dp_rank, dp_size
+    def attach(self, *, rank: int, world_size: int, dp_rank: int, dp_size: int, step: int, version: int) -> None:
+        """Report the position of this rank. Ranks with the same `dp_rank` get the same share of every batch."""
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         body = {"rank": rank, "world_size": world_size, "dp_size": dp_size, "step": step, "version": version}
         self._call("/attach", body, "to attach")
 

@@ -1,1 +1,1 @@
-"""Owns the composition: roles, training loops, saving, evaluation, recovery."""
+"""Composition: roles, training loops, saving, evaluation, recovery."""

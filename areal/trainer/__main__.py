@@ -1,4 +1,4 @@
-"""Owns the entry of a controller or trainer process: runs the user's script, or the configured parts without one.
+"""Entry point of a controller or trainer process: runs the user's script, or the configured parts without a script.
 
 python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
 """
@@ -16,7 +16,7 @@ from areal.system.process import run_main
 
 
 def run_configured(argv: list[str]) -> None:
-    """A run without a script: everything is named in the configuration."""
+    """Run without a script: the configuration names workflow, rewards and datasets."""
     config = load_experiment(argv)
     if isinstance(config, SFTConfig):
         run_sft(config)

@@ -1,6 +1,6 @@
-"""Owns what follows an update: metrics, exports, recovery checkpoints, evaluation, and the decision to end early.
+"""What follows a train step: metrics, exports, recovery checkpoints, evaluation, the decision to end early.
 
-Every rank calls it. Decisions are taken together (one reduction), so that no rank enters a collective alone.
+Every rank calls it. Decisions are agreed by one reduction over all ranks, so that no rank enters a collective alone.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from areal.api.config import BaseExperimentConfig
+from areal.api.config import BaseExperimentConfig, Cadence
 from areal.api.data import StepInfo
-from areal.api.engine import TrainEngine
+from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
+from areal.observe.log import get_logger
 from areal.observe.trackers import Tracker
-from areal.trainer.cadence import CadenceState
+from areal.system.durable import finish_interrupted_writes, remove_folder
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
-from areal.trainer.saver import Saver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,56 @@ class StepHooks:
     """What differs between kinds of training."""
 
     evaluate: Callable[[int], dict[str, float]] | None
-    """Steps done -> metrics; called on every rank, and takes as long on each; only rank 0's answer counts."""
+    """Steps done -> metrics. Called on every rank and takes equally long on each; rank 0's result is used."""
     goal_reached: Callable[[dict[str, float]], bool]
-    """Evaluation metrics of rank 0 -> end training."""
+    """Evaluation metrics of rank 0 -> whether training ends."""
     committed: Callable[[int, Path], None]
-    """A recovery checkpoint after so many steps is complete; called on rank 0."""
+    """Called on rank 0 when the recovery checkpoint after this number of steps is complete."""
     actor_state: Callable[[], ActorState] = ActorState
-    """What of the policy's role goes into a recovery checkpoint besides its engine."""
+    """State of the actor role for a recovery checkpoint, besides its engine."""
+
+
+@dataclass(slots=True)
+class CadenceState:
+    """Decides after each step whether a periodic action is due. Pure; the clock is an argument."""
+
+    cadence: Cadence
+    last_fired_s: float = 0.0
+    """Seconds of training when the action last ran."""
+
+    def due(self, info: StepInfo, *, now_s: float) -> bool:
+        """Whether to act after step `info`. `now_s`: seconds of training so far."""
+        cadence = self.cadence
+        by_epoch = cadence.freq_epochs is not None and info.is_epoch_end and (info.epoch + 1) % cadence.freq_epochs == 0
+        by_step = cadence.freq_steps is not None and (info.step + 1) % cadence.freq_steps == 0
+        by_time = cadence.freq_secs is not None and now_s - self.last_fired_s >= cadence.freq_secs
+        return by_epoch or by_step or by_time
+
+
+class Saver:
+    """Writes checkpoints/<role>/step-000123 (123 steps done) and removes the oldest beyond `keep_last`."""
+
+    def __init__(self, folder: Path, engines: dict[str, TrainEngine], ranks: Ranks, *, keep_last: int | None) -> None:
+        self._folder = folder
+        self._engines = engines
+        self._keep_last = keep_last
+        self._ranks = ranks
+        if ranks.rank == 0:
+            for role in engines:
+                finish_interrupted_writes(folder / role)
+
+    def save(self, steps_done: int) -> None:
+        """Export every trained model; a collective."""
+        name = f"step-{steps_done:06d}"
+        for role, engine in self._engines.items():
+            engine.save(self._folder / role / name, with_optimizer=False)
+        if self._ranks.rank == 0 and self._keep_last is not None:
+            for role in self._engines:
+                # Exports of later steps were written before a recovery; they do not count.
+                made = [path for path in sorted((self._folder / role).glob("step-*")) if path.name <= name]
+                for old in made[: -self._keep_last]:
+                    remove_folder(old)
+        get_logger("trainer").info("exported %s to %s", name, self._folder)
 
 
 class AfterStep:
@@ -44,21 +87,21 @@ class AfterStep:
         self,
         config: BaseExperimentConfig,
         engines: dict[str, TrainEngine],
+        ranks: Ranks,
         *,
-        saver: Saver,
+        checkpoints: Path,
         recover: RecoverStore,
         trackers: list[Tracker],
         hooks: StepHooks,
-        is_rank0: bool,
     ) -> None:
+        """`engines`: the trained models by role. `checkpoints`: folder of the exports."""
         self._config = config
-        self._engines = engines
         self._lead = next(iter(engines.values()))
-        self._saver = saver
+        self._ranks = ranks
+        self._saver = Saver(checkpoints, engines, ranks, keep_last=config.saver.keep_last)
         self._recover = recover
         self._trackers = trackers
         self._hooks = hooks
-        self._is_rank0 = is_rank0
         self._cadences = {
             "save": CadenceState(config.saver),
             "recover": CadenceState(config.recover),
@@ -67,19 +110,19 @@ class AfterStep:
         self._began_s = time.monotonic()
 
     def continue_from(self, point: RecoverPoint) -> None:
-        """Go on with the clocks of a recovered run."""
+        """Continue the clocks of a recovered run."""
         self._began_s = time.monotonic() - point.elapsed_s
         for name, fired_s in point.cadence_s.items():
             self._cadences[name].last_fired_s = fired_s
 
-    def before_first(self, steps_done: int) -> None:
-        """The evaluation before any training."""
+    def before_first(self) -> None:
+        """Evaluate before any training."""
         if self._hooks.evaluate is not None:
-            self._track(steps_done, self._hooks.evaluate(steps_done))
+            self._track(0, self._hooks.evaluate(0))
 
     def __call__(self, info: StepInfo, metrics: Metrics, seconds: dict[str, float]) -> bool:
         elapsed_s = time.monotonic() - self._began_s
-        due = self._what_is_due(info, elapsed_s)
+        due = self._actions_due(info, elapsed_s)
         values = metric_values(reduce_metrics(metrics, self._lead))
         values |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         values |= {"epoch": float(info.epoch), "seconds/elapsed": elapsed_s}
@@ -87,21 +130,24 @@ class AfterStep:
         if "evaluate" in due and self._hooks.evaluate is not None:
             found = self._hooks.evaluate(info.step + 1)
             values |= found
-            ends = self._agree(self._is_rank0 and self._hooks.goal_reached(found))
+            (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(found)])
         self._track(info.step + 1, values)
         for name in due:
-            self._cadences[name].fired(now_s=elapsed_s)  # before the checkpoint that remembers it
+            self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
-            self._saver.save(info)
+            self._saver.save(info.step + 1)
         if "recover" in due or (self._config.recover.mode != "disabled" and (info.is_last or ends)):
             self._save_recovery(info, elapsed_s, goal_reached=self._config.evaluator.stop_at if ends else {})
         return ends
 
-    def _what_is_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _actions_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
         names = list(self._cadences)
-        mine = [float(self._cadences[name].due(info, now_s=elapsed_s)) for name in names]
-        agreed: list[float] = self._lead.all_reduce(torch.tensor(mine, dtype=torch.float64), "max").tolist()
-        due = {name for name, flag in zip(names, agreed, strict=True) if flag}
+        flags = self._any([self._cadences[name].due(info, now_s=elapsed_s) for name in names])
+        due = {name for name, flag in zip(names, flags, strict=True) if flag}
         if self._config.recover.mode == "disabled":
             due.discard("recover")
         return due | {"evaluate"} if info.is_last else due
@@ -117,16 +163,14 @@ class AfterStep:
         for tracker in self._trackers:
             tracker.flush()
         path = self._recover.save(point)
-        if self._is_rank0:
+        if self._ranks.rank == 0:
             self._hooks.committed(point.step, path)
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, values)
 
-    def _agree(self, flag: bool) -> bool:
-        return bool(self._lead.all_reduce(torch.tensor([float(flag)], dtype=torch.float64), "max").item())
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+    def _any(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
+        found: list[float] = self._ranks.all_reduce(torch.tensor(flags, dtype=torch.float64), "max").tolist()
+        return [bool(value) for value in found]

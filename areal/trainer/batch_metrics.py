@@ -1,4 +1,4 @@
-"""Owns the metrics of a batch before its update: what it is made of, and how far apart the policies are."""
+"""Metrics of a batch before its update: composition, and distance between the policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal.trainer.minibatch import prefixed
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-    """What the batch is made of, before the update: rewards, lengths, advantages, distance between the policies."""
+    """Rewards, lengths, advantages, and distance between the policies."""
     mask = batch.loss_mask
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
     answer_lengths = trained_counts(mask, batch.sequence_index, batch.num_sequences)
@@ -49,7 +49,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
 
 
 def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:
-    """How far the behaviour policy and the reference are from the policy at the start of the update."""
+    """Distance of the behaviour policy and of the reference from the policy at the start of the update."""
     mask = batch.loss_mask
     stats: dict[str, TokenStat] = {"rollout_logprobs": TokenStat(batch.rollout_logprobs, mask)}
     policy = batch.rollout_logprobs

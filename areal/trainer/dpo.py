@@ -1,4 +1,4 @@
-"""Owns direct preference optimisation: a policy learns from pairs of answers, held to a frozen reference."""
+"""Direct preference optimisation: a policy learns from pairs of answers, relative to a frozen reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from areal.api.config import DPOConfig, DPOOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.preference_rows import EncodedPair
-from areal.engine.build import build_train_engine
-from areal.engine.mesh import TrainerMesh
 from areal.observe.phase import phase
 from areal.trainer.pairs import mean_metrics, num_pairs, pairs_to_batch, places_of, with_whole_pairs
-from areal.trainer.row_loop import RowTask, RowTrainer, one_step
+from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,14 @@ class _Answers:
     ref_chosen: Tensor
     ref_rejected: Tensor
     chosen_mean: Tensor
-    """Per token, whatever the reduction."""
+    """Mean per token under every reduction."""
 
 
 class DPOTask:
-    """Implements `RowTask`: the chosen answer gains probability over the rejected one, measured from a reference."""
+    """Implements `RowTask`: the chosen answer gains probability over the rejected one, relative to a reference."""
 
     def __init__(self, engine: TrainEngine, reference: TrainEngine | None, options: DPOOptions) -> None:
-        """`reference` None: a uniform one, whose log-probabilities count as 0 (dpo.reference_free)."""
+        """`reference` None: its log-probabilities are 0 (dpo.reference_free)."""
         self._engine = engine
         self._reference = reference
         self._options = options
@@ -52,10 +50,6 @@ class DPOTask:
     @property
     def engines(self) -> dict[str, TrainEngine]:
         return {"actor": self._engine}
-
-    @property
-    def frozen(self) -> Sequence[TrainEngine]:
-        return () if self._reference is None else (self._reference,)
 
     def num_tokens(self, row: EncodedPair) -> int:
         return row.num_tokens
@@ -119,7 +113,7 @@ class DPOTask:
         return losses - options.nll_coef * answers.chosen_mean if options.nll_coef else losses
 
     def _metrics(self, losses: Tensor, answers: _Answers) -> Metrics:
-        """Rewards are the implicit ones, beta (log pi - log ref)."""
+        """Rewards are implicit: beta (log pi - log ref)."""
         chosen = self._options.beta * (answers.chosen - answers.ref_chosen)
         rejected = self._options.beta * (answers.rejected - answers.ref_rejected)
         return mean_metrics(
@@ -136,27 +130,15 @@ class DPOTask:
         )
 
 
-class DPOTrainer(RowTrainer[EncodedPair]):
-    """Trains the policy `config.actor` on pairs; runs in every trainer rank."""
+class DPOTrainer(RowTrainer[DPOConfig, EncodedPair]):
+    """Trains the policy `config.actor` on pairs, in every trainer rank."""
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        *,
-        train_dataset: Sequence[EncodedPair],
-        valid_dataset: Sequence[EncodedPair] | None = None,
-    ) -> None:
-        super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
-        self._config = config
-
-    def _build_task(self, mesh: TrainerMesh, *, total_steps: int) -> RowTask[EncodedPair]:
+    def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedPair]:
         config = self._config
-        actor = with_whole_pairs(config.actor)
-        engine = build_train_engine(actor, role="actor", total_steps=total_steps, mesh=mesh, seed=config.seed)
+        engine = build(with_whole_pairs(config.actor), role="actor", total_steps=total_steps)
         reference = None
         if config.ref is not None and not config.dpo.reference_free:
-            ref = with_whole_pairs(config.ref)
-            reference = build_train_engine(ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
+            reference = build(with_whole_pairs(config.ref), role="ref", total_steps=0)
         return DPOTask(engine, reference, config.dpo)
 
 

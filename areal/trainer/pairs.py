@@ -1,4 +1,4 @@
-"""Owns what reward models and DPO share: pairs packed as chosen, rejected, chosen, ..., and their means."""
+"""Pairs of answers for reward models and DPO: packed as chosen, rejected, chosen, ..., and their metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PER_PAIR = 2
 
 
 def pairs_to_batch(pairs: Sequence[EncodedPair]) -> TrainBatch:
-    """Alternating chosen and rejected sequences; their rewards differ by the margin of the pair, 0 without one."""
+    """Pack alternating chosen and rejected sequences; the reward of a chosen one is the margin of its pair."""
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     batch = rows_to_train_batch([side.token_ids for side in sides], [side.loss_mask for side in sides])
     margins = [margin for pair in pairs for margin in (pair.margin, 0.0)]
@@ -30,7 +30,7 @@ def pairs_to_batch(pairs: Sequence[EncodedPair]) -> TrainBatch:
 
 
 def with_whole_pairs(config: TrainEngineConfig) -> TrainEngineConfig:
-    """The same model, whose micro-batches never cut a pair."""
+    """The same model with micro-batches of whole pairs."""
     return replace(config, mb_spec=replace(config.mb_spec, granularity=PER_PAIR))
 
 
@@ -42,12 +42,12 @@ def places_of(batch: TrainBatch, source_index: Sequence[int] | None = None) -> P
 
 
 def num_pairs(batch: TrainBatch) -> Tensor:
-    """This rank's part of the denominator: [1] float64."""
+    """Local part of the denominator: [1] float64."""
     return count_of(batch.num_sequences // PER_PAIR)
 
 
 def mean_metrics(by_name: Mapping[str, Tensor]) -> Metrics:
-    """Means over pairs of numbers [P]. Without pairs the names alone, which count for nothing."""
+    """Means over pairs of values [P]. Without pairs the metrics have count 0."""
     return to_metrics(
         {name: TokenStat(values, torch.ones_like(values, dtype=torch.bool)) for name, values in by_name.items()}
     )

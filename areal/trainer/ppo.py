@@ -1,6 +1,6 @@
-"""Owns PPOTrainer, what a user's script calls: it serves rollouts in the controller and trains in a trainer rank.
+"""PPOTrainer, the entry point of a user's script: serves rollouts in the controller, trains in a trainer rank.
 
-Imports no torch: the controller runs the same script and has no use for it.
+Imports no torch, because the controller runs the same script.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from areal.api.config import PPOConfig
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.observe.log import get_logger
-from areal.trainer.launched import join_run
+from areal.trainer.process_setup import join_run
 from areal.trainer.progress import TrainingLength
 
 Row = dict[str, Any]
 
 
 class PPOTrainer:
-    """Reinforcement learning of one policy. Looks at its process's role (given by the launcher) and acts on it.
+    """Reinforcement learning of one policy. Acts according to the role that the launcher gave this process.
 
     `train_dataset` and `valid_dataset` are sequences of rows (dicts); the workflow gets one row per episode.
     """
@@ -38,7 +38,7 @@ class PPOTrainer:
         self._valid_rows = valid_dataset
         if config.valid_dataset is not None and not valid_dataset and context.index == 0:
             get_logger("trainer").warning(
-                "nothing is evaluated, and evaluator.* has no effect: the script gave PPOTrainer no valid_dataset"
+                "no evaluation runs, and evaluator.* has no effect: the script passed no valid_dataset to PPOTrainer"
             )
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
 
@@ -57,7 +57,7 @@ class PPOTrainer:
         eval_workflow: RolloutWorkflow | None = None,
         should_accept_fn: AcceptFn | None = None,
     ) -> None:
-        """Take part in the run until it ends. `eval_workflow` None: the training workflow with evaluation sampling."""
+        """Run until training ends. `eval_workflow` None: the training workflow with evaluation sampling."""
         if self._context.role == "controller":
             from areal.trainer.serve import serve_rollouts
 

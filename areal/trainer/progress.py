@@ -1,4 +1,4 @@
-"""Owns how far training goes: steps per epoch, the last step, and which steps remain."""
+"""Length of a run: steps per epoch, last step, remaining steps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from areal.observe.log import get_logger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLength:
-    """How many train steps a run has. Limits by epochs, steps and sequences hold together: the smallest wins."""
+    """Number of train steps of a run: the smallest limit by epochs, steps and sequences applies."""
 
     steps_per_epoch: int | Fraction
-    """Not whole without drop_last: a batch at the border of two epochs takes rows of both and counts for the first."""
+    """A fraction without drop_last: a batch at the border of two epochs has rows of both and counts for the first."""
     total_steps: int
 
     @classmethod
     def of(cls, config: BaseExperimentConfig, *, num_rows: int, samples_per_row: int = 1) -> TrainingLength:
-        """Raises ConfigError when the data set does not fill one batch."""
+        """Raises ConfigError when the dataset does not fill one batch."""
         data = config.train_dataset
         per_epoch = num_rows // data.batch_size if data.drop_last else Fraction(num_rows, data.batch_size)
         if per_epoch == 0:
             raise ConfigError(
-                f"train_dataset.batch_size={data.batch_size} is more than the {num_rows} usable rows of "
-                f"{data.path}: lower it or bring more data"
+                f"train_dataset.batch_size={data.batch_size} exceeds the {num_rows} usable rows of {data.path}: "
+                "lower it or add data",
+                code="data.too_few_rows",
             )
         total = math.ceil(per_epoch * config.total_train_epochs)
         if config.total_train_steps is not None:
@@ -39,7 +40,7 @@ class TrainingLength:
         return cls(steps_per_epoch=per_epoch, total_steps=total)
 
     def info(self, step: int) -> StepInfo:
-        """Where step `step`, counted from 0, stands."""
+        """The position of step `step`, counted from 0."""
         epoch = math.floor(step / Fraction(self.steps_per_epoch))
         first, following = math.ceil(epoch * self.steps_per_epoch), math.ceil((epoch + 1) * self.steps_per_epoch)
         return StepInfo(
@@ -52,22 +53,22 @@ class TrainingLength:
 
 
 class Progress:
-    """The steps a trainer still has to do; `stop` ends them early (the goal was reached)."""
+    """The remaining steps of a trainer; `stop` ends them early, when the goal is reached."""
 
     def __init__(self, length: TrainingLength, *, start_step: int = 0, ended: bool = False) -> None:
-        """`ended`: the goal was reached before this start."""
+        """`ended`: the goal was reached before `start_step`."""
         self.length = length
         self.start_step = start_step
         self._stopped = ended
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step is left from the start on: this run was trained to its end before."""
+        """Whether no step remains from the start on: the run was already complete."""
         return self._stopped or self.start_step >= self.length.total_steps
 
     def remaining_steps(self) -> Iterator[StepInfo]:
         if self.is_complete:
-            get_logger("trainer").info("training is complete: all of its %d steps were done before", self.start_step)
+            get_logger("trainer").info("training is already complete: %d steps done", self.start_step)
         for step in range(self.start_step, self.length.total_steps):
             if self._stopped:
                 return

@@ -1,4 +1,4 @@
-"""Owns the reduction of metrics over the data-parallel ranks."""
+"""Reduction of metrics over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from areal.api.metrics import Metric, Metrics
 
 
 def reduce_metrics(metrics: Metrics, engine: TrainEngine) -> Metrics:
-    """Merge the metrics of all ranks; a collective. Those of which no rank saw anything are left out.
+    """Merge the metrics of all data-parallel ranks; a collective. Metrics with a total count of 0 are left out.
 
-    Every rank must bring the same names, RuntimeError otherwise.
+    Raises RuntimeError on every rank when the names differ between ranks.
     """
     names = sorted(metrics)
     fingerprint = float(zlib.crc32("\n".join(names).encode()))

@@ -1,4 +1,4 @@
-"""Owns the reference policy's role: what the KL is measured against, and when the policy takes its place."""
+"""The reference policy: log-probabilities for the KL divergence, and resets to the current policy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from areal.trainer.kl_term import with_divergence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceResets:
-    """Every so often the reference becomes the policy as it is then."""
+    """The reference is reset to the current policy every `every_steps` train steps."""
 
     policy: TrainEngine
     every_steps: int
-    """Train steps."""
     with_optimizer: bool
-    """The policy's optimiser begins anew each time; its schedule goes on."""
+    """Reset the policy's optimiser too; its schedule continues."""
 
 
 class Reference:
-    """A policy that is not trained, on all trainer ranks; every method is called by every rank."""
+    """A policy that is not trained, on all trainer ranks; every rank calls every method."""
 
     def __init__(
         self, engine: TrainEngine, config: PPOActorConfig | None = None, *, resets: ReferenceResets | None = None
     ) -> None:
-        """`config`: the policy's; None where nothing takes the divergence of whole distributions. `resets` None: always
-        the same weights. ConfigError when the weights of the two models cannot be copied."""
+        """`config`: that of the policy; None = no divergence of whole distributions. `resets` None: constant weights.
+        Raises ConfigError when the weights of the policy do not fit the reference."""
         if resets is not None:
             _require_same_model(engine, resets.policy)
         self._engine = engine
@@ -39,25 +38,25 @@ class Reference:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the weights never change, so that no recovery checkpoint needs them."""
+        """Whether the weights never change, so that recovery checkpoints do not contain them."""
         return self._resets is None
 
     def with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probabilities, and the divergence of whole distributions; a collective."""
-        outputs = self._engine.forward(replace(batch, prox_candidate_logprobs=None))  # it has no use for those
+        outputs = self._engine.forward(replace(batch, prox_candidate_logprobs=None))
         if outputs.logprobs is None:
-            raise ValueError("the reference's engine gave no log-probabilities: it was built as a critic")
+            raise ValueError("the reference's engine returned no log-probabilities: it was built as a critic")
         batch = replace(batch, ref_logprobs=outputs.logprobs)
         return batch if self._config is None else with_divergence(batch, outputs, self._config)
 
     def after_update(self, steps_done: int) -> Metrics:
-        """Take over the policy's weights when it is time. `steps_done` train steps, the one just done included."""
+        """Reset the weights if that is due after `steps_done` train steps; a collective."""
         resets = self._resets
         if resets is None:
             return {}
         is_due = steps_done % resets.every_steps == 0
         if is_due:
-            self._engine.copy_weights(resets.policy)
+            self._engine.load_weights(resets.policy.named_weights())
             if resets.with_optimizer:
                 resets.policy.reset_optimizer()
         return {"ref/reset": Metric(float(is_due), 1.0, "max")}
@@ -66,4 +65,7 @@ class Reference:
 def _require_same_model(engine: TrainEngine, policy: TrainEngine) -> None:
     shapes = [{spec.name: spec.shape for spec in one.weight_specs()} for one in (engine, policy)]
     if shapes[0] != shapes[1]:
-        raise ConfigError("ref_reset_steps copies the policy into the reference, but ref.path is another kind of model")
+        raise ConfigError(
+            "ref_reset_steps copies the policy into the reference, but ref.path names a model of another shape",
+            code="model.weights_do_not_fit",
+        )

@@ -1,4 +1,4 @@
-"""Owns reward models: scores of whole sequences, and learning them from pairs (Bradley-Terry)."""
+"""Training of reward models on pairs (Bradley-Terry), and scores of whole sequences."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ from areal.api.config import RWConfig, RWOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.preference_rows import EncodedPair
-from areal.engine.build import build_train_engine
 from areal.engine.hf_model import resolve_model_folder
-from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
 from areal.observe.phase import phase
 from areal.trainer.pairs import mean_metrics, num_pairs, pairs_to_batch, places_of, with_whole_pairs
-from areal.trainer.row_loop import RowTask, RowTrainer, one_step
+from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
 
 
 def sequence_scores(engine: TrainEngine, batch: TrainBatch) -> Tensor:
     """The score of every sequence of a packed batch, prompt and answer together: [S] float32 on the CPU; a collective.
 
-    `engine`: built with role "reward". A share without sequences gives [0].
+    `engine`: built with role "reward". A share without sequences returns shape [0].
     """
     return last_of_each(_scores(engine.forward(batch)), batch.cu_seqlens)
 
 
 class RewardModelTask:
-    """Implements `RowTask`: the chosen answer of a pair learns to score above the rejected one."""
+    """Implements `RowTask`: the chosen answer of a pair learns a higher score than the rejected one."""
 
     def __init__(self, engine: TrainEngine, options: RWOptions) -> None:
         self._engine = engine
@@ -42,10 +40,6 @@ class RewardModelTask:
     @property
     def engines(self) -> dict[str, TrainEngine]:
         return {"model": self._engine}
-
-    @property
-    def frozen(self) -> Sequence[TrainEngine]:
-        return ()
 
     def num_tokens(self, row: EncodedPair) -> int:
         return row.num_tokens
@@ -93,36 +87,27 @@ class RewardModelTask:
         )
 
 
-class RewardModelTrainer(RowTrainer[EncodedPair]):
-    """Trains the reward model `config.model` on pairs; runs in every trainer rank."""
+class RewardModelTrainer(RowTrainer[RWConfig, EncodedPair]):
+    """Trains the reward model `config.model` on pairs, in every trainer rank."""
 
-    def __init__(
-        self,
-        config: RWConfig,
-        *,
-        train_dataset: Sequence[EncodedPair],
-        valid_dataset: Sequence[EncodedPair] | None = None,
-    ) -> None:
-        super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
-        self._config = config
-
-    def _build_task(self, mesh: TrainerMesh, *, total_steps: int) -> RowTask[EncodedPair]:
+    def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedPair]:
         config = self._config
-        if mesh.rank == 0 and (trap := padding_trap(resolve_model_folder(config.model.path), self._train_rows)):
+        if self._context.index == 0 and (
+            trap := padding_trap(resolve_model_folder(config.model.path), self._train_rows)
+        ):
             get_logger("trainer").warning(trap)
-        model = with_whole_pairs(config.model)
-        engine = build_train_engine(model, role="reward", total_steps=total_steps, mesh=mesh, seed=config.seed)
+        engine = build(with_whole_pairs(config.model), role="reward", total_steps=total_steps)
         return RewardModelTask(engine, config.rw)
 
 
 def padding_trap(folder: Path, pairs: Sequence[EncodedPair]) -> str:
-    """What to say when others would score the exported model elsewhere than at the last token; empty when nothing."""
+    """A warning when transformers would take the exported model's score at another token; "" otherwise."""
     padding = orjson.loads((folder / "config.json").read_bytes()).get("pad_token_id")
     if padding is None or all(side.token_ids[-1] != padding for pair in pairs for side in (pair.chosen, pair.rejected)):
         return ""
     return (
-        f"texts end with token {padding}, which config.json in {folder} calls padding: the score is learned at that "
-        "token, but transformers would take the one before it; give pad_token_id another value there"
+        f"texts end with token {padding}, which is pad_token_id in config.json in {folder}: the score is learned at "
+        "that token, but transformers takes the score of the token before it; set pad_token_id to another value there"
     )
 
 

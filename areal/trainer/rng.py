@@ -1,4 +1,4 @@
-"""Owns the random number generators of a process: what of them a recovery checkpoint holds, one file a rank."""
+"""The random number generators of a process: seeds, and their state for recovery checkpoints, one file per rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import orjson
 import torch
 
 
+def seed_process(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> bytes:
-    """Python's, numpy's and torch's global generators of this process, and that of its GPU."""
+    """Return the state of the global generators of Python, numpy, torch and the GPU."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, words, gauss],
@@ -24,7 +31,7 @@ def rng_state() -> bytes:
 
 
 def set_rng_state(data: bytes) -> None:
-    """Go on with the generators of `rng_state`. ValueError, KeyError or TypeError when `data` is something else."""
+    """Restore the result of `rng_state`. Raises ValueError, KeyError or TypeError for other data."""
     state = orjson.loads(data)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

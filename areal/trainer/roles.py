@@ -1,14 +1,15 @@
-"""Owns the models of a PPO trainer rank: which ones a configuration names, and how each is built."""
+"""The models of a PPO trainer rank: which ones a configuration names, and how each is built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from areal.api.batch import OutputSpec
 from areal.api.config import PPOConfig
 from areal.api.engine import TrainEngine
 from areal.data.tokenizer import load_tokenizer
-from areal.engine.build import build_train_engine
+from areal.engine.build import TRAIN_ENGINES
 from areal.engine.mesh import TrainerMesh
 from areal.observe.log import get_logger
 from areal.trainer.actor import PPOActor
@@ -17,18 +18,18 @@ from areal.trainer.kl_term import num_candidates, uses_reference
 from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import TrainingLength
 from areal.trainer.reference import Reference, ReferenceResets
-from areal.trainer.reward_model_role import Judge, recoder
+from areal.trainer.reward_role import RewardModel, recoder
 from areal.trainer.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPORoles:
-    """The models of a rank and what they do."""
+    """The models of a rank by role."""
 
     actor: PPOActor
     reference: Reference | None
     critic: Critic | None
-    judge: Judge | None
+    reward_model: RewardModel | None
     teacher: Teacher | None
     trained: dict[str, TrainEngine]
     """Engines that learn, by role, the actor first."""
@@ -36,7 +37,7 @@ class PPORoles:
 
     @property
     def recovered(self) -> dict[str, TrainEngine]:
-        """Engines whose weights change, so that a recovery checkpoint must hold them."""
+        """Engines whose weights change, so that a recovery checkpoint must contain them."""
         keeps = self.reference is None or self.reference.is_frozen
         return self.trained if keeps else self.trained | {"ref": self.frozen["ref"]}
 
@@ -46,65 +47,68 @@ class PPORoles:
 
 
 def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) -> PPORoles:
-    """Load the models this configuration names."""
-    frozen_steps = 0 if config.critic is None else config.critic.warmup_steps
-    if frozen_steps >= length.total_steps:
-        get_logger("trainer").warning(
-            "critic.warmup_steps=%d leaves the policy none of this run's %d train steps: only the critic learns",
-            frozen_steps,
-            length.total_steps,
+    """Load the models that the configuration names; a collective."""
+    build = partial(TRAIN_ENGINES[config.allocation.train[0].backend], mesh=mesh, seed=config.seed)
+    build_frozen = partial(build, total_steps=0)
+    trained: dict[str, TrainEngine] = {
+        "actor": build(
+            config.actor,
+            role="actor",
+            total_steps=_actor_steps(config, length),
+            outputs=output_spec(config.actor),
         )
-    per_step = config.actor.ppo_n_minibatches * config.actor.ppo_epochs
-    optimizer_steps = max(length.total_steps - frozen_steps, 1) * per_step
-    actor = build_train_engine(
-        config.actor,
-        role="actor",
-        total_steps=optimizer_steps,
-        mesh=mesh,
-        seed=config.seed,
-        outputs=output_spec(config.actor),
-    )
-    trained: dict[str, TrainEngine] = {"actor": actor}
-    frozen: dict[str, TrainEngine] = {}
-    critic = None
+    }
     if config.critic is not None:
         steps = length.total_steps * config.critic.ppo_n_minibatches * config.critic.ppo_epochs
-        trained["critic"] = build_train_engine(
-            config.critic, role="critic", total_steps=steps, mesh=mesh, seed=config.seed
+        trained["critic"] = build(config.critic, role="critic", total_steps=steps)
+    frozen: dict[str, TrainEngine] = {}
+    if config.ref is not None and uses_reference(config.actor):
+        frozen["ref"] = build_frozen(
+            config.ref, role="ref", outputs=OutputSpec(candidates=num_candidates(config.actor))
         )
-        critic = Critic(trained["critic"], config.critic, seed=config.seed)
-    policy = PPOActor(
-        actor,
-        config.actor,
-        max_new_tokens=config.gconfig.max_new_tokens,
-        seed=config.seed,
-        frozen_steps=frozen_steps,
-        critic_lambda=None if config.critic is None else config.critic.gae_lambda,
-        teacher=config.teacher,
-    )
+    elif config.ref is not None:
+        get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0")
+    if config.reward_model is not None:
+        frozen["reward_model"] = build_frozen(config.reward_model, role="reward")
+    if config.teacher is not None:
+        frozen["teacher"] = build_frozen(config.teacher, role="ref")
+    return _roles_of(config, trained, frozen)
+
+
+def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[str, TrainEngine]) -> PPORoles:
+    critic = config.critic
     return PPORoles(
-        actor=policy,
-        reference=_build_reference(config, actor, frozen, mesh),
-        critic=critic,
-        judge=_build_judge(config, frozen, mesh),
-        teacher=_build_teacher(config, frozen, mesh),
+        actor=PPOActor(
+            trained["actor"],
+            config.actor,
+            max_new_tokens=config.gconfig.max_new_tokens,
+            seed=config.seed,
+            frozen_steps=0 if critic is None else critic.warmup_steps,
+            critic_lambda=None if critic is None else critic.gae_lambda,
+            teacher=config.teacher,
+        ),
+        reference=_reference(config, trained["actor"], frozen["ref"]) if "ref" in frozen else None,
+        critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
+        reward_model=_reward_model(config, frozen["reward_model"]) if "reward_model" in frozen else None,
+        teacher=None if config.teacher is None else Teacher(frozen["teacher"], config.teacher),
         trained=trained,
         frozen=frozen,
     )
 
 
-def _build_reference(
-    config: PPOConfig, policy: TrainEngine, frozen: dict[str, TrainEngine], mesh: TrainerMesh
-) -> Reference | None:
-    """The reference, its engine among the `frozen`; None when none is given or nothing needs it."""
-    if config.ref is None:
-        return None
-    if not uses_reference(config.actor):
-        get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0, nothing needs it")
-        return None
-    outputs = OutputSpec(candidates=num_candidates(config.actor))
-    engine = build_train_engine(config.ref, role="ref", total_steps=0, mesh=mesh, seed=config.seed, outputs=outputs)
-    frozen["ref"] = engine
+def _actor_steps(config: PPOConfig, length: TrainingLength) -> int:
+    """Optimiser steps of the policy's schedule: none while only the critic learns."""
+    warmup = 0 if config.critic is None else config.critic.warmup_steps
+    if warmup >= length.total_steps:
+        get_logger("trainer").warning(
+            "critic.warmup_steps=%d leaves no train step of this run's %d for the policy: only the critic learns",
+            warmup,
+            length.total_steps,
+        )
+    return max(length.total_steps - warmup, 1) * config.actor.ppo_n_minibatches * config.actor.ppo_epochs
+
+
+def _reference(config: PPOConfig, policy: TrainEngine, engine: TrainEngine) -> Reference:
     resets = None
     if config.ref_reset_steps is not None:
         resets = ReferenceResets(
@@ -113,20 +117,10 @@ def _build_reference(
     return Reference(engine, config.actor, resets=resets)
 
 
-def _build_teacher(config: PPOConfig, frozen: dict[str, TrainEngine], mesh: TrainerMesh) -> Teacher | None:
-    if config.teacher is None:
-        return None
-    frozen["teacher"] = build_train_engine(config.teacher, role="ref", total_steps=0, mesh=mesh, seed=config.seed)
-    return Teacher(frozen["teacher"], config.teacher)
-
-
-def _build_judge(config: PPOConfig, frozen: dict[str, TrainEngine], mesh: TrainerMesh) -> Judge | None:
-    model = config.reward_model
-    if model is None:
-        return None
-    frozen["reward_model"] = build_train_engine(model, role="reward", total_steps=0, mesh=mesh, seed=config.seed)
+def _reward_model(config: PPOConfig, engine: TrainEngine) -> RewardModel:
+    assert config.reward_model is not None
     recode = None
-    if model.tokenizer_path:
+    if config.reward_model.tokenizer_path:
         policy = load_tokenizer(config.tokenizer_path or config.actor.path)
-        recode = recoder(policy, load_tokenizer(model.tokenizer_path))
-    return Judge(frozen["reward_model"], model, recode=recode)
+        recode = recoder(policy, load_tokenizer(config.reward_model.tokenizer_path))
+    return RewardModel(engine, config.reward_model, recode=recode)

@@ -1,6 +1,6 @@
-"""Owns the composition of the controller's process: dataset, workflow, fleet, ledger, and the app that serves them.
+"""Composition of the controller process: dataset, workflow, fleet, ledger, HTTP server.
 
-Runs until the trainers finish; what each loop inside waits for is told in `areal.rollout.controller`.
+Runs until the trainers finish; `areal.rollout.controller` documents what its loops wait for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def serve_rollouts(
     valid_rows: Sequence[Row] | None,
     total_steps: int,
 ) -> None:
-    """Serve episodes, batches and evaluations to the trainers of this run until they finish."""
+    """Run episodes and serve batches and evaluations to the trainers of this run until they finish."""
     registry = registry_of(config)
     servers = config.allocation.inference
     assert servers is not None  # a run without servers has no controller
@@ -63,7 +63,7 @@ def serve_rollouts(
 
 
 def evaluation_workflows(config: PPOConfig, workflow: RolloutWorkflow) -> dict[str, RolloutWorkflow]:
-    """The workflow of every evaluation mode: the given one under the sampling settings of that mode."""
+    """Evaluation mode -> the given workflow with the sampling settings of that mode."""
     sampling = dataclasses.replace(config.eval_gconfig or config.gconfig, n_samples=1)
     settings = {"sampled": sampling, "greedy": dataclasses.replace(sampling, greedy=True)}
     return {mode: workflow.for_evaluation(settings[mode]) for mode in config.evaluator.modes}

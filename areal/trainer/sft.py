@@ -1,4 +1,4 @@
-"""Owns supervised fine-tuning: what a row is, its loss and its metrics. The loop is row_loop.py's."""
+"""Supervised fine-tuning: loss and metrics. `row_loop` holds the loop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from areal.api.config import SFTConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import rows_to_train_batch
-from areal.data.sft import EncodedRow
-from areal.engine.build import build_train_engine
-from areal.engine.mesh import TrainerMesh
+from areal.data.sft_rows import EncodedRow
 from areal.observe.phase import phase
-from areal.trainer.row_loop import RowTask, RowTrainer, one_step
+from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
 
 
 class SFTTask:
-    """Implements `RowTask`: a language model learns the marked tokens of texts."""
+    """Implements `RowTask`: a language model learns the tokens that the loss mask selects."""
 
     def __init__(self, engine: TrainEngine, options: SFTOptions) -> None:
         self._engine = engine
@@ -39,10 +37,6 @@ class SFTTask:
     @property
     def engines(self) -> dict[str, TrainEngine]:
         return {"model": self._engine}
-
-    @property
-    def frozen(self) -> Sequence[TrainEngine]:
-        return ()
 
     def num_tokens(self, row: EncodedRow) -> int:
         return len(row.token_ids)
@@ -58,7 +52,7 @@ class SFTTask:
             )
 
     def measure(self, batch: TrainBatch) -> Metrics:
-        """The same loss as in training, as a mean over all held-out rows; a collective."""
+        """The training loss as a mean over held-out rows; a collective."""
         outputs = self._engine.forward(batch)
         return self._metrics(batch, _logprobs(outputs))
 
@@ -85,27 +79,15 @@ class SFTTask:
 
     @staticmethod
     def _names() -> Metrics:
-        """What a rank without rows reports."""
+        """The metrics of a rank without rows."""
         return {"loss": Metric(0.0, 0.0), "perplexity": Metric(0.0, 0.0)}
 
 
-class SFTTrainer(RowTrainer[EncodedRow]):
-    """Fine-tunes `config.model` on encoded rows; runs in every trainer rank."""
+class SFTTrainer(RowTrainer[SFTConfig, EncodedRow]):
+    """Fine-tunes `config.model` on encoded rows, in every trainer rank."""
 
-    def __init__(
-        self,
-        config: SFTConfig,
-        *,
-        train_dataset: Sequence[EncodedRow],
-        valid_dataset: Sequence[EncodedRow] | None = None,
-    ) -> None:
-        super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
-        self._config = config
-
-    def _build_task(self, mesh: TrainerMesh, *, total_steps: int) -> RowTask[EncodedRow]:
-        config = self._config
-        engine = build_train_engine(config.model, role="actor", total_steps=total_steps, mesh=mesh, seed=config.seed)
-        return SFTTask(engine, config.sft)
+    def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedRow]:
+        return SFTTask(build(self._config.model, role="actor", total_steps=total_steps), self._config.sft)
 
 
 def _logprobs(outputs: TokenOutputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Owns the teacher's role: what it says of the policy's own answers, and how the policy learns from that."""
+"""The teacher: its log-probabilities of the policy's answers, and distillation into advantages and loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal.trainer.minibatch import prefixed
 
 
 class Teacher:
-    """A frozen policy that is imitated, on all trainer ranks; every method is called by every rank."""
+    """A frozen model that the policy imitates, on all trainer ranks; every rank calls every method."""
 
     def __init__(self, engine: TrainEngine, config: TeacherConfig) -> None:
         self._engine = engine
@@ -29,17 +29,17 @@ class Teacher:
         """Add the teacher's log-probabilities of the policy's tokens; a collective."""
         outputs = self._engine.forward(replace(batch, candidate_ids=None))
         if outputs.logprobs is None:
-            raise ValueError("the teacher's engine gave no log-probabilities: it was built with another head")
+            raise ValueError("the teacher's engine returned no log-probabilities: it was built with another head")
         return replace(batch, teacher_logprobs=outputs.logprobs)
 
     def with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """Mix the teacher into the advantages that rewards gave, and tell how far it is from the policy.
+        """Combine the advantages with those of distillation; returns metrics of the distance between the models.
 
-        The policy is the trainer's before the update where the batch holds it, else the servers'.
+        Policy log-probabilities are the proximal ones if the batch has them, else those of the rollout.
         """
         teacher = batch.teacher_logprobs
         if teacher is None or batch.advantages is None:
-            raise ValueError("the batch lacks what the teacher says, or advantages: call those stages before")
+            raise ValueError("the batch has no teacher_logprobs or no advantages: call those stages first")
         policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
         mask, config = batch.loss_mask, self._config
         stats = {
@@ -56,9 +56,9 @@ class Teacher:
 def distillation_loss(
     outputs: TokenOutputs, batch: TrainBatch | None, config: TeacherConfig | None
 ) -> tuple[Tensor | float, dict[str, TokenStat]]:
-    """loss_coef KL(policy || teacher) of each trained token, [T], or 0 without such a term, and what to log.
+    """Return loss_coef KL(policy || teacher) of each trained token, [T], or 0 without such a term, and its metrics.
 
-    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: of no tokens, for the names.
+    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: metrics of no tokens.
     """
     if config is None or config.loss_coef == 0:
         return 0.0, {}

@@ -1,1 +1,1 @@
-"""How policy weights travel from the trainer to the servers: over shared disk or over a collective."""
+"""Weight channels: how policy weights travel from the trainer to the servers, over a folder or a collective."""

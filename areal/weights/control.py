@@ -1,35 +1,63 @@
-"""Owns what a weight channel needs of others: the controller it talks to, and the agreement of the trainer ranks."""
+"""The parts that the weight channels share: the controller as they see it, and one attempt on all trainer ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import WeightSource
+from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import WeightSyncError
+from areal.observe.log import get_logger
+from areal.weights.checksum import WeightsChecksum, checksummed
 
 
-class PublishControl(Protocol):
-    """The trainer's line to the controller's fleet."""
+class FleetControl(Protocol):
+    """The controller, as trainer rank 0 calls it."""
 
     def publish(self, update: WeightUpdate) -> None:
-        """Block until the fleet serves the update. WeightSyncError when no replica could take it in."""
+        """Block until the fleet serves `update.version`. Raises WeightSyncError when no replica could be updated."""
         ...
 
     def live_replicas(self, version: int) -> list[str]:
-        """Ids of the replicas that an update to `version` must reach (`Fleet.live_replicas`)."""
+        """Ids of the replicas that an update to `version` must reach."""
         ...
 
 
-def agree(engine: WeightSource, error: BaseException | None, version: int, *, may_retry: bool = False) -> bool:
-    """Settle one attempt on all ranks: True = done, False = try again. A collective, and so a barrier too.
+def publish_once(
+    engine: WeightSource,
+    ranks: Ranks,
+    version: int,
+    send: Callable[[Iterator[tuple[str, Tensor]]], None],
+    *,
+    may_retry: bool = False,
+) -> str | None:
+    """One attempt: rank 0 calls `send` with the weights, the other ranks only gather them. A collective.
 
-    Otherwise raises on every rank: rank 0's own error there, a WeightSyncError on the others.
+    Returns the checksum of the weights ("" on ranks above 0), or None on every rank when `send` raised WeightSyncError
+    and `may_retry` is set. Otherwise raises on every rank: the error of `send` on rank 0, WeightSyncError elsewhere.
     """
-    well = 1.0 if error is None else 0.5 if may_retry else 0.0
-    worst = engine.all_reduce(torch.tensor([well], dtype=torch.float64), "min").item()
+    weights, checksum = engine.named_weights(), WeightsChecksum()
+    error: Exception | None = None
+    if ranks.rank == 0:
+        weights = checksummed(weights, checksum)
+        try:
+            send(weights)
+        except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised
+            error = failure
+    for _ in weights:  # gathering is a collective: every rank iterates to the end, also after an error
+        pass
+    may_retry = may_retry and isinstance(error, WeightSyncError)
+    outcome = torch.tensor([1.0 if error is None else 0.5 if may_retry else 0.0], dtype=torch.float64)
+    worst = ranks.all_reduce(outcome, "min").item()
     if worst == 0.0:
-        raise error or WeightSyncError(f"rank 0 could not publish version {version}: see its log")
-    return worst == 1.0
+        message = f"rank 0 could not publish version {version}: see its log"
+        raise error or WeightSyncError(message, code="weights.not_published")
+    if error is not None:
+        get_logger(__name__).warning("version %d could not be published, retrying: %s", version, error)
+    if worst < 1.0:
+        return None
+    return checksum.hexdigest() if ranks.rank == 0 else ""

@@ -1,8 +1,8 @@
-"""Owns the collective group that carries weights from trainer to servers, in the terms and errors of areal.
+"""The collective group that carries weights from the trainer to the servers, with areal's records and errors.
 
-Shared by both ends; the protocol is `areal.server_side.areal_transfer`'s, which foreign servers speak too. The group
-lives outside torch's default process group: the trainer has one of its own, a server has none. Every wait here ends by
-itself: after `timeout_s`, or when the caller's `give_up` says so.
+Both ends use it. The protocol is that of `areal.server_side.areal_transfer`, which SGLang and vLLM servers use too. The
+group is separate from torch's default process group. Every wait ends after `timeout_s`, or when the caller's `give_up`
+returns true.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal.server_side.areal_transfer import group, layout
 
 
 def bucket_bytes(specs: list[WeightSpec]) -> int:
-    """Size of the flat bucket that holds these weights. RequestError when it cannot be viewed in place."""
+    """Size of the flat bucket that holds these weights. Raises RequestError when it cannot be viewed in place."""
     with _as_ours():
         return layout.bucket_bytes([spec.dtype for spec in specs], [spec.shape for spec in specs])
 
@@ -32,7 +32,7 @@ def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> dict[str, Tensor]:
 
 
 def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind: str | None = None) -> TCPStore:
-    """See `areal_transfer.group.open_store`. WeightSyncError when a client finds no master."""
+    """See `areal_transfer.group.open_store`. Raises WeightSyncError when a client finds no master."""
     with _as_ours():
         return group.open_store(host, port, is_master=is_master, timeout_s=timeout_s, bind=bind)
 
@@ -51,9 +51,9 @@ class UpdateGroup:
         timeout_s: float,
         join_timeout_s: float | None = None,
     ) -> None:
-        """Meet the other ranks; blocks until all are there or `join_timeout_s` (else `timeout_s`) is over.
+        """Form the group; blocks until all ranks have joined, at most `join_timeout_s` (else `timeout_s`).
 
-        `timeout_s` limits each broadcast. WeightSyncError when somebody does not come in time.
+        `timeout_s` limits each broadcast. Raises WeightSyncError when a rank does not join in time.
         """
         self.group_name = group_name
         self.world_size = world_size
@@ -66,12 +66,12 @@ class UpdateGroup:
             )
 
     def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:
-        """Send (rank 0) or receive `buffer`. WeightSyncError after the time-out or once `give_up()` is true."""
+        """Send (rank 0) or receive `buffer`. Raises WeightSyncError after the time-out or once `give_up()` is true."""
         with _as_ours():
             group.broadcast(self._group, buffer, self._timeout_s, give_up)
 
     def close(self) -> None:
-        """Leave at once, without waiting for anybody; a pending broadcast of another rank fails. May be repeated."""
+        """Leave without waiting; a pending broadcast of another rank fails. May be repeated."""
         group.leave(self._group)
 
 
@@ -80,6 +80,6 @@ def _as_ours() -> Iterator[None]:
     try:
         yield
     except group.TransferError as error:
-        raise WeightSyncError(str(error)) from error
+        raise WeightSyncError(str(error), code="weights.transfer_failed") from error
     except ValueError as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), code="weights.invalid_bucket") from error

@@ -1,4 +1,4 @@
-"""Owns safetensors checkpoints as files: writing weights one by one in bounded memory, reading them by name."""
+"""Safetensors checkpoints as files: writing weights one by one in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal.api.errors import InputError
-from areal.system.checkpoint_files import INDEX, weight_files
+from areal.system.checkpoint_files import INDEX
 
 MAX_FILE_BYTES = 4 * 2**30
-"""Largest weight file, and so what the writer holds in memory at a time."""
+"""Largest weight file, which the writer holds in memory."""
 _BLOCK_BYTES = 2**20
 _TYPE_NAMES = {
     torch.float64: "F64",
@@ -31,12 +29,12 @@ _TYPE_NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Write one safetensors file through to the disk; returns its CRC-32.
+    """Write and fsync one safetensors file; returns its CRC-32.
 
-    The checksum is of what was in memory, so it also tells about what went wrong on the way to the file. Tensors come
-    to the CPU one by one.
+    The checksum is computed from memory, so it also detects errors between memory and file. Tensors are copied to the
+    CPU one by one.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers want them aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers need alignment
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
@@ -64,7 +62,7 @@ def _contents(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write `weights` as model.safetensors, or as numbered files with an index when one would get too large."""
+    """Write `weights` as model.safetensors, or as numbered files with an index when one file would be too large."""
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     num_bytes = total_bytes = 0
@@ -82,7 +80,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
             seen.clear()
             num_bytes = 0
         if value.data_ptr() in seen:
-            value = value.clone()  # safetensors refuses two names for one memory
+            value = value.clone()  # safetensors refuses two names for the same memory
         seen.add(value.data_ptr())
         pending[name] = value
         num_bytes += value.nbytes
@@ -97,17 +95,6 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_file_
         _part(folder, index).rename(folder / file)
         places |= dict.fromkeys(names, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": places}, indent=2))
-
-
-def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint folder one by one. InputError when its files cannot be read."""
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
-                    yield name, file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"weight file {path} cannot be read: {error}") from error
 
 
 def _part(folder: Path, index: int) -> Path:

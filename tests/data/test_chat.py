@@ -1,7 +1,5 @@
-import pytest
-
-from areal.api.errors import InputError
 from areal.data.chat import encode_prompt, tokens_between_turns
+from tests.expect import raises_code
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -21,7 +19,7 @@ def test_a_tokenizer_without_template_is_refused(tokenizer_folder, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     plain = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
-    with pytest.raises(InputError, match="need a tokenizer with a chat template"):
+    with raises_code("data.chat_template"):
         encode_prompt({"messages": CHAT}, plain)
 
 
@@ -36,5 +34,5 @@ def test_a_template_that_hides_answers_is_refused(tokenizer_folder):
 
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(InputError, match="cannot carry more turns"):
+    with raises_code("data.chat_template"):
         tokens_between_turns(tokenizer, "again")

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from areal.api.data import BatchShare
-from areal.api.errors import InputError
 from areal.data.pack import rows_to_train_batch, to_train_batch
+from tests.expect import raises_code
 
 
 def share() -> BatchShare:
@@ -87,13 +86,13 @@ def test_rows_pack_for_supervised_training():
 
 
 def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(InputError, match="baselines of a batch has 1 entries for 2 sequences"):
+    with raises_code("data.inconsistent_batch", "baselines", 1, 2):
         to_train_batch(replace(share(), baselines=share().baselines[:1]))
-    with pytest.raises(InputError, match="add up to 7, but it has 6"):
+    with raises_code("data.inconsistent_batch", 7, 6):
         to_train_batch(replace(share(), token_ids=share().token_ids[:6]))
-    with pytest.raises(InputError, match="rewards of a batch has 1 entries for 2"):
+    with raises_code("data.inconsistent_batch", "rewards", 1, 2):
         to_train_batch(replace(share(), rewards=share().rewards[:1]))
-    with pytest.raises(InputError, match="sequence 1 of a batch has no tokens"):
+    with raises_code("data.inconsistent_batch", "sequence 1"):
         to_train_batch(replace(share(), lengths=np.array([7, 0], np.int32)))
-    with pytest.raises(InputError, match="row 0 has 2 token ids and 1"):
+    with raises_code("data.inconsistent_batch", "row 0", 2, 1):
         rows_to_train_batch([[1, 2]], [[1]])

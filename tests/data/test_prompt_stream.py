@@ -1,7 +1,5 @@
-import pytest
-
-from areal.api.errors import ConfigError
 from areal.data.prompt_stream import PromptStream
+from tests.expect import raises_code
 
 
 def stream(num_rows=10, **options):
@@ -45,5 +43,5 @@ def test_without_shuffle_rows_come_in_order():
 
 
 def test_too_few_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"batch_size=4 is more than its 3 usable rows"):
+    with raises_code("data.too_few_rows", "batch_size=4", 3):
         stream(3)

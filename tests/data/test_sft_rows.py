@@ -5,10 +5,10 @@ import json
 import pytest
 
 from areal.api.config import DatasetConfig
-from areal.api.errors import InputError
 from areal.data.chat import tokens_between_turns
 from areal.data.dataset import load_sft_rows
-from areal.data.sft import encode_sft_row
+from areal.data.sft_rows import encode_sft_row
+from tests.expect import raises_code
 
 TURNS = [
     {"role": "system", "content": "s"},
@@ -96,7 +96,7 @@ def test_the_tokens_between_answers_are_those_of_a_rollout(tokenizer):
 
 def test_answers_without_text_are_refused(tokenizer):
     calls = {"role": "assistant", "content": None}
-    with pytest.raises(InputError, match="a message of the assistant has no text"):
+    with raises_code("data.invalid_column"):
         encode_sft_row({"messages": [TURNS[1], calls, *TURNS[3:]]}, tokenizer, train_on="assistant")
 
 
@@ -129,12 +129,12 @@ def test_long_rows_may_be_cut(tokenizer, rows, limit, truncation, text, answer):
 
 def test_long_rows_may_be_dropped_or_refused(tokenizer, rows):
     assert [len(load(rows, tokenizer, max_length=limit)) for limit in (12, 11)] == [2, 1]
-    with pytest.raises(InputError, match=r"rows\.jsonl, row 1 has 12 tokens, more than max_length=11"):
+    with raises_code("data.too_long", "rows.jsonl, row 1", 12, "max_length=11"):
         load(rows, tokenizer, max_length=11, truncation="error")
 
 
 def test_a_cut_that_leaves_nothing_to_learn_leaves_the_row_out(tokenizer, rows):
     """The first token of a row is never predicted, so a row of one token teaches nothing."""
     assert len(load(rows, tokenizer, max_length=7, truncation="right")) == 1
-    with pytest.raises(InputError, match="has no rows"):
+    with raises_code("data.no_rows"):
         load(rows, tokenizer, max_length=1, truncation="left")

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from areal.api.batch import LossOutput
 from areal.api.config import FSDPEngineConfig, FSDPWrapPolicy, MicroBatchSpec, OptimizerConfig
-from areal.api.errors import ConfigError, InputError
 from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
+from tests.expect import raises_code
 
 
 def one_by_one(path: Path, batch, temperature: float = 1.0):
@@ -182,7 +182,7 @@ def test_recovery_continues_bitwise(cases, models, tmp_path):
     engine.save(tmp_path / "state", with_optimizer=True)
     last = cases.train(engine, batch, steps=2)
     other = cases.make_engine(models / "qwen3", init_from_scratch=True, seed=3, **options)
-    other.load(tmp_path / "state", with_optimizer=True)
+    other.load(tmp_path / "state")
     assert cases.train(other, batch, steps=2) == last
     unbroken = cases.weights_of(engine)
     assert all(torch.equal(value, unbroken[name]) for name, value in cases.weights_of(other).items())
@@ -192,8 +192,8 @@ def test_recovery_state_of_another_model_is_refused(cases, models, tmp_path):
     engine = cases.make_engine(models / "qwen3", optimizer=cases.ADAM)
     cases.train(engine, cases.make_batch())
     engine.save(tmp_path / "state", with_optimizer=True)
-    with pytest.raises(InputError, match=r"lacks|has shape"):
-        cases.make_engine(models / "qwen2", optimizer=cases.ADAM).load(tmp_path / "state", with_optimizer=True)
+    with raises_code("model.weights_do_not_fit"):
+        cases.make_engine(models / "qwen2", optimizer=cases.ADAM).load(tmp_path / "state")
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(cases, models):
@@ -274,10 +274,10 @@ def test_an_empty_batch_gives_empty_outputs(cases, models):
 
 def test_what_cannot_fit_is_refused(cases, models):
     engine = cases.make_engine(models / "qwen3", mb_spec=MicroBatchSpec(max_tokens_per_mb=13))
-    with pytest.raises(InputError, match=r"14 tokens does not fit into mb_spec\.max_tokens_per_mb=13"):
+    with raises_code("data.too_long", "14 tokens", "mb_spec.max_tokens_per_mb=13"):
         engine.forward(cases.make_batch())
     engine = cases.make_engine(models / "qwen3", mb_spec=MicroBatchSpec(granularity=2))
-    with pytest.raises(ConfigError, match=r"mb_spec\.granularity=2"):
+    with raises_code("data.uneven_units", "mb_spec.granularity=2"):
         engine.forward(cases.make_batch())
     with pytest.raises(ValueError, match="denominator"):
         engine.forward_backward(cases.make_batch(), cases.policy_loss, denominator=0.0)
@@ -287,7 +287,7 @@ def test_wrap_policy_is_checked(cases, models):
     fsdp = FSDPEngineConfig(
         wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3Layer"]), offload_params=True
     )
-    with pytest.raises(ConfigError, match=r"Qwen3Layer.*Qwen3DecoderLayer"):
+    with raises_code("model.unknown_layer_class", "Qwen3Layer", "Qwen3DecoderLayer"):
         cases.make_engine(models / "qwen3", fsdp=fsdp)
     fsdp = FSDPEngineConfig(wrap_policy=FSDPWrapPolicy(transformer_layer_cls_to_wrap=["Qwen3MLP"]), offload_params=True)
     batch = cases.make_batch()
@@ -295,17 +295,9 @@ def test_wrap_policy_is_checked(cases, models):
     assert_same(found, cases.gradients(cases.make_engine(models / "qwen3"), batch), 1e-7)
 
 
-def test_offload_is_harmless_on_the_cpu(cases, models):
-    batch, engine = cases.make_batch(), cases.make_engine(models / "qwen3")
-    before = engine.forward(batch).logprobs
-    engine.offload()
-    engine.onload()
-    assert torch.equal(engine.forward(batch).logprobs, before)
-
-
 @pytest.mark.parametrize("bad", [-1, 23, 99999])
 def test_a_token_that_the_model_does_not_have_is_told_and_not_looked_up(cases, models, bad):
     engine = cases.make_engine(models / "qwen2")
     batch = rows_to_train_batch([[1, 2, bad]], [[0, 1, 1]])
-    with pytest.raises(InputError, match=f"token id {bad}, the model's vocabulary has 23"):
+    with raises_code("data.token_id", f"token id {bad},", 23):
         engine.forward(batch)

@@ -19,7 +19,7 @@ def folder(cases, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("loss_ranks")
     cases.write_models(folder / "models")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
     script = str(Path(__file__).with_name("loss_cases.py"))
     ranks = [
         context.Process(target=runpy.run_path, args=(script, {"RANK": rank, "FOLDER": str(folder)}, "areal_loss_ranks"))

@@ -26,6 +26,7 @@ from areal.system.network import bind_socket, http_address
 from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
+from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit, until
 
 PROMPT = [5, 9, 11, 30]
@@ -148,9 +149,6 @@ class FakeTrainEngine:
             for name, value in self.model.named_parameters()
         ]
 
-    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        return values
-
 
 class FleetControl:
     """A trainer's line to the fleet without the controller between."""
@@ -220,9 +218,9 @@ async def test_disk_and_collective_bring_the_same_weights(native: NativeKit, tmp
     fleet = await native.fleet(2, schedule_policy="round_robin")
     control = FleetControl(fleet)
     engine = FakeTrainEngine(make_model(1))
-    disk = DiskChannel(engine, control, RunPaths(tmp_path), is_rank0=True)  # type: ignore[arg-type]
+    disk = DiskChannel(engine, FakeRanks(), control, RunPaths(tmp_path))  # type: ignore[arg-type]
     collective = CollectiveChannel(  # type: ignore[arg-type]
-        engine, control, bucket_bytes=4096, backend="gloo", is_rank0=True, timeout_s=200
+        engine, FakeRanks(), control, bucket_bytes=4096, backend="gloo", timeout_s=200
     )
     await asyncio.to_thread(disk.publish, 1)
     over_disk = await check_scores(fleet, engine.model, 1)
@@ -252,9 +250,9 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
     old, new = make_model(0), make_model(1)
     channel = DiskChannel(
         FakeTrainEngine(new),  # type: ignore[arg-type]
+        FakeRanks(),
         FleetControl(fleet),
         RunPaths(tmp_path),
-        is_rank0=True,
     )
     (server,) = native.servers
     server.hold(40, while_true=lambda: server.engine.version == "0")

@@ -26,6 +26,7 @@ from areal.fleet.server_client import ServerClient
 from areal.system.run_paths import RunPaths
 from areal.weights.collective import SETTLE_S, CollectiveChannel
 from areal.weights.disk import DiskChannel
+from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit
 from tests.fleet.test_fleet_native import FakeTrainEngine, FleetControl, a_request, make_model
 
@@ -220,9 +221,9 @@ async def test_a_server_struck_in_a_publication_holds_nobody_up_and_never_serves
     engine, control = FakeTrainEngine(big_model(1)), FleetControl(fleet)
     channel: DiskChannel | CollectiveChannel
     if kind == "disk":
-        channel = DiskChannel(engine, control, RunPaths(tmp_path), is_rank0=True)  # type: ignore[arg-type]
+        channel = DiskChannel(engine, FakeRanks(), control, RunPaths(tmp_path))  # type: ignore[arg-type]
     else:
-        channel = CollectiveChannel(engine, control, bucket_bytes=2**20, backend="gloo", is_rank0=True)  # type: ignore[arg-type]
+        channel = CollectiveChannel(engine, FakeRanks(), control, bucket_bytes=2**20, backend="gloo")  # type: ignore[arg-type]
     servers.signal = number
     servers.strike = lambda called, num: called == path and num == count
     running = asyncio.create_task(fleet.agenerate(a_request("r", 300)))

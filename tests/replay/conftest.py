@@ -21,18 +21,17 @@ from areal.ledger.payload import encode_episode
 from areal.observe.phase import PhaseClock
 from areal.observe.trackers import JsonlTracker
 from areal.replay import __main__ as command
-from areal.replay.rank import replay_on
+from areal.replay.rank import NoServers, replay_on
 from areal.rollout.batching import build_shares
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.ppo_loop import PPOLoop
+from areal.trainer.process_setup import prepare_process
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.rank import prepare_process
 from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import build_roles
-from areal.trainer.saver import Saver
-from areal.trainer.weights import ChecksummedWeights, WeightPublisher, checksum_of
+from areal.weights.checksum import checksum_of
 
 STEPS, BATCH, ROWS, VOCABULARY = 4, 2, 8, 11
 CONFIG = """
@@ -85,11 +84,11 @@ def write_model(folder: Path, seed: int) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def write_judge(folder: Path) -> None:
-    """The model in `folder`/model with a head that scores, in `folder`/judge."""
+def write_reward_model(folder: Path) -> None:
+    """The model in `folder`/model with a head that scores, in `folder`/reward_model."""
     torch.manual_seed(2)
-    judge = Qwen2ForSequenceClassification.from_pretrained(folder / "model", num_labels=1, pad_token_id=0)
-    judge.save_pretrained(folder / "judge")
+    model = Qwen2ForSequenceClassification.from_pretrained(folder / "model", num_labels=1, pad_token_id=0)
+    model.save_pretrained(folder / "reward_model")
 
 
 class FakeController:
@@ -153,25 +152,11 @@ class FakeController:
         self._do(self._ledger.close())
 
 
-class NobodyListens:
-    """A weight channel."""
-
-    def __init__(self, weights) -> None:
-        self._weights = weights
-
-    def publish(self, version):
-        for _ in self._weights.named_weights():
-            pass
-
-    def close(self):
-        return None
-
-
 def train(folder: Path, text: str) -> Run:
     """The live run: everything real but the controller and the servers."""
     write_model(folder / "model", seed=1)
-    if "FOLDER/judge" in text:
-        write_judge(folder)
+    if "FOLDER/reward_model" in text:
+        write_reward_model(folder)
     (folder / "given.yaml").write_text(text.replace("FOLDER", str(folder)))
     config = load_config(["--config", str(folder / "given.yaml")], GRPOConfig)
     paths = RunPaths(folder / "run")
@@ -185,17 +170,17 @@ def train(folder: Path, text: str) -> Run:
     mesh = TrainerMesh.open(context)
     length = TrainingLength.of(config, num_rows=ROWS, samples_per_row=2)
     roles = build_roles(config, mesh, length)
-    initial = {role: checksum_of(engine, is_rank0=True) for role, engine in roles.engines.items()}
+    initial = {role: checksum_of(engine, mesh) for role, engine in roles.engines.items()}
     paths.initial_weights.write_text(json.dumps(initial))
-    recover = RecoverStore(paths.recover, config.recover, roles.recovered)
+    recover = RecoverStore(paths.recover, config.recover, roles.recovered, mesh)
     recover.start_from(after_failure=False)
-    weights = ChecksummedWeights(roles.trained["actor"], is_rank0=True)
     with asyncio.Runner() as runner:
         controller = FakeController(paths.ledger, runner)
         after_step = AfterStep(
             config,
             roles.trained,
-            saver=Saver(paths.checkpoints, roles.trained, keep_last=1, is_rank0=True),
+            mesh,
+            checkpoints=paths.checkpoints,
             recover=recover,
             trackers=[JsonlTracker(paths.metrics)],
             hooks=StepHooks(
@@ -204,16 +189,15 @@ def train(folder: Path, text: str) -> Run:
                 committed=lambda step, path: None,
                 actor_state=roles.actor.state,
             ),
-            is_rank0=True,
         )
         PPOLoop(
             roles=roles,
             batches=controller,
-            weights=WeightPublisher(NobodyListens(weights), weights),
+            channel=NoServers(roles.trained["actor"], mesh),
+            ranks=mesh,
             after_step=after_step,
             progress=Progress(length),
             clock=PhaseClock(),
-            is_rank0=True,
         ).run()
         after_step.close()
         controller.close()
@@ -280,7 +264,7 @@ def recorded_with_roles(tmp_path_factory) -> Run:
     """A run with a teacher and a reward model."""
     roles = """
 teacher: {path: FOLDER/model, init_from_scratch: true, dtype: float32, advantage_coef: 0.5, loss_coef: 0.1}
-reward_model: {path: FOLDER/judge, dtype: float32, weight: 0.5}
+reward_model: {path: FOLDER/reward_model, dtype: float32, weight: 0.5}
 reward_fn: none
 """
     return train(tmp_path_factory.mktemp("recorded_with_roles"), CONFIG + roles)

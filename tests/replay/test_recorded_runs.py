@@ -126,7 +126,7 @@ def test_a_replay_equals_its_run(folder, ranks, with_all):
 
     status, told = replay(run, "--until", "2", "actor.optimizer.lr=1e-3")
     assert status == 0, told
-    assert told.splitlines()[-1] == "weights: other ones from step 1 on"
+    assert told.splitlines()[-1] == "weights: different from step 1 on"
 
     text = (run / "config.yaml").read_text()
     changed = run_of(folder, f"{name}_changed")

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ArealError, ConfigError, InputError, LaunchError, LedgerError
+from areal.api.errors import ArealError, ConfigError, LedgerError
 from areal.ledger.event_files import LedgerReader, events_path, payload_path
 from areal.replay import __main__ as command
 from areal.replay.overrides import check_overrides
 from areal.replay.recorded import read_metrics
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 STEPS = 4
 
@@ -122,7 +123,7 @@ def test_another_learning_rate_as_an_override_is_a_comparison_on_the_same_data(r
     assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
     first_live, first_own = rows[0][1].split()
     assert first_live != first_own or rows[0][2].split()[0] != rows[0][2].split()[1]
-    assert lines[-1] == "weights: other ones from step 1 on"
+    assert lines[-1] == "weights: different from step 1 on"
     live, own = read_metrics(run.metrics), read_metrics(run.replays / "lr" / "metrics.jsonl")
     assert own[1]["batch/reward"] == live[1]["batch/reward"], "the data are the same"
     assert own[1]["actor/lr"] != live[1]["actor/lr"]
@@ -141,10 +142,10 @@ def test_other_initial_weights_are_noticed(run, recorded, tmp_path):
     data[-3] ^= 1
     weights.write_bytes(data)
     run.config.write_text(run.config.read_text().replace(f"path: {recorded.folder.parent}/model", f"path: {other}"))
-    with pytest.raises(InputError, match="the weights that the run began with are gone: actor"):
+    with raises_code("replay.other_weights", "actor"):
         replay(run)
     shutil.rmtree(other)
-    with pytest.raises(InputError, match="neither a folder here"):
+    with raises_code("model.not_found"):
         replay(run)
 
 
@@ -160,7 +161,7 @@ def test_a_replay_ends_where_it_is_told_to(run, capsys):
     assert "equal: 2 steps" in capsys.readouterr().out
     assert (run.replays / "two" / "export" / "actor" / "model.safetensors").is_file()
     for until in ("0", "5"):
-        with pytest.raises(InputError, match="name a step from 1 to 4"):
+        with raises_code("replay.no_such_step", "1 to 4"):
             replay(run, "--until", until)
 
 
@@ -169,7 +170,7 @@ def test_a_replay_goes_on_from_a_recovery_checkpoint(run, capsys):
     run.initial_weights.write_text('{"actor": "of something else"}')
     assert replay(run, "--from-checkpoint", "2") == 0
     assert "equal: 2 steps" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"--from-checkpoint 3: no such recovery checkpoint; there are: step-000002"):
+    with raises_code("replay.no_such_step", "--from-checkpoint 3", "step-000002"):
         replay(run, "--from-checkpoint", "3")
 
 
@@ -191,14 +192,14 @@ def test_a_run_that_still_goes_on_is_replayed_as_far_as_it_is_on_disk(run, capsy
 
 def test_the_name_of_a_replay_is_taken_once(run):
     assert replay(run, "--until", "1", "--name", "mine") == 0
-    with pytest.raises(LaunchError, match="choose another --name"):
+    with raises_code("replay.folder", "mine"):
         replay(run, "--until", "1", "--name", "mine")
 
 
 @pytest.mark.parametrize("name", ["", "..", "../mine", "a/b", "/tmp/mine"])
 def test_a_replay_writes_into_its_own_folder_only(run, name):
     before = set(run.root.parent.rglob("*"))  # earlier tests of the recorded run left replays in the copy
-    with pytest.raises(InputError, match="name one folder"):
+    with raises_code("replay.folder"):
         replay(run, "--until", "1", "--name", name)
     assert set(run.root.parent.rglob("*")) == before
 
@@ -215,19 +216,19 @@ def test_an_interrupted_replay_says_so(run, monkeypatch, capsys):
 
 def test_a_checkpoint_with_no_step_after_it_is_refused_as_such(run):
     (run.recover / "step-000004").mkdir(parents=True, exist_ok=True)
-    with pytest.raises(InputError, match=r"--from-checkpoint 4: the run trained 4 steps"):
+    with raises_code("replay.no_such_step", "--from-checkpoint 4"):
         replay(run, "--from-checkpoint", "4")
 
 
 def test_what_cannot_be_replayed_says_why(run, tmp_path):
-    with pytest.raises(InputError, match="holds no ledger"):
+    with raises_code("replay.no_run", tmp_path):
         replay(tmp_path)
     plan = run.plan.read_text()
     run.plan.unlink()
-    with pytest.raises(InputError, match="does not tell the ranks"):
+    with raises_code("replay.damaged_run", run.plan):
         replay(run)
     run.plan.write_text(json.dumps({"processes": []}))
-    with pytest.raises(InputError, match="does not name all trainer ranks"):
+    with raises_code("replay.damaged_run", run.plan):
         replay(run)
     run.plan.write_text(plan)
     run.config.unlink()
@@ -235,7 +236,7 @@ def test_what_cannot_be_replayed_says_why(run, tmp_path):
         replay(run)
     shutil.rmtree(run.ledger)
     run.ledger.mkdir()
-    with pytest.raises(InputError, match="no step was trained yet"):
+    with raises_code("replay.no_run"):
         replay(run)
 
 
@@ -254,7 +255,7 @@ def test_what_cannot_be_replayed_says_why(run, tmp_path):
     ],
 )
 def test_options_that_cannot_matter_or_need_other_data_are_refused(word, reason):
-    with pytest.raises(ConfigError, match=reason):
+    with raises_code("replay.override", word.partition("=")[0], reason):
         check_overrides(["actor.eps_clip=0.3", word])
 
 

@@ -41,4 +41,4 @@ def test_another_number_of_epochs_is_another_path(run, capsys):
     assert replay(run, "actor.ppo_epochs=3", "critic.warmup_steps=0", "--until", "2") == 0
     own = read_metrics(run.replays / "mine" / "metrics.jsonl")
     assert own[1]["actor/update_skipped"] == 0
-    assert "weights: other ones from step 1 on" in capsys.readouterr().out
+    assert "weights: different from step 1 on" in capsys.readouterr().out

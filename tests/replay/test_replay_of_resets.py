@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from areal.api.errors import InputError
 from areal.replay import __main__ as command
 from areal.replay.recorded import read_metrics
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 pytestmark = pytest.mark.usefixtures("ranks_in_process")
 
@@ -50,11 +50,11 @@ def test_a_replay_from_the_middle_without_the_reset_reference_would_differ(run, 
     assert replay(run, "ref_reset_steps=3", "--until", "3") == 0
     own = rows_of(run)[1]
     assert own[3]["batch/ref_kl"] > 1e-6 > live[3]["batch/ref_kl"]
-    assert "weights: other ones from step 3 on" in capsys.readouterr().out
+    assert "weights: different from step 3 on" in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_the_reference_does_not_fit_a_run_that_resets_it(recorded_with_all, tmp_path):
     shutil.copytree(recorded_with_all.folder, tmp_path / "run")
     run = RunPaths(tmp_path / "run")
-    with pytest.raises(InputError, match=r"its models is \['actor', 'critic'\], not \['actor', 'critic', 'ref'\]"):
+    with raises_code("checkpoint.other_run", "['actor', 'critic'], not ['actor', 'critic', 'ref']"):
         replay(run, "ref_reset_steps=1", "--from-checkpoint", "2")

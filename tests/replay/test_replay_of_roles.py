@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from areal.api.errors import InputError
 from areal.replay import __main__ as command
 from areal.replay.recorded import read_metrics
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 pytestmark = pytest.mark.usefixtures("ranks_in_process")
 
@@ -16,10 +16,12 @@ pytestmark = pytest.mark.usefixtures("ranks_in_process")
 def run(recorded_with_roles, tmp_path) -> RunPaths:
     """A copy of the recorded run, and of the models that it began with."""
     shutil.copytree(recorded_with_roles.folder, tmp_path / "run")
-    shutil.copytree(recorded_with_roles.folder.parent / "judge", tmp_path / "judge")
+    shutil.copytree(recorded_with_roles.folder.parent / "reward_model", tmp_path / "reward_model")
     paths = RunPaths(tmp_path / "run")
     text = paths.config.read_text()
-    paths.config.write_text(text.replace(f"path: {recorded_with_roles.folder.parent}/judge", f"path: {tmp_path}/judge"))
+    paths.config.write_text(
+        text.replace(f"path: {recorded_with_roles.folder.parent}/reward_model", f"path: {tmp_path}/reward_model")
+    )
     return paths
 
 
@@ -39,14 +41,14 @@ def test_a_replay_scores_and_imitates_alike(run, capsys, first):
 
 
 def test_another_reward_model_in_its_place_is_noticed(run):
-    weights = run.root.parent / "judge" / "model.safetensors"
+    weights = run.root.parent / "reward_model" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(InputError, match="the weights that the run began with are gone: reward_model"):
+    with raises_code("replay.other_weights", "reward_model"):
         replay(run)
 
 
 def test_another_weight_of_the_score_is_another_path(run, capsys):
     assert replay(run, "reward_model.weight=2", "--until", "1") == 0
-    assert "weights: other ones from step 1 on" in capsys.readouterr().out
+    assert "weights: different from step 1 on" in capsys.readouterr().out

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from areal.api.errors import LaunchError
 from areal.replay.runner import RankProcess, plan_ranks, run_ranks
+from tests.expect import raises_code
 
 SLEEPS = "import time; time.sleep(600)"
 
@@ -48,13 +48,13 @@ def test_it_returns_when_all_have_ended_and_looks_once_more_then(tmp_path):
 
 def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path):
     explains = "import sys, time; time.sleep(0.3); print('areal: error: the ledger is gone'); sys.exit(2)"
-    with pytest.raises(LaunchError, match=r"^the ledger is gone \(log: .*1\.log\)"):
+    with raises_code("replay.rank_failed", "the ledger is gone", "1.log"):
         run_ranks(ranks_of(tmp_path, SLEEPS, explains), lambda: None)
     assert left(tmp_path) == []
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path):
-    with pytest.raises(LaunchError, match=r"trainer-0 ended with exit code -9: it said this"):
+    with raises_code("replay.rank_failed", "trainer-0", "-9", "it said this"):
         run_ranks(
             ranks_of(tmp_path, "import os; print('it said this', flush=True); os.kill(os.getpid(), 9)", SLEEPS),
             lambda: None,

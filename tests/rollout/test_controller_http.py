@@ -60,7 +60,7 @@ async def test_a_whole_run_through_the_client(tmp_path):
 
     def train(address):
         client = RolloutClient(address)
-        client.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+        client.attach(rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         result = client.evaluate(0, "greedy")
         assert (result["reward"], result["num"], result["failed"]) == (3.0, 2.0, 0.0)
         assert client.live_replicas(1) == ["server-0"]
@@ -104,6 +104,25 @@ async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_p
                 blobs.append(await answer.read())
     assert len(set(blobs)) == 1
     assert list(decode_share(blobs[0]).group_index) != []
+
+
+async def test_ranks_of_one_data_parallel_rank_get_the_same_share(tmp_path):
+    """Two data-parallel ranks of two ranks each: every rank asks, at its own time."""
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+
+    def ask(address: str, rank: int):
+        client = RolloutClient(address)
+        client.attach(rank=rank, world_size=4, dp_rank=rank // 2, dp_size=2, step=0, version=0)
+        return client.next_batch(0)
+
+    async with running(controller) as address:
+        first, second, third = await asyncio.gather(*[asyncio.to_thread(ask, address, rank) for rank in (0, 2, 3)])
+        late = await asyncio.to_thread(ask, address, 1)
+    groups = [share.group_index.tolist() for share in (first, late, second, third)]
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+    assert first.token_ids.tolist() == late.token_ids.tolist()
+    assert second.token_ids.tolist() == third.token_ids.tolist()
+    assert not set(groups[0]) & set(groups[2])
 
 
 async def test_shares_of_all_ranks_make_the_batch(tmp_path):
@@ -185,7 +204,7 @@ async def test_a_producer_without_any_success_stops_with_its_reason(tmp_path, ou
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
     async with running(controller) as address:
         client = RolloutClient(address)
-        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         cause = {"fail": r" 50 .*ValueError: row \d+ is broken", "reject": " 400 "}[outcome]
         code = {"fail": "rollout.all_failed", "reject": "rollout.all_rejected"}[outcome]
         with pytest.raises(RequestError, match=cause) as received:
@@ -257,7 +276,7 @@ async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
     await asyncio.to_thread(registry.wait, "ready/controller", 200.0)
     assert orjson.loads(registry.get("controller") or "")["pid"] == os.getpid()
     client = RolloutClient.from_registry(registry, rollout_kit.make_config().rollout)
-    await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+    await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
     assert (await asyncio.to_thread(client.status))["running"] == 8
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(serving, 200.0)
@@ -326,7 +345,7 @@ async def test_a_trainer_is_asked_for_weights_that_only_it_has(tmp_path):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet(), total_steps=2)
     async with running(controller, poll_s=0.05) as address:
         client = RolloutClient(address)
-        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_size=1, step=0, version=0)
+        await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         with pytest.raises(WeightsNeeded, match="policy version 0"):
             await asyncio.to_thread(client.next_batch, 0)
         again = WeightUpdate(version=0, kind="collective", group_name="again", replicas=["server-0"])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.config import TrainEngineConfig
 from areal.data.pack import rows_to_train_batch
-from areal.engine.build import build_train_engine
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 
 SPECIALS = ("<pad>", "<eos>", "<unk>")
@@ -74,7 +74,7 @@ class Scorer:
 
     def __init__(self, folder: Path, temperature: float = 1.0) -> None:
         config = TrainEngineConfig(path=str(folder), dtype="float32", temperature=temperature)
-        self._engine = build_train_engine(config, role="ref", total_steps=1, mesh=TrainerMesh.open(None), seed=0)
+        self._engine = build_fsdp_engine(config, role="ref", total_steps=1, mesh=TrainerMesh.open(None), seed=0)
 
     def logprobs(self, prompt: list[int], output: list[int]) -> list[float]:
         """Of every output token, given all before it."""

@@ -24,6 +24,7 @@ from areal.system.discovery import FileNameRegistry
 from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
+from tests.fake_ranks import FakeRanks
 from tests.servers.checkpoints import Scorer, token_id
 from tests.servers.real_server import Backend, RealServer
 
@@ -51,9 +52,6 @@ class FixedTrainer:
             WeightSpec(name=name, shape=list(value.shape), dtype=str(value.dtype).removeprefix("torch."))
             for name, value in self.model.named_parameters()
         ]
-
-    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        return values
 
 
 class FleetControl:
@@ -104,16 +102,16 @@ class Kit:
 
     def disk(self, fleet: Fleet, trainer: FixedTrainer) -> DiskChannel:
         control, paths = FleetControl(fleet), RunPaths(self._folder)
-        return DiskChannel(trainer, control, paths, is_rank0=True, model_folder=self.models["old"])  # type: ignore[arg-type]
+        return DiskChannel(trainer, FakeRanks(), control, paths, model_folder=self.models["old"])  # type: ignore[arg-type]
 
     def collective(self, fleet: Fleet, trainer: FixedTrainer, *, ranks_per_replica: int = 1) -> CollectiveChannel:
         """Buckets so small that there are several."""
         made = CollectiveChannel(
             trainer,  # type: ignore[arg-type]
+            FakeRanks(),
             FleetControl(fleet),
             bucket_bytes=2**16,
             backend="gloo",
-            is_rank0=True,
             ranks_per_replica=ranks_per_replica,
             timeout_s=60.0,
         )

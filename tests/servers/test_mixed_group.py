@@ -22,6 +22,7 @@ from areal.fleet.replica import Replica
 from areal.fleet.server_client import ServerClient
 from areal.system.discovery import FileNameRegistry
 from areal.weights.collective import CollectiveChannel
+from tests.fake_ranks import FakeRanks
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
@@ -136,7 +137,7 @@ async def test_a_native_server_struck_between_buckets_holds_the_real_one_up_no_l
 ) -> None:
     fleet, trainer = mixed.fleet, FixedTrainer(build_model(2))
     channel = CollectiveChannel(
-        trainer, FleetControl(fleet), bucket_bytes=2**16, backend="gloo", is_rank0=True, timeout_s=60.0
+        trainer, FakeRanks(), FleetControl(fleet), bucket_bytes=2**16, backend="gloo", timeout_s=60.0
     )  # type: ignore[arg-type]
     await asyncio.to_thread(channel.publish, 1)
     await check(fleet, new, 1, {"server-0", STRUCK, REAL})

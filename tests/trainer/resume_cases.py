@@ -30,7 +30,7 @@ from areal.api.config.loss_assembly import AdaptiveEntropyConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
-from areal.engine.build import build_train_engine
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext
@@ -86,7 +86,7 @@ def batch_of(step: int, rank: int) -> TrainBatch:
 
 def sft(path: Path, mesh: TrainerMesh) -> Life:
     config = PPOActorConfig(path=str(path), **MODEL)
-    engine = build_train_engine(config, role="actor", total_steps=NUM_STEPS, mesh=mesh, seed=0)
+    engine = build_fsdp_engine(config, role="actor", total_steps=NUM_STEPS, mesh=mesh, seed=0)
     task = SFTTask(engine, SFTOptions())
     return Life({"model": engine}, lambda batch, step: task.update(batch))
 
@@ -97,8 +97,8 @@ def ppo(path: Path, mesh: TrainerMesh) -> Life:
     critic_config = PPOCriticConfig(path=str(path), ppo_n_minibatches=2, **MODEL)
     steps = 2 * NUM_STEPS
     engines: dict[str, TrainEngine] = {
-        "actor": build_train_engine(actor_config, role="actor", total_steps=steps, mesh=mesh, seed=0),
-        "critic": build_train_engine(critic_config, role="critic", total_steps=steps, mesh=mesh, seed=0),
+        "actor": build_fsdp_engine(actor_config, role="actor", total_steps=steps, mesh=mesh, seed=0),
+        "critic": build_fsdp_engine(critic_config, role="critic", total_steps=steps, mesh=mesh, seed=0),
     }
     actor, critic = PPOActor(engines["actor"], actor_config), Critic(engines["critic"], critic_config)
 
@@ -126,10 +126,10 @@ def kl(path: Path, mesh: TrainerMesh) -> Life:
         **MODEL,
     )
     outputs = output_spec(config)
-    policy = build_train_engine(config, role="actor", total_steps=2 * NUM_STEPS, mesh=mesh, seed=0, outputs=outputs)
+    policy = build_fsdp_engine(config, role="actor", total_steps=2 * NUM_STEPS, mesh=mesh, seed=0, outputs=outputs)
     frozen = replace(config, optimizer=None)
     ref_outputs = OutputSpec(candidates=outputs.candidates)
-    ref = build_train_engine(frozen, role="ref", total_steps=0, mesh=mesh, seed=0, outputs=ref_outputs)
+    ref = build_fsdp_engine(frozen, role="ref", total_steps=0, mesh=mesh, seed=0, outputs=ref_outputs)
     actor = PPOActor(policy, config)
     reference = Reference(ref, config, resets=ReferenceResets(policy=policy, every_steps=2, with_optimizer=True))
 
@@ -170,9 +170,9 @@ def point_of(life: Life, step: int) -> RecoverPoint:
     return RecoverPoint(step=step, cadence_s={}, elapsed_s=0.0, goal_reached={}, actor=state)
 
 
-def go_on(life: Life, recover: Path) -> int:
+def go_on(life: Life, recover: Path, mesh: TrainerMesh) -> int:
     """Bring a new life to the newest checkpoint; returns the steps done."""
-    store = RecoverStore(recover, RecoverConfig(mode="resume"), life.engines)
+    store = RecoverStore(recover, RecoverConfig(mode="resume"), life.engines, mesh)
     source = store.start_from(after_failure=True)
     assert source is not None
     point = store.load(source)
@@ -188,13 +188,13 @@ def run(kind: str, path: Path, recover: Path, mesh: TrainerMesh) -> dict[str, li
     found: dict[str, list[object]] = {"unbroken": [], "resumed": []}
     for step in range(NUM_STEPS):
         if step == CUT:
-            RecoverStore(recover, RecoverConfig(), life.engines).save(point_of(life, step))
+            RecoverStore(recover, RecoverConfig(), life.engines, mesh).save(point_of(life, step))
         facts = facts_of(life, life.train(batch_of(step, mesh.rank), step))
         if step >= CUT:
             found["unbroken"].append(facts)
     seed_everything(99)
     life = KINDS[kind](path, mesh)
-    for step in range(go_on(life, recover), NUM_STEPS):
+    for step in range(go_on(life, recover, mesh), NUM_STEPS):
         found["resumed"].append(facts_of(life, life.train(batch_of(step, mesh.rank), step)))
     return found
 
@@ -205,7 +205,7 @@ def run_until_killed(kind: str, path: Path, recover: Path) -> None:
     seed_everything(7)
     mesh = TrainerMesh.open(None)
     life = KINDS[kind](path, mesh)
-    store = RecoverStore(recover, RecoverConfig(), life.engines)
+    store = RecoverStore(recover, RecoverConfig(), life.engines, mesh)
     for step in range(NUM_STEPS):
         facts_of(life, life.train(batch_of(step, mesh.rank), step))  # its draws move the generators, as in `run`
         if step == CUT + 1:

@@ -21,8 +21,8 @@ from transformers import (
 
 from areal.api.config import DPOOptions, MicroBatchSpec, OptimizerConfig, RWOptions, SFTOptions, TrainEngineConfig
 from areal.data.preference_rows import EncodedPair
-from areal.data.sft import EncodedRow
-from areal.engine.build import build_train_engine
+from areal.data.sft_rows import EncodedRow
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.discovery import FileNameRegistry
 from areal.system.process import ProcessContext
@@ -95,7 +95,7 @@ def make_task(kind: str, folder: Path, mesh: TrainerMesh, cut: MicroBatchSpec, *
             path=str(folder / name), **{"dtype": "float32", "optimizer": optimizer, "mb_spec": cut} | model
         )
         config = config if kind == "sft" else with_whole_pairs(config)
-        return build_train_engine(config, role=role, total_steps=10, mesh=mesh, seed=0)
+        return build_fsdp_engine(config, role=role, total_steps=10, mesh=mesh, seed=0)
 
     match options:
         case SFTOptions():

@@ -17,7 +17,7 @@ from areal.api.metrics import Metric
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.progress import TrainingLength
 from areal.trainer.recover import RecoverStore
-from areal.trainer.saver import Saver
+from tests.fake_ranks import FakeRanks
 
 
 class Engine:
@@ -25,7 +25,6 @@ class Engine:
 
     def __init__(self, group, rank):
         self._group, self._rank = group, rank
-        self.dp_rank, self.dp_size = rank, group.size
 
     def all_reduce(self, values, op="sum"):
         return self._group.all_reduce(self._rank, values, op)
@@ -35,7 +34,7 @@ class Engine:
             path.mkdir(parents=True)
         self.all_reduce(torch.zeros(1))
 
-    def load(self, path: Path, *, with_optimizer):
+    def load(self, path: Path):
         return None
 
 
@@ -66,17 +65,17 @@ def make(toolbox_group, rank, folder, hooks, **sections):
         actor=PPOActorConfig(path="m"),
         **sections,
     )
-    engines = {"actor": Engine(toolbox_group, rank)}
+    engines, ranks = {"actor": Engine(toolbox_group, rank)}, FakeRanks(rank, toolbox_group)
     records = Records()
-    recover = RecoverStore(folder / "recover", config.recover, engines)
+    recover = RecoverStore(folder / "recover", config.recover, engines, ranks)
     after = AfterStep(
         config,
         engines,
-        saver=Saver(folder / "checkpoints", engines, keep_last=config.saver.keep_last, is_rank0=rank == 0),
+        ranks,
+        checkpoints=folder / "checkpoints",
         recover=recover,
         trackers=[records] if rank == 0 else [],
         hooks=hooks,
-        is_rank0=rank == 0,
     )
     return after, recover, engines, records
 

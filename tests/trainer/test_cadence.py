@@ -1,5 +1,5 @@
 from areal.api.config import Cadence
-from areal.trainer.cadence import CadenceState
+from areal.trainer.after_step import CadenceState
 from areal.trainer.progress import TrainingLength
 
 LENGTH = TrainingLength(steps_per_epoch=3, total_steps=12)
@@ -11,7 +11,7 @@ def fired_steps(cadence: Cadence, seconds_per_step: float = 1.0) -> list[int]:
     for step in range(LENGTH.total_steps):
         now_s = (step + 1) * seconds_per_step
         if state.due(LENGTH.info(step), now_s=now_s):
-            state.fired(now_s=now_s)
+            state.last_fired_s = now_s
             fired.append(step)
     return fired
 

@@ -64,8 +64,11 @@ def make(toolbox):
         def weight_specs(self):
             return [WeightSpec(name="table", shape=list(self.table.shape), dtype="float64")]
 
-        def copy_weights(self, source):
-            self.table.data.copy_(source.table.data)
+        def named_weights(self):
+            yield "table", self.table.detach()
+
+        def load_weights(self, weights):
+            self.table.data.copy_(dict(weights)["table"])
 
         def reset_optimizer(self):
             self.resets.append(self.table.detach().clone())
@@ -340,8 +343,9 @@ def test_without_resets_nothing_is_copied_and_nothing_logged(make):
 def test_a_reference_of_another_shape_cannot_be_reset(toolbox, make):
     policy, reference, _, _ = make(config(kl_ctl=0.1))
     reference.table = torch.zeros(2, 2)
-    with pytest.raises(ConfigError, match="ref_reset_steps"):
+    with pytest.raises(ConfigError, match="ref_reset_steps") as error:
         Reference(reference, config(), resets=ReferenceResets(policy=policy, every_steps=1, with_optimizer=False))
+    assert error.value.code == "model.weights_do_not_fit"
 
 
 def test_distance_metrics_by_hand(toolbox):

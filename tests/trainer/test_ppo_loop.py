@@ -18,15 +18,16 @@ from areal.api.config import (
 )
 from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.data import BatchShare
+from areal.engine.mesh import TrainerMesh
 from areal.rollout.client import WeightsNeeded
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer import ppo_loop
 from areal.trainer.actor import PPOActor
-from areal.trainer.checksum import WeightsChecksum
 from areal.trainer.progress import TrainingLength
 from areal.trainer.roles import PPORoles
-from areal.trainer.weights import ChecksummedWeights, WeightPublisher
+from areal.weights.checksum import checksum_of
+from tests.fake_ranks import FakeRanks
 
 LENGTH = TrainingLength(steps_per_epoch=4, total_steps=3)
 
@@ -56,7 +57,7 @@ class Controller:
     lost_before: list = field(default_factory=list)
     """What is answered with WeightsNeeded, once each."""
     rewards: dict = field(default_factory=dict)
-    weights: object = None
+    engine: object = None
 
     def _answer(self, question):
         if question in self.lost_before:
@@ -64,7 +65,7 @@ class Controller:
             raise WeightsNeeded("no server holds the version")
         self.told.append(question)
 
-    def attach(self, *, rank, world_size, dp_size, step, version):
+    def attach(self, *, rank, world_size, dp_rank, dp_size, step, version):
         self.told.append(("attach", step, version))
 
     def next_batch(self, step):
@@ -86,8 +87,7 @@ class Controller:
 
     def publish(self, version):
         self.told.append(("publish", version))
-        for _ in self.weights.named_weights():
-            pass
+        return checksum_of(self.engine, FakeRanks())
 
     def close(self):
         return None
@@ -97,7 +97,7 @@ class Controller:
         return [said[:2] for said in self.told if said[0] != "consumed"]
 
 
-class Mesh:
+class Mesh(FakeRanks):
     def close(self):
         return None
 
@@ -114,12 +114,9 @@ def start(toolbox, monkeypatch, tmp_path):
             path.mkdir(parents=True)
             np.save(path / "table.npy", self.table.detach().numpy())
 
-        def load(self, path, *, with_optimizer):
+        def load(self, path):
             with torch.no_grad():
                 self.table.copy_(torch.from_numpy(np.load(path / "table.npy")))
-
-        def close(self):
-            return None
 
     def run(controller, *, run_id=0, recover=False, length=LENGTH, has_valid=False, **options):
         engine = Engine()
@@ -128,17 +125,16 @@ def start(toolbox, monkeypatch, tmp_path):
             actor=PPOActor(engine, config.actor),
             reference=None,
             critic=None,
-            judge=None,
+            reward_model=None,
             teacher=None,
             trained={"actor": engine},
             frozen={},
         )
-        controller.weights = ChecksummedWeights(engine, is_rank0=True)
-        publisher = WeightPublisher(controller, controller.weights)
+        controller.engine = engine
         monkeypatch.setattr(ppo_loop, "build_roles", lambda *_: roles)
-        monkeypatch.setattr(ppo_loop, "build_weight_publisher", lambda *_, **__: publisher)
+        monkeypatch.setattr(ppo_loop, "build_weight_channel", lambda *_: controller)
         monkeypatch.setattr(ppo_loop.RolloutClient, "from_registry", lambda *_: controller)
-        monkeypatch.setattr(ppo_loop.TrainerMesh, "open", lambda *_: Mesh())
+        monkeypatch.setattr(TrainerMesh, "open", lambda *_, **__: Mesh())
         context = ProcessContext(
             role="trainer",
             index=0,
@@ -161,6 +157,7 @@ def config_of(folder, *, evaluator=None, recover=None, **actor):
     options = {"path": "table", "kl_ctl": 0.0, "ppo_n_minibatches": 1, "optimizer": OptimizerConfig()} | actor
     return GRPOConfig(
         experiment_name="test",
+        allocation_mode="native:d1+fsdp:d1",
         trial_name="run",
         cluster=ClusterSpecConfig(fileroot=str(folder)),
         train_dataset=TrainDatasetConfig(path="none", batch_size=2),
@@ -179,14 +176,7 @@ def test_a_fresh_rank_attaches_to_servers_that_loaded_what_it_did(start, tmp_pat
     engine = start(controller, length=TrainingLength(steps_per_epoch=4, total_steps=1))
     assert controller.names == [("attach", 0), *steps(0), ("committed", 1), ("finish",)]
     recorded = json.loads(RunPaths(tmp_path / "test" / "run").initial_weights.read_text())
-    assert recorded == {"actor": checksum_of(type(engine)())}
-
-
-def checksum_of(engine):
-    found = WeightsChecksum()
-    for name, weight in engine.named_weights():
-        found.add(name, weight)
-    return found.hexdigest()
+    assert recorded == {"actor": checksum_of(type(engine)(), FakeRanks())}
 
 
 def test_each_step_is_reported_with_the_checksum_of_its_weights(start):
@@ -195,7 +185,7 @@ def test_each_step_is_reported_with_the_checksum_of_its_weights(start):
     checksums = [said[2] for said in controller.told if said[0] == "consumed"]
     assert [said[1] for said in controller.told if said[0] == "consumed"] == [0, 1, 2]
     assert len(set(checksums)) == 3
-    assert checksums[-1] == checksum_of(engine)
+    assert checksums[-1] == checksum_of(engine, FakeRanks())
 
 
 @pytest.mark.parametrize("options", [{"run_id": 1}, {"init_from_scratch": True}])

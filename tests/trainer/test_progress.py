@@ -1,8 +1,8 @@
 import pytest
 
 from areal.api.config import GRPOConfig, PPOActorConfig, TrainDatasetConfig
-from areal.api.errors import ConfigError
 from areal.trainer.progress import Progress, TrainingLength
+from tests.expect import raises_code
 
 
 def config(batch_size: int = 4, *, drop_last: bool = True, **limits: int) -> GRPOConfig:
@@ -51,7 +51,7 @@ def test_the_smallest_limit_wins():
 
 
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match=r"batch_size=4 is more than the 3 usable rows"):
+    with raises_code("data.too_few_rows", "batch_size=4", 3):
         TrainingLength.of(config(), num_rows=3)
 
 

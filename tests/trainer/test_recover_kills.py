@@ -14,13 +14,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal.api.config import OptimizerConfig, RecoverConfig, TrainEngineConfig
-from areal.api.errors import InputError
-from areal.engine.build import build_train_engine
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import damage_of
+from areal.trainer.after_step import Saver
 from areal.trainer.progress import TrainingLength
 from areal.trainer.recover import RecoverPoint, RecoverStore
-from areal.trainer.saver import Saver
+from tests.expect import raises_code
+from tests.fake_ranks import FakeRanks
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 """What the interpreter reports before it asks the operating system (`sys.addaudithook`), besides files
@@ -88,7 +89,7 @@ def engine(tmp_path_factory):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(folder)
     config = TrainEngineConfig(path=str(folder), dtype="float32", optimizer=OptimizerConfig())
-    return build_train_engine(config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
+    return build_fsdp_engine(config, role="actor", total_steps=9, mesh=TrainerMesh.open(None), seed=0)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def no_fsync(monkeypatch):
 
 
 def store_of(folder: Path, engine) -> RecoverStore:
-    return RecoverStore(folder, RecoverConfig(mode="auto", freq_steps=1), {"actor": engine})
+    return RecoverStore(folder, RecoverConfig(mode="auto", freq_steps=1), {"actor": engine}, FakeRanks())
 
 
 def point(step: int) -> RecoverPoint:
@@ -145,21 +146,21 @@ def test_an_export_killed_at_any_moment_shows_no_half_folder(killer, engine, tmp
     """The export of step 2 is made a second time, as after a recovery, and pushes out that of step 1."""
     before, folder = tmp_path / "before", tmp_path / "checkpoints"
     for step in (0, 1):
-        Saver(before, {"actor": engine}, keep_last=2, is_rank0=True).save(LENGTH.info(step))
+        Saver(before, {"actor": engine}, FakeRanks(), keep_last=2).save(step + 1)
 
     def prepare():
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(before, folder)
-        saver = Saver(folder, {"actor": engine}, keep_last=1, is_rank0=True)
-        return lambda: saver.save(LENGTH.info(1))
+        saver = Saver(folder, {"actor": engine}, FakeRanks(), keep_last=1)
+        return lambda: saver.save(2)
 
     for _ in killer.kill_at_each_operation(prepare):
         shown = [path for path in (folder / "actor").iterdir() if path.name.startswith("step-")]
         assert not any(damage_of(path) for path in shown)
-        again = Saver(folder, {"actor": engine}, keep_last=1, is_rank0=True)
+        again = Saver(folder, {"actor": engine}, FakeRanks(), keep_last=1)
         assert "step-000002" in names(folder / "actor")  # one killed between its two renames comes back
         assert all(name.startswith("step-") for name in names(folder / "actor"))
-        again.save(LENGTH.info(1))
+        again.save(2)
         assert names(folder / "actor") == ["step-000002"]
 
 
@@ -180,15 +181,14 @@ def test_a_full_disk_ends_a_save_in_one_line_and_leaves_the_earlier_checkpoints(
     for step in (1, 2):
         store.save(point(step))
     free = shutil.disk_usage(small_disk).free
-    failed = r"after step 3 failed: .*No space left.*; kept: step-000001, step-000002; mend the cause"
     for room in range(0, 40, 8):  # from nothing up to almost enough: another operation fails each time
         filler.write_bytes(b"x" * max(free - room * 1024, 0))
-        with pytest.raises(InputError, match=failed):
+        with raises_code("checkpoint.not_written", "step 3", "No space left", "step-000001, step-000002"):
             store.save(point(3))
         assert names(folder) == ["step-000001", "step-000002"]
     filler.write_bytes(b"x" * free)
-    with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
-        Saver(small_disk / "checkpoints", {"actor": engine}, keep_last=1, is_rank0=True).save(LENGTH.info(0))
+    with raises_code("checkpoint.not_written", "No space left"):
+        Saver(small_disk / "checkpoints", {"actor": engine}, FakeRanks(), keep_last=1).save(1)
     assert not list(small_disk.glob("checkpoints/actor/*"))
     filler.unlink()
     store.save(point(3))

@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
     arguments = ("kl", tmp_path / "model", tmp_path / "recover")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
     process = context.Process(
         target=runpy.run_path, args=(str(CASES), {"LIFE": tuple(map(str, arguments))}, "areal_until_killed")
     )
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
 def test_two_ranks(tmp_path):
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
     ranks = [
         context.Process(
             target=runpy.run_path, args=(str(CASES), {"RANK": rank, "FOLDER": str(tmp_path)}, "areal_two_ranks")

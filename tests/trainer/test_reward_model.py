@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from areal.data.preference_rows import EncodedPair
-from areal.data.sft import EncodedRow
+from areal.data.sft_rows import EncodedRow
 from areal.data.split import take
-from areal.engine.build import build_train_engine
+from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.reward_model import padding_trap, sequence_scores
 from tests.trainer import row_cases as cases
@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
 def engine_of(folder: Path, role: str = "reward"):
     name = "reward" if role == "reward" else "policy"
     config = cases.TrainEngineConfig(path=str(folder / name), dtype="float32")
-    return build_train_engine(config, role=role, total_steps=0, mesh=TrainerMesh.open(None), seed=0)
+    return build_fsdp_engine(config, role=role, total_steps=0, mesh=TrainerMesh.open(None), seed=0)
 
 
 def test_every_sequence_of_a_packed_batch_has_its_score(folder):
@@ -57,4 +57,4 @@ def test_texts_that_end_with_padding_are_told(tmp_path, padding, warns):
     trap = padding_trap(tmp_path, [EncodedPair(chosen=sides[0], rejected=sides[1])])
     assert bool(trap) is warns
     if warns:
-        assert f"texts end with token {padding}, which config.json" in trap
+        assert f"token {padding}, which is pad_token_id in config.json" in trap

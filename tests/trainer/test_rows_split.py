@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal.api.errors import ConfigError
 from areal.engine.mesh import TrainerMesh
+from tests.expect import raises_code
 from tests.trainer import row_cases as cases
 
 CASES = Path(cases.__file__)
@@ -62,7 +62,7 @@ def test_micro_batches_do_not_matter(folder, whole, kind, cut):
 def two_ranks(folder) -> list[dict]:
     """What two processes found."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
+    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
     ranks = [
         context.Process(
             target=runpy.run_path, args=(str(CASES), {"RANK": rank, "FOLDER": str(folder)}, "areal_two_ranks")
@@ -96,7 +96,7 @@ def test_odd_batches_are_refused(folder):
     odd = cases.make_task("sft", folder / "models", TrainerMesh.open(None), cases.CUTS[0]).batch_of(
         [cases.make_pairs()[0].chosen]
     )
-    with pytest.raises(ConfigError, match=r"granularity=2 does not divide the number of sequences"):
+    with raises_code("data.uneven_units", "granularity=2"):
         task.update(odd)
 
 

@@ -9,6 +9,7 @@ from areal.api.config import GRPOConfig, OptimizerConfig, PPOActorConfig, PPOCri
 from areal.observe.phase import PhaseClock
 from areal.trainer import ppo_loop
 from areal.trainer.progress import Progress, TrainingLength
+from tests.fake_ranks import FakeRanks
 
 LENGTH = TrainingLength(steps_per_epoch=10, total_steps=10)
 
@@ -21,11 +22,11 @@ def built(monkeypatch):
     def build(config):
         asked = {}
 
-        def build_train_engine(model, *, role, **others):
+        def build_fsdp_engine(model, *, role, **others):
             asked[role] = SimpleNamespace(**others)
             return SimpleNamespace(role=role)
 
-        monkeypatch.setattr(module, "build_train_engine", build_train_engine)
+        monkeypatch.setattr(module, "TRAIN_ENGINES", {"fsdp": build_fsdp_engine})
         return ppo_loop.build_roles(config, mesh=None, length=LENGTH), asked
 
     return build
@@ -36,6 +37,7 @@ def config_of(*, critic=None, **options):
     return GRPOConfig(
         experiment_name="a",
         trial_name="b",
+        allocation_mode="native:d1+fsdp:d1",
         actor=PPOActorConfig(path="x", optimizer=optimizer, **options),
         critic=None if critic is None else PPOCriticConfig(path="x", optimizer=optimizer, **critic),
     )
@@ -56,7 +58,7 @@ def test_a_head_start_as_long_as_the_run_is_told(built, caplog):
     built(config_of(critic={"warmup_steps": 9}))
     assert not caplog.records
     built(config_of(critic={"warmup_steps": 10}))
-    assert "leaves the policy none of this run's 10 train steps" in caplog.text
+    assert "critic.warmup_steps=10 leaves no train step of this run's 10" in caplog.text
 
 
 def test_the_policys_engine_gives_what_the_bonus_needs(built):
@@ -89,23 +91,24 @@ def test_the_loop_tells_every_role_its_step_and_filters_before_it_corrects(toolb
         with_filters=passing("filters", pair),
         with_correction=passing("correction", pair),
         with_advantages=passing("advantages", plain),
+        with_resampling=passing("resampling", pair),
         update=passing("actor", metrics),
     )
     critic = SimpleNamespace(with_values=passing("values", plain), update=passing("critic", metrics))
-    roles = SimpleNamespace(actor=actor, critic=critic, reference=None, judge=None, teacher=None)
+    roles = SimpleNamespace(actor=actor, critic=critic, reference=None, reward_model=None, teacher=None)
     share = SimpleNamespace(stats={}, token_ids=[1, 2])
-    weights = SimpleNamespace(ask=lambda next_batch, version: next_batch(), publish=lambda version: "")
+    channel = SimpleNamespace(publish=lambda version: "")
     batches = SimpleNamespace(next_batch=lambda step: share, consumed=lambda *facts: None)
 
     batch = toolbox.random_batch(0, 2)
     clock = PhaseClock()
     loop = ppo_loop.PPOLoop(
-        roles=roles, batches=batches, weights=weights, after_step=lambda *facts: False,
-        progress=Progress(TrainingLength(steps_per_epoch=9, total_steps=9), start_step=7), clock=clock, is_rank0=True,
+        roles=roles, batches=batches, channel=channel, ranks=FakeRanks(), after_step=lambda *facts: False,
+        progress=Progress(TrainingLength(steps_per_epoch=9, total_steps=9), start_step=7), clock=clock,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, clock.active():
         patch.setattr(ppo_loop, "to_train_batch", lambda given: batch)
         loop.run()
-    names = ["prox", "values", "filters", "correction", "advantages", "actor", "critic"]
+    names = ["prox", "values", "filters", "correction", "advantages", "resampling", "actor", "critic"]
     assert [name for name, _ in told] == names * 2
     assert [step for name, step in told if name in ("actor", "critic")] == [7, 7, 8, 8]

@@ -16,12 +16,13 @@ from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
 from areal.weights import disk as disk_module
 from areal.weights.disk import DiskChannel
+from tests.fake_ranks import FakeRanks
 from tests.weights.test_weight_channels import FakeTrainEngine, assert_same, make_model
 
 
 def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
     paths = RunPaths(folder)
-    return DiskChannel(engine, control, paths, is_rank0=True, **options)  # type: ignore[arg-type]
+    return DiskChannel(engine, FakeRanks(), control, paths, **options)  # type: ignore[arg-type]
 
 
 class DiskReplica:
@@ -76,8 +77,9 @@ def test_a_disk_publication_that_fails_gathers_to_the_end(tmp_path: Path) -> Non
     assert engine.num_gathered == 3
     (tmp_path / "weights2").write_text("in the way")
     blocked = disk_channel(engine, Refusing(make_model(2)), tmp_path / "weights2")
-    with pytest.raises(WeightSyncError, match="could not be written"):
+    with pytest.raises(WeightSyncError) as error:
         blocked.publish(1)
+    assert error.value.code == "weights.not_written"
     assert engine.num_gathered == 6
 
 

@@ -13,7 +13,9 @@ from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
 from areal.inference.weight_update import WeightReceiver
 from areal.weights import collective as collective_module
+from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel, plan_buckets
+from tests.fake_ranks import FakeRanks
 
 
 def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -24,12 +26,11 @@ def make_model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 class FakeTrainEngine:
-    """One of `world_size` ranks that hold whole weights; reductions go through a barrier shared by the ranks."""
+    """A rank that holds whole weights."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.num_gathered = 0
-        self._ranks = ranks
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.model.named_parameters():
@@ -42,19 +43,17 @@ class FakeTrainEngine:
             for name, value in self.model.named_parameters()
         ]
 
-    def all_reduce(self, values: Tensor, op: str = "sum") -> Tensor:
-        assert op == "min"
-        return values if self._ranks is None else self._ranks.minimum(values)
 
+class Threads:
+    """Ranks that are threads, which reduce a flag."""
 
-class Ranks:
-    """Lets threads reduce a flag."""
-
-    def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=200)
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=200)
         self._values: list[Tensor] = []
 
-    def minimum(self, value: Tensor) -> Tensor:
+    def all_reduce(self, rank: int, value: Tensor, op: str) -> Tensor:
+        assert op == "min"
         self._values.append(value)
         self._barrier.wait()
         result = torch.stack(self._values).amin(0)
@@ -137,9 +136,11 @@ def test_within_a_bucket_the_widest_dtypes_come_first() -> None:
     assert [[spec.name for spec in bucket] for bucket in plan] == [["w3", "w1", "w0", "w4", "w2"], ["w5"]]
 
 
-def channel_of(engine: FakeTrainEngine, control: object, **options: object) -> CollectiveChannel:
-    settings = {"bucket_bytes": 300, "backend": "gloo", "is_rank0": True, "timeout_s": 60.0} | options
-    return CollectiveChannel(engine, control, **settings)  # type: ignore[arg-type]
+def channel_of(
+    engine: FakeTrainEngine, control: object, ranks: FakeRanks | None = None, **options: object
+) -> CollectiveChannel:
+    settings = {"bucket_bytes": 300, "backend": "gloo", "timeout_s": 60.0} | options
+    return CollectiveChannel(engine, ranks or FakeRanks(), control, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -312,23 +313,25 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
 def test_without_replicas_a_publication_ends_by_itself() -> None:
     control = Replicas()
     channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=0.1)
-    with pytest.raises(WeightSyncError, match="no replica was there"):
+    with pytest.raises(WeightSyncError) as error:
         channel.publish(1)
+    assert error.value.code == "weights.no_replica"
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_ranks_gather_alike_and_fail_together(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
-    ranks = Ranks(2)
+    group = Threads(2)
     control = Replicas(make_model(1))
     control.fail = WeightSyncError("refused") if fails else None
-    engines = [FakeTrainEngine(make_model(3), ranks) for _ in range(2)]
-    channels = [channel_of(engine, control, is_rank0=rank == 0) for rank, engine in enumerate(engines)]
+    engines = [FakeTrainEngine(make_model(3)) for _ in range(2)]
+    channels = [channel_of(engine, control, FakeRanks(rank, group)) for rank, engine in enumerate(engines)]
     errors: list[Exception] = []
+    checksums: list[str] = []
 
     def publish(channel: CollectiveChannel) -> None:
         try:
-            channel.publish(1)
+            checksums.append(channel.publish(1))
         except WeightSyncError as error:
             errors.append(error)
 
@@ -339,4 +342,6 @@ def test_all_ranks_gather_alike_and_fail_together(fails: bool, monkeypatch: pyte
         thread.join()
     assert engines[0].num_gathered == engines[1].num_gathered
     assert len(errors) == (2 if fails else 0)
+    assert sorted(checksums) == ([] if fails else ["", checksum_of(engines[0], FakeRanks())])
+    assert not fails or "weights.not_published" in [error.code for error in errors]
     channels[0].close()

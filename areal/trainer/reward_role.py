@@ -1,4 +1,4 @@
-"""Owns the reward model's role in reinforcement learning: a score of every answer, added to its reward."""
+"""The reward model in reinforcement learning: a score of every answer, added to its reward."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Recode = Callable[[list[int]], list[int]]
 """The policy's tokens of one sequence -> the reward model's."""
 
 
-class Judge:
-    """A frozen reward model, on all trainer ranks; every method is called by every rank."""
+class RewardModel:
+    """A frozen reward model, on all trainer ranks; every rank calls every method."""
 
     def __init__(self, engine: TrainEngine, config: RewardModelConfig, *, recode: Recode | None = None) -> None:
-        """`engine`: built with role "reward". `recode` None: it reads the policy's tokens."""
+        """`engine`: built with role "reward". `recode` None: it has the policy's tokenizer."""
         self._engine = engine
         self._weight = config.weight
         self._recode = recode
@@ -45,17 +45,17 @@ class Judge:
 
 
 def recoded(batch: TrainBatch, recode: Recode) -> TrainBatch:
-    """The sequences of a batch in other tokens, with nothing else that a forward pass reads."""
+    """Convert the sequences of a batch to other tokens; only the inputs of a forward pass are kept."""
     bounds: list[int] = batch.cu_seqlens.tolist()
     ids: list[int] = batch.input_ids.tolist()
     rows = [recode(ids[start:end]) for start, end in pairwise(bounds)]
     return rows_to_train_batch(rows, [[0] * len(row) for row in rows])
 
 
-def recoder(policy: Tokenizer, judge: Tokenizer) -> Recode:
-    """Decode with the policy's tokenizer, special tokens left out, and encode with the reward model's."""
+def recoder(policy: Tokenizer, reward_model: Tokenizer) -> Recode:
+    """Decode with the policy's tokenizer, without special tokens, and encode with the reward model's."""
 
     def recode(token_ids: list[int]) -> list[int]:
-        return judge.encode(policy.decode(token_ids, skip_special_tokens=True))
+        return reward_model.encode(policy.decode(token_ids, skip_special_tokens=True))
 
     return recode

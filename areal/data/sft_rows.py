@@ -1,4 +1,4 @@
-"""Owns rows of supervised fine-tuning: a prompt and its answer, or a conversation, become token ids and a loss mask."""
+"""Rows of supervised fine-tuning: a prompt with its answer, or a conversation, as token ids and loss mask."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from areal.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRow:
-    """One training text. Token aligned."""
+    """One training text. The mask is aligned with the tokens."""
 
     token_ids: list[int]
     loss_mask: list[int]
-    """1 on the tokens to learn: an answer and its end token, unless the options say otherwise."""
+    """1 = train on this token: by default those of the answer and its end token."""
 
     def shortened(self, max_length: int, *, keep_end: bool) -> EncodedRow:
-        """At most `max_length` tokens, of the end or of the beginning."""
+        """Keep at most `max_length` tokens, from the end or from the beginning."""
         part = slice(-max_length, None) if keep_end else slice(max_length)
         return EncodedRow(token_ids=self.token_ids[part], loss_mask=self.loss_mask[part])
 
     @property
     def is_trainable(self) -> bool:
-        """Whether something can be learned from it. Nothing predicts the first token."""
+        """Whether a token is trained on. No position predicts the first token."""
         return any(self.loss_mask[1:])
 
 
 def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "last") -> EncodedRow:
-    """Token ids and mask of a row: `prompt` and `answer`, or `messages` (and `answer` when no assistant ends them).
+    """Encode a row: `prompt` and `answer`, or `messages` (and `answer` unless the assistant's message is last).
 
-    Prompt and answer are tokenised apart, as they meet in a rollout. The answer ends with the end token, and nothing
-    the template writes after it is kept. `train_on` is sft.train_on: last, assistant or all.
+    Prompt and answer are tokenised separately, as in a rollout. The answer ends with the end token; text that the
+    template writes after it is dropped. `train_on` is sft.train_on: last, assistant or all. Raises InputError.
     """
     prompt_row, answer = row, row.get("answer")
     if "messages" in row:
@@ -43,7 +43,8 @@ def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str =
     if not isinstance(answer, str):
         raise InputError(
             f"a row of type sft needs text in the column 'answer' or a last message of the assistant; it has "
-            f"{sorted(row)}: name a map_fn that makes one (train_dataset.map_fn), or use type=rl"
+            f"{sorted(row)}: set a map_fn that creates one (train_dataset.map_fn), or use type=rl",
+            code="data.missing_column",
         )
     if train_on == "assistant" and "messages" in prompt_row:
         return _every_answer([*prompt_row["messages"], {"role": "assistant", "content": answer}], tokenizer)
@@ -54,9 +55,9 @@ def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str =
 
 
 def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> EncodedRow:
-    """A conversation as it goes on turn by turn: no answer's tokens depend on what follows, all of them are learned.
+    """Encode a conversation turn by turn and train on every answer. No answer's tokens depend on later turns.
 
-    A template that shows past answers in another way than it asks for new ones therefore does no harm.
+    This also holds for templates that render past answers differently from new ones.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     token_ids = encode_prompt({"messages": messages[: answers[0]]}, tokenizer).token_ids
@@ -64,12 +65,13 @@ def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Encod
     for index, following in zip(answers, [*answers[1:], None], strict=True):
         content = messages[index]["content"]
         if not isinstance(content, str):
-            raise InputError("a message of the assistant has no text to learn: leave such rows out (map_fn)")
+            message = "a message of the assistant has no text: drop such rows with a map_fn"
+            raise InputError(message, code="data.invalid_column")
         answer_ids = _answer_ids({"messages": messages[:index]}, content, tokenizer)
         token_ids, loss_mask = token_ids + answer_ids, loss_mask + [1] * len(answer_ids)
         if following is not None:
             between = tokens_after_answer(tokenizer, messages[index + 1 : following])
-            if between[:1] == answer_ids[-1:]:  # the end token stands in both
+            if between[:1] == answer_ids[-1:]:  # both contain the end token
                 between = between[1:]
             token_ids, loss_mask = token_ids + between, loss_mask + [0] * len(between)
     return EncodedRow(token_ids=token_ids, loss_mask=loss_mask)
@@ -87,7 +89,7 @@ def _answer_ids(prompt_row: dict[str, Any], answer: str, tokenizer: Tokenizer) -
             add_generation_prompt=False,
             enable_thinking=False,
         )
-        if whole.startswith(prompt):  # else the template shows past answers in another way than it asks for new ones
+        if whole.startswith(prompt):  # else the template renders past answers differently
             text = whole[len(prompt) :]
     ids = tokenizer.encode(text, add_special_tokens=False)
     if end is None:

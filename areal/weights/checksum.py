@@ -1,39 +1,42 @@
-"""Owns the checksum of a model's weights: integer arithmetic on their bits, the same on every device and sharding.
+"""Checksum of a model's weights: integer arithmetic on their bits, equal on every device and for every sharding.
 
-A tensor's sum is, modulo 2^64, the words it consists of, each times an odd number that depends on its place. One
-changed bit always changes it; any other change is missed with a chance of about 2^-32 at worst.
+The sum of a tensor is the sum of its words, each multiplied by an odd number that depends on its position, modulo 2^64.
+One changed bit always changes it; any other change is missed with a probability of about 2^-32 at worst.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from areal.api.engine import Ranks, WeightSource
+
 _COLUMNS = 2**15
-"""Places with multipliers of their own; those behind them share these, times a multiplier of their row."""
+"""Positions with separate multipliers; later rows reuse them, times a multiplier per row."""
 _CPU_ROWS, _CUDA_ROWS = 1, 2**7
-"""Rows taken at once: temporaries of 256 KiB, which stay in the cache, and of 32 MiB."""
+"""Rows per block: temporaries of 256 KiB, which fit the cache, and of 32 MiB."""
 _WORDS = {1: torch.uint8, 2: torch.int16}
-"""By size of an element; larger ones are cut into words of four bytes, so that their top bits weigh enough."""
+"""By element size; larger elements are split into words of four bytes, so that their top bits have enough weight."""
 
 
 class WeightsChecksum:
-    """Takes full weights one by one, in any order."""
+    """Accumulates full weights one by one, in any order."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._columns: dict[torch.device, Tensor] = {}
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Count one weight in. Nothing waits for the device."""
+        """Add one weight, without waiting for the device."""
         shape = ",".join(map(str, weight.shape))
         self._sums[f"{name} {weight.dtype} [{shape}]"] = self._sum_of(weight)
 
     def hexdigest(self) -> str:
-        """The checksum of all weights added."""
+        """Return the checksum of all weights added."""
         sums = torch.stack([found.cpu() for found in self._sums.values()]).tolist() if self._sums else []
         lines = sorted(f"{label} {value}\n" for label, value in zip(self._sums, sums, strict=True))
         return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
@@ -61,8 +64,24 @@ class WeightsChecksum:
         return self._columns[device]
 
 
+def checksummed(weights: Iterator[tuple[str, Tensor]], checksum: WeightsChecksum) -> Iterator[tuple[str, Tensor]]:
+    """Yield `weights` and add each to `checksum`."""
+    for name, weight in weights:
+        checksum.add(name, weight)
+        yield name, weight
+
+
+def checksum_of(engine: WeightSource, ranks: Ranks) -> str:
+    """Return the checksum of a model's current weights on rank 0, "" on the other ranks; a collective."""
+    checksum = WeightsChecksum()
+    for name, weight in engine.named_weights():
+        if ranks.rank == 0:
+            checksum.add(name, weight)
+    return checksum.hexdigest() if ranks.rank == 0 else ""
+
+
 def _multipliers(stream: int, count: int) -> Tensor:
-    """`count` odd numbers of 64 bits that look random: a hash of the place and of `stream`. -> [count] int64"""
+    """`count` pseudo-random odd 64-bit numbers: a hash of the position and of `stream`. Returns [count] int64."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream << 32)
     for shift, factor in ((32, 0xD6E8FEB86659FD93), (29, 0xA0761D6478BD642F), (32, 0xE7037ED1A0B428DB)):
         mixed ^= mixed >> np.uint64(shift)

@@ -1,0 +1,20 @@
+"""Expected errors by their stable code and by the values in their message, never by its English."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from areal.api.errors import ArealError
+
+
+@contextmanager
+def raises_code(code: str, *values: object) -> Iterator[pytest.ExceptionInfo[ArealError]]:
+    """The block raises an ArealError with this code, whose message contains every one of `values`."""
+    with pytest.raises(ArealError) as error:
+        yield error
+    assert error.value.code == code
+    missing = [value for value in values if str(value) not in str(error.value)]
+    assert not missing, f"{missing} not in {error.value}"

@@ -1,0 +1,70 @@
+"""Choice of the weight channel, and what a rank does when the servers lost its version."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal.api.config import GRPOConfig
+from areal.rollout.client import WeightsNeeded
+from areal.trainer import publishing
+from areal.trainer.publishing import ask_controller
+from tests.fake_ranks import FakeRanks
+
+
+class Engine:
+    """An engine with one weight."""
+
+    def __init__(self):
+        self.weight = torch.zeros(3)
+
+    def named_weights(self):
+        yield "w", self.weight
+
+
+class Channel:
+    """Records what is published."""
+
+    def __init__(self):
+        self.published = []
+
+    def publish(self, version):
+        self.published.append(version)
+        return ""
+
+    def close(self):
+        pass
+
+
+def test_all_ranks_publish_again_when_the_servers_lost_the_weights_of_some(toolbox):
+    group = toolbox.RankGroup(2)
+
+    def rank(index):
+        channel, asked = Channel(), []
+
+        def question():
+            asked.append(index)
+            if index == 1 and len(channel.published) < 2:  # rank 0 has its answer at once
+                raise WeightsNeeded("no server holds version 7")
+            return f"answer {index}"
+
+        answer = ask_controller(question, channel=channel, ranks=FakeRanks(index, group), version=7)
+        return answer, channel.published, len(asked)
+
+    assert group.run(rank) == [("answer 0", [7, 7], 1), ("answer 1", [7, 7], 3)]
+
+
+def test_an_empty_answer_is_an_answer():
+    channel = Channel()
+    assert ask_controller(dict, channel=channel, ranks=FakeRanks(), version=3) == {}
+    assert channel.published == []
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("native:d2+fsdp:d1", 1), ("vllm:d2t4+fsdp:d1", 4)])
+def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, mode, ranks):
+    asked = {}
+    monkeypatch.setattr(publishing, "CollectiveChannel", lambda *_, **options: asked.update(options))
+    config = replace(GRPOConfig(), allocation_mode=mode)
+    config = replace(config, actor=replace(config.actor, weight_update_mode="xccl"))
+    publishing.build_weight_channel(config, Engine(), FakeRanks(), None, None)
+    assert asked["ranks_per_replica"] == ranks
