@@ -126,12 +126,12 @@ class ServerClient:
         return connection
 
     def refusal(self, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
-        """The error for a status other than 200."""
-        message = _message(answer)
+        """The error for a status other than 200. The code of a native server's error is kept."""
+        message, code = _message(answer), _code(answer)
         if 400 <= status < 500 and status not in _TRY_ELSEWHERE:
-            return RequestError(f"{self.name} refused {path}: {message}", code="server.request_refused")
+            return RequestError(f"{self.name} refused {path}: {message}", code=code or "server.request_refused")
         return ServerUnavailable(
-            f"{self.name} failed {path} with status {status}: {message}", code="server.request_failed"
+            f"{self.name} failed {path} with status {status}: {message}", code=code or "server.request_failed"
         )
 
     def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
@@ -166,3 +166,12 @@ def _message(answer: bytes) -> str:
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         pass
     return answer[:200].decode(errors="replace") or "no message"
+
+
+def _code(answer: bytes) -> str:
+    """The error code of areal in the body of an error; empty for other servers, whose codes are numbers."""
+    try:
+        code = orjson.loads(answer)["code"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return code if isinstance(code, str) and "." in code else ""

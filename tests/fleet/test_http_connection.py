@@ -184,3 +184,16 @@ async def test_a_server_that_is_not_there_and_a_bad_address() -> None:
         with pytest.raises(RequestError) as error:
             ServerClient("server-0", address)
         assert error.value.code == "fleet.invalid_address"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"error": {"message": "too long"}, "code": "request.too_long"}', "request.too_long"),
+        (b'{"error": {"message": "too long", "code": 400}}', "server.request_refused"),  # vLLM
+        (b'{"object": "error", "message": "too long", "code": 400}', "server.request_refused"),  # SGLang
+        (b"[]", "server.request_refused"),
+    ],
+)
+def test_a_refusal_keeps_the_code_of_a_native_server(body: bytes, code: str) -> None:
+    assert ServerClient("server-0", "http://127.0.0.1:9").refusal("/generate", 400, body).code == code
