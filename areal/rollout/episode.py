@@ -16,19 +16,19 @@ from areal.ledger.payload import EncodedEpisode, TrajectoryError, check_trajecto
 class EpisodeEngine:
     """The InferenceEngine of one episode; records the replicas that served it.
 
-    A request waits until `may_ask` is set. It is cleared while a recovered trainer catches up, because the policy that
+    A request waits until `may_send` is set. It is cleared while a recovered trainer catches up, because the policy that
     would answer is older than the episode; the weight update that ends this sets it.
     """
 
-    __slots__ = ("_count_tokens", "_engine", "_may_ask", "num_interruptions", "replicas")
+    __slots__ = ("_count_tokens", "_engine", "_may_send", "num_interruptions", "replicas")
 
     def __init__(
-        self, engine: InferenceEngine, count_tokens: Callable[[int], None], *, may_ask: asyncio.Event | None = None
+        self, engine: InferenceEngine, count_tokens: Callable[[int], None], *, may_send: asyncio.Event | None = None
     ) -> None:
-        """`may_ask` None: requests never wait."""
+        """`may_send` None: requests never wait."""
         self._engine = engine
         self._count_tokens = count_tokens
-        self._may_ask = may_ask
+        self._may_send = may_send
         self.num_interruptions = 0
         self.replicas: list[str] = []
 
@@ -38,12 +38,12 @@ class EpisodeEngine:
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         while True:
-            if self._may_ask is not None and not self._may_ask.is_set():
-                await self._may_ask.wait()
-            asked_at = self._engine.version
+            if self._may_send is not None and not self._may_send.is_set():
+                await self._may_send.wait()
+            sent_at = self._engine.version
             response = await self._engine.agenerate(request)
             self._count_tokens(len(response.output_ids))
-            if self._may_ask is None or min(response.output_versions, default=asked_at) >= asked_at:
+            if self._may_send is None or min(response.output_versions, default=sent_at) >= sent_at:
                 break  # otherwise the trainer went back before the first token was generated: send the request again
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:

@@ -148,17 +148,17 @@ def test_kept_requests_go_on_under_the_new_weights(mode, build_model, drive, pro
 def test_interrupted_requests_return_what_they_have(build_model, drive, prompts, checkpoint, reference_logprobs):
     old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
     driver = drive(old, version="7", max_running=1)
-    begun = driver.add(prompts[0], temperature=1.0, max_new_tokens=10)
+    started = driver.add(prompts[0], temperature=1.0, max_new_tokens=10)
     queued = driver.add(prompts[1], temperature=1.0, max_new_tokens=3)
     driver.steps(4)
     driver.engine.pause("abort")
-    assert driver.finished == [begun]
-    assert (begun.finish.kind, begun.num_output) == ("abort", 4)
+    assert driver.finished == [started]
+    assert (started.finish.kind, started.num_output) == ("abort", 4)
     load(driver, checkpoint(1), "8")
     driver.engine.resume()
-    rest = driver.add(begun.token_ids, temperature=1.0, max_new_tokens=6)
+    rest = driver.add(started.token_ids, temperature=1.0, max_new_tokens=6)
     driver.run()
-    expect_logprobs(begun, reference_logprobs(old, begun.token_ids), 0, 4)
+    expect_logprobs(started, reference_logprobs(old, started.token_ids), 0, 4)
     for sequence in (queued, rest):
         assert [version for version, _, _ in sequence.version_spans(0, sequence.num_output)] == ["8"]
         expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, sequence.num_output)
@@ -191,10 +191,10 @@ def test_half_replaced_weights_compute_nothing(build_model, drive, prompts, chec
     driver.engine.replace_weights(lambda: None, None, abort_running=False)  # the first bucket of two
 
     def fail() -> None:
-        raise OSError("gone")
+        raise OSError("lost")
 
     assert driver.engine.has_partial_weights
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="lost"):
         driver.engine.replace_weights(fail, "8", abort_running=False)
     assert driver.engine.has_partial_weights
     assert driver.engine._is_blocked
@@ -260,5 +260,5 @@ def test_a_stream_is_due_an_event_every_so_many_tokens_exactly(build_model, driv
     driver.run()
     assert driver.engine.scheduler.num_preemptions > 0
     for sequence, expected in zip(streams, ([*range(1, 30)], [8, 16, 24], [], []), strict=True):
-        assert [count for one, count in made if one is sequence] == expected  # the end is told apart
+        assert [count for one, count in made if one is sequence] == expected  # the end is separate
     assert not torch.is_inference_mode_enabled()

@@ -1,4 +1,4 @@
-"""The server as a process of a run: told by context and config, found by name, ended by SIGTERM."""
+"""The server as a process of a run: configured by context and config, found by name, ended by SIGTERM."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
     assert parse_options(["--config", str(config_file)]).from_scratch
 
 
-def is_told(tell, text: str) -> bool:
-    """Whether `text` comes to be in what `tell` returns."""
+def contains_soon(read, text: str) -> bool:
+    """Whether `read()` contains `text` within the time limit."""
     deadline = time.monotonic() + 200.0
-    while text not in tell() and time.monotonic() < deadline:
+    while text not in read() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return text in tell()
+    return text in read()
 
 
 def test_a_process_registers_serves_and_ends(config_file, tmp_path):
@@ -92,10 +92,10 @@ def test_a_process_registers_serves_and_ends(config_file, tmp_path):
         request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=200) as response:
             assert len(json.loads(response.read())["output_ids"]) == 3
-        assert is_told(lambda: str(read_beat(paths.alive_of("server-1"))), "runs 0 requests, 0 queued, version 0")
+        assert contains_soon(lambda: str(read_beat(paths.alive_of("server-1"))), "runs 0 requests, 0 queued, version 0")
         assert read_beat(paths.alive_of("server-1")).pid == process.pid
         request_stacks(paths.stacks_of("server-1"), process.pid, "nothing has moved")
-        assert is_told(paths.stacks_of("server-1").read_text, " tasks\n")
+        assert contains_soon(paths.stacks_of("server-1").read_text, " tasks\n")
         assert "inference/server.py" in paths.stacks_of("server-1").read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(200) == 0, (tmp_path / "log").read_text()

@@ -72,7 +72,7 @@ def test_steps_trained_again_are_distinguished_by_their_weights_and_break_no_rul
 
 
 def test_a_trainer_that_goes_back_where_no_batch_is_recorded_ends_all_attempts(forge):
-    """No recorded batch leads to their version again, so that they are begun again."""
+    """No recorded batch leads to their version again, so they run again."""
     forge.started()
     forge.attached(3, 3)
     forge.admitted(0, 1, version=3)

@@ -85,15 +85,15 @@ def test_show_prints_the_history_of_an_episode(forge, capsys, tmp_path):
     a_life(forge)
     status, out, _ = run(capsys, "show", tmp_path, 3)
     assert status == 0
-    told = [line.partition(" s  ")[2] or line for line in out.splitlines()]
-    assert told[0] == "episode 3: consumed"
-    assert told[1].startswith("admitted at policy version 0: row ")
-    assert told[1].endswith(" of the dataset, epoch 0, position 3")
-    assert told[2] == (
+    lines = [line.partition(" s  ")[2] or line for line in out.splitlines()]
+    assert lines[0] == "episode 3: consumed"
+    assert lines[1].startswith("admitted at policy version 0: row ")
+    assert lines[1].endswith(" of the dataset, epoch 0, position 3")
+    assert lines[2] == (
         "accepted: reward 3, 1 trajectories with 2 tokens (1 in the loss) by versions 0 to 0; 0.250 s on server-0, "
         "0 interruptions, num_turns 1"
     )
-    assert told[3:] == [
+    assert lines[3:] == [
         "in batch 1, place 2 of 2, for policy version 1, staleness 1",
         "consumed: trained on in step 1, which made version 2",
         "included in the checkpoint after 2 steps (recover/step2)",

@@ -1,4 +1,4 @@
-"""Half-written and harmed files: cut at every byte, flipped at every byte, files gone or foreign. Never trusted."""
+"""Incomplete and damaged files: cut at every byte, flipped at every byte, missing or of another run. All detected."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def no_fsync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def go_on(folder, started):
+def continue_ledger(folder, started):
     """What the next controller does: recover, then write."""
     found = recover_folder(folder)
     writer = GroupWriter(folder, found.next_number, after=found.end)
@@ -83,7 +83,7 @@ def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
     for size in range(len(whole) + 1):
         restore(forge.folder, files | {events_path(forge.folder, 1): whole[:size]})
         intact = [end for end in ends if end <= size]
-        found = go_on(forge.folder, forge.events[0])
+        found = continue_ledger(forge.folder, forge.events[0])
         assert found.end.number == len(intact)
         assert events_path(forge.folder, 1).stat().st_size == (intact or [0])[-1], "the incomplete tail is cut"
         reader = LedgerReader(forge.folder)
@@ -195,7 +195,7 @@ def test_whatever_happens_to_the_bytes_only_what_was_written_is_read(forge, data
     reader = LedgerReader(forge.folder)
     assert is_prefix(list(itertools.chain.from_iterable(reader.groups())), said)
     if not reader.damage:
-        go_on(forge.folder, forge.events[0])
+        continue_ledger(forge.folder, forge.events[0])
         assert audit(forge.folder).is_clean
 
 
@@ -206,7 +206,7 @@ def test_garbage_behind_the_events_is_cut(forge, garbage):
     with events_path(forge.folder, 1).open("ab") as file:
         file.write(garbage)
     assert audit(forge.folder).incomplete.size == len(garbage)
-    assert go_on(forge.folder, forge.events[0]).end == end
+    assert continue_ledger(forge.folder, forge.events[0]).end == end
     assert audit(forge.folder).is_clean
 
 
@@ -233,7 +233,7 @@ def test_a_missing_events_file_is_refused_unless_it_is_the_last(forge):
         assert "damage" in {violation.rule for violation in audit(forge.folder).violations}
     restore(forge.folder, files)
     events_path(forge.folder, 3).unlink()
-    assert go_on(forge.folder, forge.events[0]).next_number == 4, "no name is used twice"
+    assert continue_ledger(forge.folder, forge.events[0]).next_number == 4, "no name is used twice"
     assert audit(forge.folder).is_clean
 
 
@@ -300,8 +300,8 @@ def test_a_recovery_killed_at_any_point_is_done_again(forge, monkeypatch):
     assert recover_folder(forge.folder) == expected
 
 
-def test_what_a_killed_controller_left_is_made_sure_before_it_is_built_on(forge, monkeypatch):
-    """Written but not fsynced, it can be read and would be gone after a power cut, under the next writer's feet."""
+def test_data_of_a_killed_controller_is_fsynced_before_the_next_one_continues(forge, monkeypatch):
+    """Data written without fsync can be read, but a power failure would remove it after the next writer continued."""
     forge.two_steps()
     forge.write()
     sure = set()

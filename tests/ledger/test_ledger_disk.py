@@ -26,7 +26,7 @@ class Killed(BaseException):
 class Disk:
     """Real files, of which a power cut leaves what was fsynced. One operation, counted from 0, goes wrong.
 
-    As on Linux, a failed fsync is told once: the bytes read well from then on, later fsyncs succeed, and they are
+    As on Linux, a failed fsync is reported once: later reads and fsyncs succeed although these bytes are
     not on the disk.
     """
 

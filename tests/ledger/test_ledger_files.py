@@ -132,7 +132,7 @@ async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(
     class Fleet(rollout_kit.FakeFleet):
         async def update_weights(self, update):
             if update.version == 4 and self.version == 0:
-                raise WeightSyncError("the files of version 4 are gone")
+                raise WeightSyncError("the files of version 4 are missing")
             await super().update_weights(update)
 
     again = Ledger.open(folder)
@@ -172,7 +172,7 @@ async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(tmp_p
 
 
 async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(tmp_path):
-    """Controller and servers died, the trainer did not: it asks on, and the published files bring the servers back."""
+    """Controller and servers died, the trainer did not: its calls continue, and servers load the published files."""
     folder = tmp_path / "ledger"
     controller = rollout_kit.make_controller(Ledger.open(folder), total_steps=10)
     await controller.start()

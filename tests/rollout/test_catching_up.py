@@ -1,5 +1,5 @@
-"""The trainer goes back while the controller lives: until it has caught up, no policy that went back makes a token to
-train on, and the sentence on the status page says so."""
+"""The trainer recovers while the controller runs: until it has caught up, no older policy generates a token to train
+on, and the status reports it."""
 
 import asyncio
 
@@ -166,7 +166,7 @@ def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins():
 
 
 def test_a_batch_is_not_composed_for_a_trainer_that_is_gone():
-    """It asked for batch 3 at version 3 and died; before its successor attaches, the servers go back to version 1."""
+    """It requested batch 3 at version 3 and died; the servers load version 1 before the restarted trainer attaches."""
 
     async def main():
         ledger = rollout_kit.memory_ledger()

@@ -18,7 +18,7 @@ from areal.system.network import bind_socket, http_address
 
 @contextlib.contextmanager
 def answering(*answers):
-    """A controller that gives these (status, body) in turn, and the paths it was asked for."""
+    """A controller that answers with these (status, body) in order, and the requested paths."""
     left, asked = iter(answers), []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -50,7 +50,7 @@ def answering(*answers):
 
 @contextlib.contextmanager
 def stopped():
-    """A process under SIGSTOP: the system takes connections for it, and nobody answers."""
+    """A process under SIGSTOP: the system accepts its connections, and nothing answers."""
     with bind_socket() as listening:
         listening.listen(16)
         yield http_address(listening)

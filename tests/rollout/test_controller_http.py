@@ -260,9 +260,9 @@ async def test_the_client_finds_a_controller_that_moved(tmp_path):
             addresses = iter([http_address(dead), address, address])
             status = await asyncio.to_thread(RolloutClient(lambda: next(addresses)).status)
             assert status["step"] == 0
-        gone = RolloutClient(http_address(dead), reconnect_s=0.0)
+        unreachable = RolloutClient(http_address(dead), reconnect_s=0.0)
         with pytest.raises(ServerUnavailable, match="for batch 7") as error:
-            await asyncio.to_thread(gone.next_batch, 7)
+            await asyncio.to_thread(unreachable.next_batch, 7)
         assert error.value.code == "rollout.controller_unreachable"
 
 

@@ -1,5 +1,6 @@
-"""The controller is killed at every moment of a short run, without a close and without a flush, and started again from
-its files, while trainers and servers live. Trainers ask on; nothing is lost, skipped or trained twice."""
+"""The controller is killed at every moment of a short run, without close or flush, and restarted from its files.
+
+Trainers and servers continue. Nothing is lost, skipped or trained on twice."""
 
 import asyncio
 import contextlib
@@ -21,7 +22,7 @@ from areal.rollout.gate import GateLimits
 from areal.rollout.share_codec import WeightsNeeded
 from tests.rollout import rollout_kit
 
-STEPS, BATCH, ROWS, ETA = 4, 2, 5, 1
+STEPS, BATCH, ROWS, MAX_STALENESS = 4, 2, 5, 1
 RANKS = 2
 OUTCOMES = ["accept", "reject", "accept", "accept", "fail"]
 MODE = "greedy"
@@ -37,7 +38,7 @@ class Life:
 
 
 class World:
-    """What outlives the controller: files, servers, trainers."""
+    """What survives the controller: files, servers, trainers."""
 
     def __init__(self, folder, kind, kill_at):
         self.folder, self.kind = folder, kind
@@ -72,7 +73,7 @@ class World:
         )
         life.controller = rollout_kit.make_controller(
             ledger,
-            config=rollout_kit.make_config(batch_size=BATCH, max_staleness=ETA),
+            config=rollout_kit.make_config(batch_size=BATCH, max_staleness=MAX_STALENESS),
             workflow=workflow,
             fleet=make_view(self, life),
             num_rows=ROWS,
@@ -105,7 +106,7 @@ class World:
         raise AssertionError("too many deaths")
 
     async def call(self, ask, *arguments, **options):
-        """As the client: asked again until it is answered, by whichever controller lives."""
+        """Like the client: repeat the call until a living controller answers it."""
         while True:
             await self.born.wait()
             life = self.life
@@ -129,7 +130,7 @@ class World:
 
 def make_view(world, life):
     class View(rollout_kit.FakeFleet):
-        """One controller's fleet over the servers that outlive it."""
+        """The fleet of one controller, over servers that survive it."""
 
         def __init__(self):
             super().__init__(-1)
@@ -152,7 +153,7 @@ def make_view(world, life):
 
         async def update_weights(self, update):
             if update.kind == "collective" and (not update.replicas or not set(update.replicas) <= set(self.ids())):
-                raise WeightSyncError("these replicas are gone")
+                raise WeightSyncError("these replicas do not exist")
             members = [self.ids()[one] for one in update.replicas] or list(world.servers)
             for name in members:
                 await asyncio.sleep(0.02)
@@ -185,7 +186,7 @@ class Trainers:
         raise AssertionError(f"version {version} could not be published")
 
     async def ask(self, version, what, *arguments):
-        """All ranks ask; those without an answer publish again, together, and ask again."""
+        """All ranks call; those without an answer publish together and call again."""
         answers = {}
         while len(answers) < RANKS:
             for rank in range(RANKS):
@@ -258,7 +259,9 @@ def check(world, status):
     check_admissions(world, events)
     state = LedgerState.replay(events)
     state.check_integrity()
-    limits = GateLimits(batch_size=BATCH, max_concurrent=BATCH * (ETA + 1), max_staleness=ETA, total_episodes=99)
+    limits = GateLimits(
+        batch_size=BATCH, max_concurrent=BATCH * (MAX_STALENESS + 1), max_staleness=MAX_STALENESS, total_episodes=99
+    )
     recount = LedgerState()
     for event in events:
         recount.apply(event)

@@ -1,4 +1,4 @@
-"""What becomes of the results of workflows, and the executor's way with errors."""
+"""The results of workflows, their verdicts, and errors in the executor."""
 
 import asyncio
 import dataclasses
@@ -167,7 +167,7 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
 
 
 async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count():
-    """Workflows that take no notice of being cancelled, or answer with an error, are begun again all the same."""
+    """Workflows that ignore a cancellation, or raise another error for it, run again."""
 
     class Workflow(rollout_kit.ScriptedWorkflow):
         goes_back = True

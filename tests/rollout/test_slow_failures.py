@@ -1,4 +1,4 @@
-"""Users' code that hangs until a limit, row after row, ends the run in minutes of its own time."""
+"""User code that hangs until its time limit at every row ends the run within minutes."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A reward that shows what it was called with; in a file of its own, so that workers import nothing else."""
+"""A reward that shows what it was called with; in a separate file, so that workers import nothing else."""
 
 
 def length_reward(prompt, completion, prompt_ids, completion_ids, *, prompts, **row):

@@ -113,8 +113,8 @@ async def test_a_wrong_answer_in_good_form_is_tried_again(workflow_of, engine_of
     form = tmp_path / "form.py"
     form.write_text("def good_form(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n")
     fns = {"exact": 1.0, f"{form}:good_form": 0.25}
-    told = RewardConfig(workers=1, fns=fns, filter_on=["exact"])
-    group = await workflow_of(reward=told).arun_episode(engine_of(["5<e>", "4<e>"]), ROW)
+    filtered = RewardConfig(workers=1, fns=fns, filter_on=["exact"])
+    group = await workflow_of(reward=filtered).arun_episode(engine_of(["5<e>", "4<e>"]), ROW)
     assert group.stats["num_turns"] == 2.0
     assert [trajectory.reward for trajectory in group.trajectories] == [1.25 * 0.5]
     untold = RewardConfig(workers=1, fns=fns)
