@@ -27,7 +27,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, tail_tokens: int, fact
 
 
 def withhold_unfinished(rewards: Tensor, finished: Tensor) -> Tensor:
-    """Task reward 0 for answers that a length limit cut. rewards [S] float, finished [S] bool (reported, not inferred).
+    """Task reward 0 for answers cut by a length limit. rewards [S] float, finished [S] bool (reported, not inferred).
 
     Applied after normalisation: a cut answer still counts in the statistics of its group, and 0 then means
     "no better or worse than the baseline".

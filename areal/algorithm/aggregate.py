@@ -49,7 +49,7 @@ def trained_counts(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> 
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """Sum over the masked tokens of each sequence; differentiable; what the mask leaves out reaches nothing.
+    """Sum over the masked tokens of each sequence; differentiable; masked positions have no influence.
 
     values [T], mask [T] bool, sequence_index [T] int64 -> [S] of values' dtype, 0 for a sequence without such tokens.
     """

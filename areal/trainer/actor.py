@@ -1,4 +1,4 @@
-"""Owns the policy's role in training: the stages of a batch in their order, and the state that outlives a step."""
+"""The policy in training: the stages of a batch in their order, and the coefficients that change between steps."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class PPOActor:
         self._entropy_coef = config.entropy_coef
         self._kl_control = KLController(config.kl_ctl, config.kl_control)
         self._kl_coef = config.kl_ctl
-        """Of the batch whose advantages were made last."""
+        """Of the last batch with advantages."""
         if config.policy_loss == "custom":
             self._rule().names_only()  # a mistake in a user's loss shows now, not after the first rollouts
 
     def state(self) -> ActorState:
-        """What of this role outlives a step: the coefficients that adapt."""
+        """The adaptive coefficients, which a recovery checkpoint stores."""
         found: dict[str, float] = {}
         if self._kl_control.is_adaptive:
             found["kl_ctl"] = self._kl_control.coefficient
@@ -75,14 +75,14 @@ class PPOActor:
         return ActorState(coefficients=found)
 
     def load_state(self, state: ActorState) -> None:
-        """Go on with what `state` gave. What it lacks, and what does not adapt (any more), is as configured."""
+        """Continue with the result of `state`. Coefficients that it lacks, and fixed ones, are as configured."""
         if self._kl_control.is_adaptive:
             self._kl_control.coefficient = state.coefficients.get("kl_ctl", self._config.kl_ctl)
         if self._config.adaptive_entropy is not None:
             self._entropy_coef = state.coefficients.get("entropy_coef", self._config.entropy_coef)
 
     def with_prox_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add what the policy says at the start of the update, when the loss or the KL to the reference needs it."""
+        """Add the policy's outputs before the update that the loss, the KL or the baseline needs."""
         config = self._config
         is_needed = needs_prox_logprobs(config)
         if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
@@ -98,7 +98,7 @@ class PPOActor:
         return with_candidates(batch, outputs, config)
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """What is done about stale tokens, decided over the whole batch, and what to log of it; a collective."""
+        """Add off-policy weights and rejections of the whole batch, and their metrics; a collective."""
         return with_correction(batch, self._config, reduce=self._engine.all_reduce)
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -123,7 +123,7 @@ class PPOActor:
         )
 
     def with_filters(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """Take what the policy shall not learn from out of its loss, and say how much that was."""
+        """Remove filtered tokens from the policy loss, and count them."""
         return with_filters(batch, self._config)
 
     def with_resampling(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
@@ -170,7 +170,7 @@ class PPOActor:
         return PolicyUpdate(self._config, entropy_coef=self._entropy_coef, teacher=self._teacher)
 
     def _require_finite(self, batch: TrainBatch) -> None:
-        """Every rank learns of bad numbers on any rank, so that all stop together instead of waiting for one."""
+        """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
         trained = {
             "rollout_logprobs": batch.rollout_logprobs,
             "prox_logprobs": batch.prox_logprobs,

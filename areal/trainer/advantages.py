@@ -1,4 +1,4 @@
-"""Owns the stage from rewards to advantages: shaping, normalisation, KL penalty, GAE, in the order of the docs."""
+"""The stage from rewards to advantages: shaping, baseline, KL penalty, GAE and normalisation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shaped(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None
 def centred(
     rewards: Tensor, batch: TrainBatch, config: PPOActorConfig, recipe: AdvantageRecipe, *, reduce: Reduce
 ) -> Tensor:
-    """Shaped rewards against their baseline. A collective as often as the recipe says. -> [S]"""
+    """Shaped rewards minus their baseline, normalised; a collective for some recipes. -> [S]"""
     scale = valid_sample_scale(rewards, batch.group_ids, reduce=reduce) if recipe.rescale_valid else 1.0
     match recipe.baseline:
         case "length_weighted":
@@ -107,7 +107,7 @@ def centred(
             rewards = _decoupled(batch, config)
         case "greedy":
             if batch.baselines is None:
-                raise ValueError("the batch has no baselines: the workflow draws no greedy answers")
+                raise ValueError("the batch has no baselines: the workflow generates no greedy answers")
             rewards = rewards - _shape(batch.baselines, config)
         case "none":
             pass
@@ -140,7 +140,7 @@ def _shape(rewards: Tensor, config: PPOActorConfig) -> Tensor:
 
 
 def penalty_metrics(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Metrics:
-    """What the overlong penalty did to the rewards of this rank's sequences; nothing where there is none."""
+    """Statistics of the overlong penalty over this rank's sequences; empty without one."""
     if not config.overlong_reward_penalty:
         return {}
     penalty = _penalty(batch, config, max_new_tokens)
@@ -149,7 +149,7 @@ def penalty_metrics(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: i
 
 
 def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:
-    """What the overlong penalty adds to each reward. -> [S]"""
+    """The overlong penalty of each sequence. -> [S]"""
     if not config.overlong_reward_penalty:
         return torch.zeros_like(batch.rewards)
     if max_new_tokens is None or config.overlong_tokens is None or config.overlong_penalty_factor is None:
@@ -166,9 +166,9 @@ def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | No
 def bootstrap_values(batch: TrainBatch) -> Tensor | None:
     """The critic's value after the last trained token of each sequence: 0 if it finished. -> [S] or None (no critic).
 
-    Only for answers whose task reward was withheld because a limit cut them (mask_no_eos_with_zero): their return is
-    unknown, so the critic stands in. With a task reward the episode has ended, cut or not, and nothing follows. The
-    value at the last trained token is the nearest the record holds: the one after it is not kept.
+    Only for answers whose task reward is withheld because a length limit cut them (mask_no_eos_with_zero): their return
+    is unknown, and the critic estimates it. With a task reward the episode has ended and no reward follows. The value
+    at the last trained token is used because the one after it is not recorded.
     """
     if batch.values is None:
         return None

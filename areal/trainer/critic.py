@@ -1,4 +1,4 @@
-"""Owns the value model's role in training: values before the update, value updates and their metrics."""
+"""The value model in training: values before the update, value updates and their metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Owns the filters of a train batch: which answers and tokens the policy loss does not learn from.
+"""Filters of a train batch: answers and tokens that are removed from the policy loss.
 
-Each takes tokens out of `TrainBatch.policy_mask` only. They still happened: rewards, baselines, advantages, their
-norms and the critic go by `loss_mask`.
+A filter removes tokens from `TrainBatch.policy_mask` only. Rewards, baselines, advantages, their norms and the critic
+use `loss_mask`, which still contains them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from areal.api.metrics import Metric, Metrics
 
 
 def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch, Metrics]:
-    """The batch without the tokens that the configured filters take, and how many each took first.
+    """The batch without the tokens that the configured filters remove, and the number that each removed first.
 
-    Groups are whole on a rank, so nothing is asked of the others.
+    Groups are whole on a rank: no exchange between ranks.
     """
     index = batch.sequence_index
     taken: dict[str, Tensor] = {}

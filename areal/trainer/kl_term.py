@@ -1,4 +1,4 @@
-"""Owns where the divergence from the reference enters the policy's training: its reward, its loss, what both need."""
+"""The divergence from the reference policy: as a penalty in the reward and as a term of the loss."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from areal.trainer.off_policy import old_logprobs
 
 
 def uses_reference(config: PPOActorConfig) -> bool:
-    """Whether anything is weighed by the divergence from the reference."""
+    """Whether the reward or the loss contains the divergence from the reference."""
     return config.kl_ctl > 0 or config.kl_loss_coef > 0
 
 
 def num_candidates(config: PPOActorConfig) -> int | None:
-    """`OutputSpec.candidates` that policy and reference must give: of how many tokens, 0 = all, None = of none."""
+    """`OutputSpec.candidates` of policy and reference: the number of tokens, 0 = all, None = none."""
     in_reward = config.kl_ctl > 0 and config.kl_estimator == "full"
     return config.kl_top_k if in_reward or _is_full_loss(config) else None
 
 
 def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
-    """Keep what the policy says of its likeliest tokens at the start of the update. `outputs`: its `forward`.
+    """Keep the policy's distribution over its most likely tokens before the update. `outputs`: of its `forward`.
 
-    Unchanged when nothing takes the divergence of whole distributions. ValueError when the engine gave no candidates.
+    Unchanged without kl estimator `full`. Raises ValueError when the engine gave no candidates.
     """
     count = num_candidates(config)
     if count is None:
@@ -42,7 +42,7 @@ def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorCo
 def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
     """Add the divergence of whole distributions before the update. `outputs`: the reference's `forward` of this batch.
 
-    The policy's [T, k] numbers have then served; the reference's stay when the loss takes that divergence too.
+    The policy's [T, k] numbers are dropped; the reference's are kept when the loss reads them too.
     """
     if num_candidates(config) is None:
         return batch
@@ -71,7 +71,7 @@ def kl_loss(
     """kl_loss_coef KL(policy || reference) of each trained token, [T], or 0 without such a term, and what to log.
 
     The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: of no tokens, for the names.
-    ValueError when the reference was not asked.
+    Raises ValueError without ref_logprobs.
     """
     if config.kl_loss_coef == 0:
         return 0.0, {}
@@ -90,7 +90,7 @@ def kl_loss(
 
 
 def _base_of(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor | None:
-    """The policy that the loss's divergence is corrected for having sampled the tokens."""
+    """The policy that sampled the tokens, for the correction of the divergence in the loss; None = no correction."""
     match config.kl_loss_correction:
         case "old":
             return old_logprobs(batch, config, logprobs)

@@ -1,4 +1,4 @@
-"""Owns what the roles that train share: minibatches, their global denominators, epochs, names of metrics."""
+"""The update loop that actor and critic share: minibatches, global denominators, epochs, names of metrics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from areal.data.balance import balanced_parts
 from areal.data.split import take
 
 PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
-"""Metrics that are told epoch by epoch too, when there are several."""
+"""Metrics that are also reported per epoch, when there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How a role goes through a train batch: a pure function of the batch and of where training stands."""
+    """The minibatches of each epoch: a pure function of the batch, the run's seed and the train step."""
 
     num_minibatches: int
     num_epochs: int = 1
@@ -35,7 +35,7 @@ class Passes:
         """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
 
         Whole sequences, in their order within a part, about equal token counts. The first epoch goes by the lengths
-        alone. Each later one deals the sequences anew: parts differ by at most the longest sequence.
+        alone. Each later one distributes the sequences again: parts differ by at most the longest sequence.
         """
         if self.num_minibatches == 1:
             return [batch]
@@ -59,7 +59,7 @@ def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> 
     the greatest length, and every sequence is as likely in any part.
     """
     by_length = list(range(len(lengths)))
-    dice.shuffle(by_length)  # which of equal lengths are neighbours is left to chance too
+    dice.shuffle(by_length)  # the order of equal lengths is random too
     by_length.sort(key=lambda i: -lengths[i])
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for first in range(0, len(by_length), num_parts):
@@ -71,7 +71,7 @@ def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> 
 
 
 class UpdateRule(Protocol):
-    """How a role learns from minibatches."""
+    """The loss of a role and its denominators."""
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
         """This rank's part of what divides the sums of a minibatch, [k] float64; the first divides the whole loss."""

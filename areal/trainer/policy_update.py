@@ -1,4 +1,4 @@
-"""Owns how a micro-batch becomes the policy's loss: token losses, their correction, their weights, what is logged."""
+"""The policy's loss of a micro-batch: token losses, off-policy correction, aggregation weights and statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from areal.trainer.teacher import distillation_loss
 
 
 def output_spec(config: PPOActorConfig) -> OutputSpec:
-    """What the loss needs of the policy's engine beside log-probabilities."""
+    """The outputs of the policy's engine that the loss needs in addition to log-probabilities."""
     candidates = num_candidates(config)
     squared_sums = config.has_token_baseline
     if not config.has_entropy_bonus:
@@ -41,7 +41,7 @@ def output_spec(config: PPOActorConfig) -> OutputSpec:
 
 
 class PolicyUpdate:
-    """The policy's `UpdateRule`: what a minibatch is divided by, and the loss of its micro-batches.
+    """The policy's `UpdateRule`: the denominators of a minibatch, and the loss of its micro-batches.
 
     loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL
                                  + teacher.loss_coef KL to the teacher) / D

@@ -1,4 +1,4 @@
-"""Owns the stage that chooses, once for a whole batch, the tokens that a policy loss treats apart."""
+"""The stage that chooses the tokens of Clip-Cov and KL-Cov, once for a whole batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from areal.api.config import PPOActorConfig
 
 
 def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:
-    """Clip-Cov's and KL-Cov's tokens of high covariance; the batch as it is for every other loss. A collective.
+    """Clip-Cov's and KL-Cov's tokens of high covariance; other losses leave the batch unchanged. A collective.
 
     The policy of the covariance is the one before the update: the trainer's when it was recomputed, else the
-    servers'. ValueError when the batch has no advantages yet.
+    servers'. Raises ValueError when the batch has no advantages.
     """
     if config.policy_loss not in ("clip_cov", "kl_cov"):
         return batch
