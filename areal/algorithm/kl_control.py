@@ -57,7 +57,7 @@ class KLController:
         return self._config.type == "adaptive"
 
     def observe(self, kl: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int, *, reduce: Reduce) -> None:
-        """Update the coefficient from the divergence of a batch, kl and mask [T] of this rank; a collective if adaptive.
+        """Update the coefficient from the divergence of a batch; kl, mask [T] of this rank. A collective if adaptive.
 
         The batch's divergence is the mean over the sequences of all ranks that have a token under the mask; the
         coefficient of the next batch follows. A fixed one stays, without any exchange.

@@ -74,7 +74,7 @@ class TableEngine:
             logprobs=None if self.critic else found.logprobs.float(),
             entropy=None if self.critic else found.entropy.float(),
             values=found.values.float() if self.critic else None,
-            squared_sums=None if self.critic else found.squared_sums.float(),
+            squared_sums=None if found.squared_sums is None else found.squared_sums.float(),
         )
 
     def forward_backward(self, batch, loss_fn, *, denominator):
