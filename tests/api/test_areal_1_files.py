@@ -147,6 +147,7 @@ NEW_STYLE = {
         ([], "sglang:d4+fsdp:d4"),
         (["rollout.backend=vllm:d2t2", "actor.backend=fsdp:d2"], "vllm:d2t2+fsdp:d2"),
         (["allocation_mode=sglang:d4p1t1+d4p1t1"], "sglang:d4p1t1+d4p1t1"),
+        (["allocation_mode=sglang:d4+d4", "actor.backend=fsdp", "rollout.backend="], "sglang:d4+d4"),
     ],
 )
 def test_the_backends_of_areal_1_become_the_allocation_mode(tmp_path: Path, overrides, allocation_mode: str) -> None:

@@ -213,7 +213,8 @@ class LegacyKeys:
             case RejectionSampling():
                 self._rejection_sampling(value, tree, given, path)
             case Backend():
-                self._backends[path] = str(value)
+                if value not in (None, "", "fsdp"):  # "fsdp" without sizes is in files older than v0.5
+                    self._backends[path] = str(value)
 
     def _move(self, value: Any, new: Any, tree: dict[str, Any], given: Any, path: str, other: str) -> None:
         """Set `other` to `new`, the equivalent of `value`, unless the user gave it another one."""
