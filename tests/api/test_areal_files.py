@@ -8,7 +8,6 @@ import pytest
 from areal.api.config import GRPOConfig, SFTConfig, load_config, load_experiment
 from areal.api.config.policy_losses import POLICY_LOSSES
 from areal.api.config.relevance import options_without_effect
-from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 from tests.api.areal_files import GRPO, SFT
 
@@ -175,22 +174,3 @@ def test_one_file_serves_every_policy_loss(grpo, loss: str) -> None:
     assert config.actor.policy_loss == loss
     assert ("actor.eps_clip" in unused(config)) == (loss in ("sapo", "aipo", "gpg", "kl_cov", "topr", "kimi15"))
     assert ("actor.sapo.tau_pos" in unused(config)) == (loss != "sapo")
-
-
-def test_the_recipes_of_areal_load_and_what_they_leave_unused_is_listed(grpo) -> None:
-    """v0.5.0's gsm8k_sapo.yaml and synchronous recipe keep the weight cap and the clip range of gsm8k_grpo.yaml."""
-    synchronous = [
-        "rollout.max_head_offpolicyness=0",
-        "actor.recompute_logprob=false",
-        "actor.use_decoupled_loss=false",
-    ]
-    config = grpo(*synchronous)
-    unused = {one.path for one in options_without_effect(config)}
-    assert {"actor.behav_imp_weight_cap"} <= unused
-    assert "actor.eps_clip" not in unused
-    sapo = ["actor.use_sapo_loss=true", "actor.sapo_tau_pos=1.0", "actor.sapo_tau_neg=1.05",
-            "rollout.fileroot=${cluster.fileroot}", "rollout.tokenizer_path=${tokenizer_path}",
-            "rollout.dump_to_file=true"]  # fmt: skip
-    config = grpo("actor.recompute_logprob=false", "actor.use_decoupled_loss=false", *sapo)
-    assert config.actor.policy_loss == "sapo"
-    assert {"actor.behav_imp_weight_cap", "actor.eps_clip"} <= {one.path for one in options_without_effect(config)}

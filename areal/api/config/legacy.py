@@ -1,6 +1,6 @@
 """Keys of AReaL files (v0.5 and 1.0) that have no field here: which values they may hold, and where they go.
 
-A file written for AReaL loads when such a key has an equivalent here, or asks for nothing that this version lacks.
+A file written for AReaL loads when such a key has an equivalent here, or requires nothing that this version lacks.
 Any other value is refused, because an option that nothing reads must not look as if it worked.
 """
 
