@@ -15,9 +15,7 @@ def current_names() -> list[str]:
 def test_no_option_disappears_and_new_ones_are_written_down() -> None:
     frozen, current = FROZEN.read_text(encoding="utf-8").split(), current_names()
     removed = sorted(set(frozen) - set(current))
-    assert not removed, (
-        f"keep them, or accept them in legacy.py and edit {FROZEN.name}: {removed}"
-    )
+    assert not removed, f"keep them, or accept them in legacy.py and edit {FROZEN.name}: {removed}"
     new = sorted(set(current) - set(frozen))
     assert not new, f"add to {FROZEN.name}: {new}"
     assert frozen == current, f"{FROZEN.name} is sorted and without repetitions"
