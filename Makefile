@@ -64,7 +64,7 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python .ci/check_words.py --report
+	$(BIN)/python .ci/check_words.py
 	$(BIN)/pyright
 
 # Pages that are generated from the code. A test fails when one is out of date.

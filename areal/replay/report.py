@@ -59,8 +59,8 @@ class Report:
         if not self._seconds:
             return "the models are loading"
         live = [row["seconds/step"] for step, row in self._live.items() if step > self._order.start_step]
-        beside = f" (live {fmean(live):.2f})" if live else ""
-        return f"{fmean(self._seconds):.2f} s a step{beside}"
+        live_part = f" (live {fmean(live):.2f})" if live else ""
+        return f"{fmean(self._seconds):.2f} s a step{live_part}"
 
     def _new_rows(self) -> Iterator[Row]:
         if not self._own.exists():

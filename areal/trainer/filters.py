@@ -43,9 +43,9 @@ def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch,
         return batch, {}
     kept, metrics = batch.trained, Metrics()
     for name, tokens in taken.items():
-        gone = kept & tokens
-        metrics[f"filter/{name}_tokens"] = Metric(float(gone.sum()), 1.0, "sum")
-        metrics[f"filter/{name}_sequences"] = Metric(float(torch.unique(index[gone]).numel()), 1.0, "sum")
+        removed = kept & tokens
+        metrics[f"filter/{name}_tokens"] = Metric(float(removed.sum()), 1.0, "sum")
+        metrics[f"filter/{name}_sequences"] = Metric(float(torch.unique(index[removed]).numel()), 1.0, "sum")
         kept = kept & ~tokens
     metrics["filter/kept_tokens"] = Metric(float(kept.sum()), 1.0, "sum")
     return replace(batch, policy_mask=kept), metrics
