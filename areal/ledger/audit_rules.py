@@ -8,7 +8,7 @@ are ignored, because clocks jump.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -70,23 +70,20 @@ class AuditRules:
 
     def take(self, number: int, event: Event, *, max_version: int | None = None) -> None:
         """Apply event `number`. `max_version`: the newest version in the payload of an accepted episode."""
-        handler = self._HANDLERS.get(event.get("event", ""))
+        report, kind = self.report, event.get("event", "")
+        handler = self._HANDLERS.get(kind)
         if handler is None:
-            self.report.violate(
-                "unknown event", f"event {number}: {event.get('event')!r} is not an event of this version"
-            )
+            report.violate("unknown event", f"event {number}: {kind!r} is not an event of this version")
             return
-        if self.report.num_controllers == 0 and event["event"] not in ("group", "started"):
-            self.report.violate("beginning", f"event {number} ({event['event']}) is before the start of any controller")
-            self.report.num_controllers = 1
+        if report.num_controllers == 0 and kind not in ("group", "started"):
+            report.violate("beginning", f"event {number} ({kind}) is before the start of any controller")
+            report.num_controllers = 1
         try:
             handler(self, event)
-            if max_version is not None and event["event"] == "accepted":
+            if max_version is not None and kind == "accepted":
                 self._episodes[event["id"]].max_version = max_version
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.report.violate(
-                "form", f"event {number} ({event['event']}) is malformed: {type(error).__name__}: {error}"
-            )
+            report.violate("form", f"event {number} ({kind}) is malformed: {type(error).__name__}: {error}")
 
     def batch_version(self, step: int) -> int | None:
         """Policy version that trains on the batch of `step`; None before a trainer attached."""
@@ -97,18 +94,26 @@ class AuditRules:
             return "its row"
         return f"row {self._rows.index(episode_id)} of epoch {episode_id // self._rows.rows_per_epoch}"
 
+    def _bad_episode(self, rule: str, episode_id: int, problem: str, *, steps: Sequence[int] = ()) -> None:
+        self.report.violate(rule, f"episode {episode_id} {problem}", episodes=[episode_id], steps=steps)
+
+    def _bad_batch(self, rule: str, step: int, problem: str, *, episodes: Sequence[int] = ()) -> None:
+        self.report.violate(rule, f"batch {step} {problem}", episodes=episodes, steps=[step])
+
+    def _bad_attach(self, rule: str, step: int, problem: str, *, steps: Sequence[int]) -> None:
+        self.report.violate(rule, f"a trainer attached at step {step}{problem}", steps=steps)
+
     def _started(self, event: Event) -> None:
-        self.report.num_controllers += 1
+        report = self.report
+        report.num_controllers += 1
         self._era += 1
         identity: Event = {name: event[name] for name in IDENTITY}
         if self._identity is not None and identity != self._identity:
-            changed = [name for name in IDENTITY if identity[name] != self._identity[name]]
-            self.report.violate(
-                "identity", f"controller {self.report.num_controllers} started with other {', '.join(changed)}"
-            )
+            changed = ", ".join(name for name in IDENTITY if identity[name] != self._identity[name])
+            report.violate("identity", f"controller {report.num_controllers} started with other {changed}")
         self._identity, self._rows = identity, row_stream(identity)
         if self._rows is None:
-            self.report.violate("identity", f"no prompt stream has the identity {identity}")
+            report.violate("identity", f"no prompt stream has the identity {identity}")
 
     def _attached(self, event: Event) -> None:
         step, version = int(event["step"]), int(event["version"])
@@ -116,28 +121,18 @@ class AuditRules:
         if self._offset is None:
             self._offset = version - step
         elif version - step != self._offset:
-            self.report.violate(
-                "version of step",
-                f"a trainer attached at step {step} with version {version}, not {step + self._offset}",
-                steps=[step],
-            )
+            problem = f" with version {version}, not {step + self._offset}"
+            self._bad_attach("version of step", step, problem, steps=[step])
         if not self.batches:  # no recorded batch leads to an earlier version again
             self._era += version < self._highest
             self._next_step, self._highest = step, version
         first = min(self.batches, default=step)
         if not first <= step <= self._next_step:
-            self.report.violate(
-                "attach",
-                f"a trainer attached at step {step}, but batches are recorded from {first} to {self._next_step - 1}",
-                steps=[step],
-            )
+            problem = f", but batches are recorded from {first} to {self._next_step - 1}"
+            self._bad_attach("attach", step, problem, steps=[step])
         skipped = [number for number, batch in self.batches.items() if number < step and not batch.is_consumed]
         if skipped:
-            self.report.violate(
-                "never consumed",
-                f"a trainer attached at step {step} and skips batch {listed(skipped)}",
-                steps=skipped,
-            )
+            self._bad_attach("never consumed", step, f" and skips batch {listed(skipped)}", steps=skipped)
         if self._unconfirmed == version:
             self._unconfirmed = None
         self._trained = step
@@ -175,19 +170,12 @@ class AuditRules:
         else:
             self._require_again(episode_id, attempt)
         self._require_confirmed(f"before episode {episode_id} was admitted")
+        text = f"was admitted at version {version}"
         if version != self._version:
-            self.report.violate(
-                "admission",
-                f"episode {episode_id} was admitted at version {version}, but the trainer had {self._version}",
-                episodes=[episode_id],
-            )
+            self._bad_episode("admission", episode_id, f"{text}, but the trainer had {self._version}")
         elif version < self._highest:
-            self.report.violate(
-                "admission",
-                f"episode {episode_id} was admitted at version {version} before the recovered trainer reached version "
-                f"{self._highest} again",
-                episodes=[episode_id],
-            )
+            problem = f"{text} before the recovered trainer reached version {self._highest} again"
+            self._bad_episode("admission", episode_id, problem)
         known = self._episodes.get(episode_id)
         self.report.num_admitted += known is None
         state = "running" if known is None else known.state
@@ -196,20 +184,14 @@ class AuditRules:
 
     def _require_new(self, episode_id: int) -> None:
         if episode_id in self._episodes:
-            self.report.violate(
-                "row used twice",
-                f"episode {episode_id} was admitted twice: {self._row_of(episode_id)} was used twice",
-                episodes=[episode_id],
-            )
+            problem = f"was admitted twice: {self._row_of(episode_id)} was used twice"
+            self._bad_episode("row used twice", episode_id, problem)
         elif episode_id != self._next_id:
             missing = range(self._next_id, min(episode_id, self._next_id + MAX_SKIPPED))
             expected = f"episodes {listed(missing)}" if missing else f"episode {self._next_id}"
-            self.report.violate(
-                "row skipped",
-                f"episode {episode_id} was admitted, but {expected} must come first: "
-                f"{self._row_of(self._next_id)} was skipped" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
-                episodes=missing,
-            )
+            text = f"episode {episode_id} was admitted, but {expected} must come first: {self._row_of(self._next_id)}"
+            others = f" and {len(missing) - 1} more" if missing[1:] else ""
+            self.report.violate("row skipped", f"{text} was skipped{others}", episodes=missing)
         self._next_id = max(self._next_id, episode_id + 1)
 
     def _require_again(self, episode_id: int, attempt: int) -> None:
@@ -224,34 +206,25 @@ class AuditRules:
             problem = "was already running"
         else:
             return
-        text = f"episode {episode_id} was started again (attempt {attempt}), but {problem}"
-        self.report.violate("attempt", text, episodes=[episode_id])
+        self._bad_episode("attempt", episode_id, f"was started again (attempt {attempt}), but {problem}")
 
     def _ended(self, event: Event, verdict: str, *, was: tuple[str, ...] = ("running",)) -> _Episode:
         """The episode of a verdict, moved to state `verdict`."""
         episode_id = int(event["id"])
         episode = self._episodes.get(episode_id)
-        done = "accepted" if verdict == "waiting" else verdict
+        done = "was accepted" if verdict == "waiting" else f"was {verdict}"
         if episode is None:
-            self.report.violate(
-                "never admitted", f"episode {episode_id} was {done}, but never admitted", episodes=[episode_id]
-            )
+            self._bad_episode("never admitted", episode_id, f"{done}, but never admitted")
             episode = self._episodes[episode_id] = _Episode(verdict, 0, self._era, -1)
             return episode
         if episode.state not in was:
-            twice = done == "accepted" and episode.state in ("waiting", "batched", "consumed")
-            self.report.violate(
-                "accepted twice" if twice else "verdict",
-                f"episode {episode_id} was {done}" + (" twice" if twice else f", but it was already {episode.state}"),
-                episodes=[episode_id],
-            )
+            if verdict == "waiting" and episode.state in ("waiting", "batched", "consumed"):
+                self._bad_episode("accepted twice", episode_id, f"{done} twice")
+            else:
+                self._bad_episode("verdict", episode_id, f"{done}, but it was already {episode.state}")
             return episode
         if episode.state == "running" and episode.era != self._era:
-            self.report.violate(
-                "verdict",
-                f"episode {episode_id} was {done} by an attempt that had been cancelled",
-                episodes=[episode_id],
-            )
+            self._bad_episode("verdict", episode_id, f"{done} by an attempt that had been cancelled")
         episode.state = verdict
         return episode
 
@@ -259,11 +232,8 @@ class AuditRules:
         episode = self._ended(event, "waiting")
         low, episode.max_version = int(event["min_version"]), int(event["max_version"])
         if 0 <= low < episode.version:
-            self.report.violate(
-                "old token",
-                f"episode {event['id']} has a token of version {low}, but started at version {episode.version}",
-                episodes=[event["id"]],
-            )
+            problem = f"has a token of version {low}, but started at version {episode.version}"
+            self._bad_episode("old token", event["id"], problem)
 
     def _rejected(self, event: Event) -> None:
         reason = str(event["reason"])
@@ -279,24 +249,19 @@ class AuditRules:
         self._require_confirmed(f"before batch {step} was made")
         for episode_id, times in Counter(ids).items():
             if times > 1:
-                text = f"episode {episode_id} is {times} times in batch {step}"
-                self.report.violate("twice in a batch", text, episodes=[episode_id], steps=[step])
+                self._bad_episode("twice in a batch", episode_id, f"is {times} times in batch {step}", steps=[step])
             self._into_batch(episode_id, step, version)
         if self._identity is not None and len(ids) != self._identity["batch_size"]:
-            text = f"batch {step} holds {len(ids)} episodes, not {self._identity['batch_size']}"
-            self.report.violate("batch size", text, steps=[step])
+            self._bad_batch("batch size", step, f"holds {len(ids)} episodes, not {self._identity['batch_size']}")
         if step in self.batches:
-            self.report.violate("batch order", f"batch {step} was made twice", steps=[step])
+            self._bad_batch("batch order", step, "was made twice")
         elif step != self._next_step:
-            self.report.violate(
-                "batch order", f"batch {step} was made, but batch {self._next_step} is next", steps=[step]
-            )
+            self._bad_batch("batch order", step, f"was made, but batch {self._next_step} is next")
         elif step != self._trained:
-            text = f"batch {step} was made while the trainer was at step {self._trained}"
-            self.report.violate("batch order", text, steps=[step])
+            self._bad_batch("batch order", step, f"was made while the trainer was at step {self._trained}")
         if version != self.batch_version(step) or version != self._version:
-            text = f"batch {step} was made for version {version}; its step has {self.batch_version(step)}"
-            self.report.violate("version of step", f"{text}, the trainer had {self._version}", steps=[step])
+            problem = f"was made for version {version}; its step has {self.batch_version(step)}"
+            self._bad_batch("version of step", step, f"{problem}, the trainer had {self._version}")
         self._next_step = max(self._next_step, step + 1)
         self.batches.setdefault(step, _Batch(ids))
 
@@ -304,17 +269,16 @@ class AuditRules:
         episode = self._episodes.get(episode_id)
         state = "never admitted" if episode is None else episode.state
         if episode is not None and episode.step not in (-1, step):
-            text = f"episode {episode_id} is in batch {episode.step} and in batch {step}"
-            self.report.violate("in two batches", text, episodes=[episode_id], steps=[episode.step, step])
+            problem = f"is in batch {episode.step} and in batch {step}"
+            self._bad_episode("in two batches", episode_id, problem, steps=[episode.step, step])
         elif state != "waiting":
-            text = f"episode {episode_id} is in batch {step}, but was {state}, not accepted and waiting"
-            self.report.violate("not accepted", text, episodes=[episode_id], steps=[step])
+            problem = f"is in batch {step}, but was {state}, not accepted and waiting"
+            self._bad_episode("not accepted", episode_id, problem, steps=[step])
         if episode is None:
             return
         if episode.max_version > version:
-            text = f"episode {episode_id} has a token of version {episode.max_version}"
-            text = f"{text}, newer than version {version}, which trains on batch {step}"
-            self.report.violate("newer token", text, episodes=[episode_id], steps=[step])
+            problem = f"has a token of version {episode.max_version}, but version {version} trains on batch {step}"
+            self._bad_episode("newer token", episode_id, problem, steps=[step])
         if episode.step == -1:
             episode.state, episode.step = "batched", step
 
@@ -323,11 +287,10 @@ class AuditRules:
         if batch is None:
             return
         if batch.is_consumed:
-            text = f"batch {step} was consumed twice without a trainer going back to it"
-            self.report.violate("consumed twice", text, steps=[step], episodes=batch.ids)
+            problem = "was consumed twice without a trainer going back to it"
+            self._bad_batch("consumed twice", step, problem, episodes=batch.ids)
         elif step != self._trained:
-            text = f"batch {step} was consumed while the trainer was at step {self._trained}"
-            self.report.violate("consumption order", text, steps=[step])
+            self._bad_batch("consumption order", step, f"was consumed while the trainer was at step {self._trained}")
         batch.is_consumed, batch.weights = True, str(event.get("weights", ""))
         for episode_id in batch.ids:
             if (episode := self._episodes.get(episode_id)) is not None and episode.step == step:
@@ -339,10 +302,10 @@ class AuditRules:
         if batch is None:
             return
         if not batch.is_consumed:
-            self.report.violate("trained again", f"batch {step} was trained again, but never consumed", steps=[step])
+            self._bad_batch("trained again", step, "was trained again, but never consumed")
         elif step != self._trained:
-            text = f"batch {step} was trained again while the trainer was at step {self._trained}: it did not go back"
-            self.report.violate("consumed twice", text, steps=[step], episodes=batch.ids)
+            problem = f"was trained again while the trainer was at step {self._trained}: it did not go back"
+            self._bad_batch("consumed twice", step, problem, episodes=batch.ids)
         weights = str(event.get("weights", ""))
         self.report.trained_again.append(step)
         if weights and batch.weights:
@@ -357,20 +320,17 @@ class AuditRules:
         self._require_confirmed(f"before batch {step} was {verb}")
         batch = self.batches.get(step)
         if batch is None:
-            self.report.violate("never batched", f"batch {step} was {verb}, but that step has no batch", steps=[step])
+            self._bad_batch("never batched", step, f"was {verb}, but that step has no batch")
         elif version != self.batch_version(step + 1) or version != self._version:
-            text = f"batch {step} was {verb} and led to version {version}; that step leads to version"
-            text = f"{text} {self.batch_version(step + 1)}, and version {self._version} was published last"
-            self.report.violate("version of step", text, steps=[step])
+            problem = f"was {verb} and led to version {version}; that step leads to {self.batch_version(step + 1)}"
+            self._bad_batch("version of step", step, f"{problem}, and version {self._version} was published last")
         return step, batch
 
     def _committed(self, event: Event) -> None:
-        self.report.committed_step = int(event["step"])
-        if self._trained is None or self.report.committed_step > self._trained:
-            text = (
-                f"a checkpoint after step {self.report.committed_step} was committed with {self._trained} steps trained"
-            )
-            self.report.violate("checkpoint", text, steps=[self.report.committed_step])
+        step = self.report.committed_step = int(event["step"])
+        if self._trained is None or step > self._trained:
+            text = f"a checkpoint after step {step} was committed with {self._trained} steps trained"
+            self.report.violate("checkpoint", text, steps=[step])
 
     def _ignore(self, event: Event) -> None:
         """A group mark, which the reader checks, or the result of an evaluation: neither changes an episode."""

@@ -199,21 +199,12 @@ def recover_folder(folder: Path) -> RecoveredLedger:
                 os.fsync(file.fileno())
         if reader.numbers:
             last = reader.numbers[-1]
-            _fsync_file(events_path(folder, last))
-            for number in _numbers(folder, _PAYLOAD):
-                if number >= last:
-                    _fsync_file(payload_path(folder, number))
+            newest = [payload_path(folder, number) for number in _numbers(folder, _PAYLOAD) if number >= last]
+            for path in [events_path(folder, last), *newest]:
+                fsync_path(path)
     except OSError as error:
         raise not_writable(folder, error) from error
     return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number)
-
-
-def _fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:

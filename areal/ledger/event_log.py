@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -80,16 +82,10 @@ class GroupWriter:
     def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
         """Make one group durable. After an error the file may end with an incomplete group; the next writer cuts it."""
         data, end = encode_group(self._end, time.time(), events)
-        position = 0
-        while position < len(payloads):
-            segment = payloads[position][0]
-            stop = position
-            while stop < len(payloads) and payloads[stop][0] == segment:
-                stop += 1
+        for segment, pieces in groupby(payloads, key=itemgetter(0)):
             file = self._segment_file(segment)
-            file.write(b"".join([payload for _, payload in payloads[position:stop]]))
+            file.write(b"".join([payload for _, payload in pieces]))
             file.sync()
-            position = stop
         if self._events is None:
             self._events = self._open_file(events_path(self.folder, self._number))
         try:
@@ -145,8 +141,7 @@ class GroupCommitLog:
             self._wake.set()
 
     def append(self, event: Event) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         self._group.events.append(event)
         if self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(self._linger_s, self._wake.set)

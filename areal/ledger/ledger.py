@@ -13,7 +13,7 @@ from areal.ledger.event_files import read_payload, recover_folder
 from areal.ledger.event_log import EventLog, GroupCommitLog, GroupWriter
 from areal.ledger.lock import LedgerLock
 from areal.ledger.payload import EncodedEpisode, check_payload
-from areal.ledger.state import BatchRecord, Event, LedgerState
+from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
 
 MAX_REASON = 400
 """Maximum length of a recorded reason, in characters."""
@@ -75,18 +75,8 @@ class Ledger:
 
     def started(self, rows: PromptStream[dict[str, Any]], *, total_steps: int) -> None:
         """A controller starts. Raises LedgerError when its data settings differ from those of the ledger."""
-        self._record(
-            {
-                "event": "started",
-                "at": self._clock(),
-                "seed": rows.seed,
-                "batch_size": rows.batch_size,
-                "num_rows": rows.num_rows,
-                "rows_per_epoch": rows.rows_per_epoch,
-                "shuffle": rows.shuffle,
-                "total_steps": total_steps,
-            }
-        )
+        identity = {name: getattr(rows, name) for name in IDENTITY}
+        self._record({"event": "started", "at": self._clock(), **identity, "total_steps": total_steps})
 
     def attached(self, *, step: int, version: int) -> None:
         """A trainer starts or continues at `step` with policy `version`."""

@@ -151,27 +151,17 @@ class LedgerState:
 
     def oldest_waiting(self, limit: int, *, in_order: bool) -> list[int]:
         """Ids of at most `limit` waiting episodes in order of admission; `in_order` stops at the first running one."""
-        end = len(self.states)
-        self._advance_first_open()
-        if in_order and (first_running := self.states.find(RUNNING, self.first_open)) >= 0:
+        states, end = self.states, len(self.states)
+        while self.first_open < end and states[self.first_open] > WAITING:
+            self.first_open += 1
+        if in_order and (first_running := states.find(RUNNING, self.first_open)) >= 0:
             end = first_running
         found: list[int] = []
-        position = self.states.find(WAITING, self.first_open, end)
+        position = states.find(WAITING, self.first_open, end)
         while position >= 0 and len(found) < limit:
             found.append(position)
-            position = self.states.find(WAITING, position + 1, end)
+            position = states.find(WAITING, position + 1, end)
         return found
-
-    def _advance_first_open(self) -> None:
-        position, end, states = self.first_open, len(self.states), self.states
-        while position < end and states[position] > WAITING:
-            position += 1
-        self.first_open = position
-
-    def _move(self, episode_id: int, source: int, target: int) -> None:
-        self.states[episode_id] = target
-        self.counts[source] -= 1
-        self.counts[target] += 1
 
     def _move_all(self, episode_ids: Sequence[int], source: int, target: int) -> None:
         states = self.states
@@ -186,6 +176,12 @@ class LedgerState:
         if self.states[episode_id] != wanted:
             found = STATE_NAMES[self.states[episode_id]]
             raise _broken(f"episode {episode_id} {verb}, but it is {found}, not {STATE_NAMES[wanted]}")
+
+    def _end(self, episode_id: int, target: int, verb: str) -> None:
+        if episode_id not in self.running:
+            self._require(episode_id, RUNNING, verb)
+        self._move_all([episode_id], RUNNING, target)
+        del self.running[episode_id]
 
     def _started(self, event: Event) -> None:
         identity = {name: event[name] for name in IDENTITY}
@@ -238,10 +234,7 @@ class LedgerState:
 
     def _accepted(self, event: Event) -> None:
         episode_id: int = event["id"]
-        if episode_id not in self.running:
-            self._require(episode_id, RUNNING, "accepted")
-        self._move(episode_id, RUNNING, WAITING)
-        del self.running[episode_id]
+        self._end(episode_id, WAITING, "accepted")
         self.waiting[episode_id] = AcceptedEpisode(
             episode_id, tuple(event["payload"]), event["min_version"], event["tokens"], event["stats"]
         )
@@ -250,20 +243,16 @@ class LedgerState:
         episode_id: int = event["id"]
         reason: str = event["reason"]
         if reason == "stale" and episode_id in self.waiting:
-            self._move(episode_id, WAITING, REJECTED)
+            self._move_all([episode_id], WAITING, REJECTED)
             del self.waiting[episode_id]
         else:
-            self._require(episode_id, RUNNING, f"rejected ({reason})")
-            self._move(episode_id, RUNNING, REJECTED)
-            del self.running[episode_id]
+            self._end(episode_id, REJECTED, f"rejected ({reason})")
         self.reasons[f"rejected: {reason}"] += 1
 
     def _failed(self, event: Event) -> None:
         episode_id: int = event["id"]
         reason: str = event["reason"]
-        self._require(episode_id, RUNNING, "failed")
-        self._move(episode_id, RUNNING, FAILED)
-        del self.running[episode_id]
+        self._end(episode_id, FAILED, "failed")
         self.reasons[f"failed: {reason.partition(':')[0]}"] += 1
 
     def _batched(self, event: Event) -> None:
