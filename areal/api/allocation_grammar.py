@@ -25,7 +25,8 @@ class AllocationError(ConfigError):
         self.column = column  # counted from 1
         self.summary = f"column {column} of {text!r}: {problem}; {hint}"
         shown = re.sub(r"\s", " ", text)
-        super().__init__(f"{self.summary}\n  {shown}\n  {' ' * (column - 1)}^")
+        mark = f"\n  {shown}\n  {' ' * (column - 1)}^" if len(text) <= 200 else ""
+        super().__init__(self.summary + mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +179,11 @@ class _Parser:
             digits = ""
             while (place := place + 1) < len(characters) and characters[place][0].isdigit():
                 digits += characters[place][0]
-            if not digits or digits[0] == "0":
+            if not digits or digits[0] == "0" or len(digits) > 6:
                 problem = f"{letter}{digits} is not a size" if digits else f"a number is missing after {letter!r}"
-                raise AllocationError(self.text, column, problem, f"write {letter}1 or more, without a leading zero")
+                raise AllocationError(
+                    self.text, column, problem, f"write {letter}1 or more, below a million, no leading 0"
+                )
             sizes[letter] = int(digits)
         return sizes
 

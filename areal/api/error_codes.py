@@ -6,6 +6,365 @@ import itertools
 import sys
 from dataclasses import dataclass
 
+_TABLE = """
+areal.error: An error without a more specific code.
+    Read the message.
+
+algorithm.no_reward_parts: actor.gdpo_weights names a reward function that scored no answer of the train batch.
+    Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.
+algorithm.not_finite: A train batch holds NaN or infinity in a reward or at a trained token.
+    Check the reward function and the model; for remax, check that the workflow generates greedy answers.
+
+allocation.invalid: allocation_mode has invalid syntax or contradictory sizes.
+    Follow the hint at the marked column.
+
+checkpoint.damaged: A file of a checkpoint is cut short, changed, or contradicts the index.
+    Copy or download it again.
+checkpoint.incomplete: A checkpoint folder lacks its configuration or its weights.
+    Give a complete Hugging Face checkpoint.
+checkpoint.missing: There is no recovery checkpoint to continue from.
+    Use recover.mode=auto to start from the beginning.
+checkpoint.none_to_resume: recover.mode=resume needs a complete recovery checkpoint, and there is none.
+    Set recover.mode=auto.
+checkpoint.not_written: A checkpoint or an export could not be written.
+    Free disk space or correct the permissions, then start again.
+checkpoint.other_run: A recovery checkpoint belongs to another model, allocation_mode or version.
+    Use the configuration it was written with, or change trial_name to start a new run.
+
+config.bad_override: A word on the command line is no flag, or no override that can be read and applied.
+    Write key.sub=value with a YAML value, or ~key to restore the default.
+config.bad_reference: A function or class is not registered, or cannot be found, here or by other processes.
+    Use a registered name, module:name or file.py:name of a function or class at the top level of that module.
+config.conflict: A value makes no sense, alone or together with another option.
+    Change one of the options that the message names.
+config.invalid: The configuration has problems of several kinds.
+    Fix each line of the message; each has its own code.
+config.missing_requirement: An option needs another one that is not set.
+    Set the option that the message names.
+config.mixed_kinds: The file has sections of different kinds of training.
+    Keep the sections of one kind of training.
+config.no_effect: strict_config is true and an option has no effect under the other options.
+    Remove the option, or set strict_config to false.
+config.not_a_choice: The option takes one of a few words.
+    Use one of the words in the message.
+config.out_of_range: A number is outside the range of its option, or not finite.
+    Use a number in the range of the message.
+config.required: An option that has no default is not given.
+    Give it in the file or on the command line.
+config.unknown_key: There is no option of this name.
+    Correct the spelling, or remove the key; --help lists all options.
+config.unreadable_file: The file given with --config is missing, not UTF-8, not YAML, or holds no mapping.
+    Give a YAML file with a mapping of keys to values, and fix the place that the message names.
+config.unresolved_interpolation: An interpolation ${...} names itself, or an option or variable without a value.
+    Correct the name, set the environment variable, or write the value.
+config.unsupported: The configuration needs a feature that this version does not have.
+    Remove the option, or use the alternative in the message.
+config.wrong_type: A value has another type than its option, or cannot be stored.
+    Give a value of the type in the message; put text that reads as another type in quotes.
+
+data.chat_template: The tokenizer has no chat template, or one that cannot render several turns.
+    Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
+data.inconsistent_batch: The arrays of a batch have different lengths.
+    Report it as a bug, unless your own code builds the batch.
+data.invalid_column: A column of a dataset row has the wrong type or an unusable value.
+    Correct the row, or drop or convert such rows with a map_fn.
+data.invalid_file: A dataset file is not JSON, or a row is not an object.
+    Correct the file at the line or row that the message names.
+data.map_fn_failed: The map_fn of a dataset raised an error on a row.
+    Correct the map_fn, or choose another map_fn or dataset.
+data.missing_column: A dataset row lacks the columns that its type needs.
+    Set a map_fn that creates them, or add them to the data.
+data.no_datasets_library: A hub dataset or a saved folder needs the `datasets` library, which is not installed.
+    Run pip install 'areal[hub]', or convert the dataset to .jsonl.
+data.no_rows: A dataset has no usable rows.
+    Check its path, split, map_fn and max_length.
+data.no_tokenizer: There is no tokenizer at the given path or hub name, or it cannot be loaded.
+    Correct tokenizer_path, or the model's path.
+data.no_traces: A run folder contains no trace files.
+    Run with perf_tracer.enabled=true, or name another folder.
+data.not_found: A dataset file, hub dataset or split does not exist or cannot be loaded.
+    Correct the dataset's path, name or split.
+data.token_id: A train batch contains a token id outside the model's vocabulary.
+    Check what the workflow returns, and that the tokenizer belongs to the model.
+data.too_few_rows: A dataset has fewer usable rows than one batch needs.
+    Lower train_dataset.batch_size, or add data.
+data.too_long: A dataset row, or a sequence of a train batch, has more tokens than its limit.
+    Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.
+data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
+    Choose a granularity that divides the number of sequences of every rank.
+
+fleet.closed: A request was waiting when its fleet was closed.
+    None: the controller is ending.
+fleet.host_command: areal.fleet.server_host was started without a server command, or with a wrong configuration.
+    Call it as its --help describes.
+fleet.invalid_address: The address of a server is not of the form http://host:port.
+    Correct the address in rollout.server_addrs or in the registry.
+fleet.no_answer: A server did not accept a connection or lost it during an answer.
+    Read the log of the server; its requests continue on other replicas.
+fleet.no_live_replica: No replica serves the current policy version.
+    Read the reason of each replica in the message, then the log of the servers.
+fleet.not_ready: Not all inference servers became healthy within rollout.setup_timeout.
+    Read the log of the servers that the message names, or raise rollout.setup_timeout.
+fleet.replica_lost: A replica was disconnected or replaced during a weight update.
+    Read the log of that server; the launcher restarts it and the trainer publishes again.
+fleet.too_many_retries: More replicas failed during one request than rollout.request_retries allows.
+    Read the log of the servers for the failure that the message quotes, or raise rollout.request_retries.
+fleet.unknown_backend: allocation_mode or a command line names an inference backend that areal does not have.
+    Use a backend listed in docs/servers.md.
+fleet.update_failed: A replica, or every replica, failed to install new weights.
+    Fix the cause that the message quotes for each replica, usually a folder, a network or a memory problem.
+
+launch.attached_needs_disk: Attached servers on other machines cannot receive weights over a collective.
+    Set actor.weight_update_mode=disk, with cluster.fileroot in a shared folder.
+launch.attached_silent: A server that should already run gives no HTTP answer.
+    Start it, or correct rollout.server_addrs.
+launch.bad_env_vars: A list of environment variables in the configuration is not NAME=value,NAME=value.
+    Correct the list.
+launch.bad_server_addresses: Addresses of attached servers are invalid, or environment and configuration differ.
+    Correct AREAL_LLM_SERVER_ADDRS or rollout.server_addrs.
+launch.cannot_start: A program of the run could not be started.
+    Check the path that the message names and its permissions.
+launch.cannot_write: The launcher cannot write its own files in the run folder.
+    Make room on the disk, or choose another folder.
+launch.disk_full: A disk is full.
+    Make room on it, or set cluster.fileroot to another disk.
+launch.earlier_run: The run folder contains an earlier run, which recover.mode would overwrite.
+    Change trial_name, delete the folder, or set recover.mode=auto to continue the run.
+launch.missing_inputs: The configuration names absent or unusable files, models or functions; the message lists them.
+    Correct the listed keys.
+launch.no_answer: No launcher runs on the run folder, or it does not answer in time.
+    Look at the output of the run's launcher.
+launch.no_gpu: The configuration asks for a GPU, and none is available.
+    Use the device auto or cpu, or make a GPU visible.
+launch.no_launcher: A script was run without a launcher.
+    Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.
+launch.no_run_folder: The folder given to a command is not a run folder.
+    Give the folder that the launcher printed at its start.
+launch.package_missing: An option needs a Python package that is not installed.
+    Install the extra that the message names.
+launch.request_refused: The running launcher refuses to add or remove a replica.
+    Read the message; it says which condition is missing.
+launch.run_in_use: Another launcher, or processes that one left behind, work on the run folder.
+    Stop them (the message has the process ids), or change trial_name.
+launch.server_unprotected: A server would listen beyond loopback, where the token does not protect all its routes.
+    Use native servers, or start the servers yourself and name them in rollout.server_addrs.
+launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
+    Set cluster.n_nodes=1.
+launch.token_mismatch: Two processes of a run have different tokens.
+    Give AREAL_SERVER_TOKEN the same value everywhere.
+launch.token_missing: A server or store can be reached from other machines, and no token protects it.
+    Set the environment variable AREAL_SERVER_TOKEN to a secret.
+launch.too_few_gpus: The allocation needs more GPUs than are available.
+    Use smaller sizes in allocation_mode, or more GPUs.
+launch.tracker_failed: A metrics tracker did not start.
+    Read its message, or set its mode to disabled.
+
+ledger.bad_payload: The payload of an episode is missing, damaged or belongs to another episode.
+    Restore the ledger folder from a copy, or choose a new trial_name; the audit lists the affected episodes.
+ledger.broken_rule: An event contradicts the events before it.
+    Report the output of the ledger audit as a defect of areal; a new trial_name starts a new ledger.
+ledger.damaged: Events that were on disk are damaged or missing.
+    Restore the ledger folder from a copy, or choose a new trial_name.
+ledger.locked: Another process writes the ledger of this run.
+    End the process that the message names, then start again.
+ledger.not_found: There is no ledger, episode or batch at the given path or number.
+    Name the folder of a run whose controller has started, and an existing episode or step.
+ledger.not_writable: The ledger folder cannot be opened or written, for example because the disk is full.
+    Free disk space or restore access, then start the same command again; no recorded data is lost.
+ledger.other_data: The data settings differ from those with which the ledger of this run was started.
+    Restore the settings that the message names, or choose a new trial_name.
+ledger.other_run: The recovery checkpoint of the trainer and the ledger belong to different runs.
+    Restore the matching checkpoint or ledger, or choose a new trial_name.
+ledger.unknown_event: The ledger holds an event that this version of areal does not know.
+    Continue the run with the version of areal that wrote it, or a newer one.
+
+loss.custom_result: The function at actor.custom.path did not return a PolicyLoss with one loss per token.
+    Return PolicyLoss(losses=..., stats=...) with losses of the shape of tokens.mask.
+
+model.attention_unavailable: actor.attn_impl selects a kernel that this device, dtype or dropout does not allow.
+    Use attn_impl=auto or attn_impl=sdpa.
+model.cache_too_small: The KV cache cannot hold one request of full length.
+    Increase native.max_total_tokens or lower native.context_length.
+model.context_length: native.context_length exceeds the limit of the model, or the model states no limit.
+    Set native.context_length to a value within the limit of the model.
+model.liger_unavailable: logprob_kernel=liger cannot run with this device, these outputs or this liger-kernel.
+    Use logprob_kernel=torch, or install the version that the message names.
+model.not_found: There is no model at the given path or hub name.
+    Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.
+model.not_loadable: transformers cannot load the model or its tokenizer.
+    Read the error that the message quotes; the checkpoint may be incomplete or need a newer transformers.
+model.unknown_layer_class: fsdp.wrap_policy names a layer class that the model does not have.
+    Use one of the classes that the message lists.
+model.unsupported: The native engine cannot serve this architecture.
+    Use sglang or vllm for this model.
+model.weights_do_not_fit: Weights are missing or have other shapes than the model.
+    Use a checkpoint of the same model as config.json describes.
+
+process.bad_context: The environment variable AREAL_PROCESS does not contain what a launcher writes there.
+    Unset it.
+process.bad_name: A name for the registry contains characters that are not allowed.
+    Use letters, digits, '_', '-' and '.'.
+process.cannot_listen: A process cannot listen on the address or port that it needs.
+    Choose a free port and a local address.
+process.cannot_start: The program of a process does not exist or cannot be executed.
+    Correct the path in the message.
+process.name_taken: Another process is registered under the same name.
+    Stop the other run, or change trial_name.
+process.not_registered: A process that another one needs did not register in time.
+    Look at its log, or raise the time limit.
+process.rank_missing: Trainer rank 0 did not register in time.
+    Read the log of trainer-0 for the cause.
+
+replay.damaged_run: A file of the run folder cannot be read or is incomplete.
+    Restore the file that the message names.
+replay.folder: The folder of a replay cannot be created.
+    Choose another --name, or free the path.
+replay.no_run: The folder is not that of a run that trained on rollouts.
+    Name the folder of a run with a ledger and at least one train step.
+replay.no_such_step: The run has no batches or checkpoint at the given step.
+    Choose a step that the message names.
+replay.other_weights: The initial model differs from that of the run.
+    Restore the old model, or use --from-checkpoint STEP.
+replay.override: An override has no effect in a replay, or would need other data.
+    Remove the overrides that the message lists.
+replay.rank_failed: A rank of the replay exited with an error.
+    Read the log that the message names.
+
+request.duplicate_id: A generation request has the rid of a request that is still running.
+    Use a unique rid for each request.
+request.engine_failed: The engine of the native server failed or hangs.
+    Read the log of the server; the launcher restarts it.
+request.invalid_field: A request has a missing, unknown or invalid field.
+    Correct the field that the message names; a retry with the same body fails again.
+request.no_tokenizer: A request needs a tokenizer that the server does not have, or cannot use in a stream.
+    Add a tokenizer to the folder of the model, use stop_token_ids, or decode the token ids in the client.
+request.not_json: The body of a request is not a JSON object.
+    Send a JSON object.
+request.partial_weights: A weight update of the native server is incomplete.
+    Wait for its end; if it failed, send a complete one.
+request.token_id: A request has a token id outside of the vocabulary of the served model.
+    Use the tokenizer of the served model, or remove the id.
+request.too_long: A prompt, or prompt and answer together, exceed a length limit.
+    Shorten the prompt, lower gconfig.max_new_tokens, or raise the limit that the message names.
+request.unauthorized: A request to a server of the run has no token or a wrong one.
+    Send the token of the run as a bearer token.
+
+reward.async_function: A reward function is declared with `async def`.
+    Declare it with `def`: it runs in a worker process and may block.
+reward.bad_row: A column of a row has a value that a built-in reward function cannot use.
+    Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.
+reward.bad_section: Two options of the section `reward`, or `reward_fn` and that section, contradict each other.
+    Change the option that the message names.
+reward.missing_column: A reward function has a parameter without default for which a row has no column.
+    Add the column in the dataset's map_fn, or give the parameter a default.
+reward.missing_library: The reward `math` needs the library math-verify, which is not installed.
+    Install it: pip install 'math-verify>=0.9'.
+reward.none_given: Neither `reward_fn` nor `reward.fns` names a reward function.
+    Set one of them, for example reward_fn=gsm8k.
+reward.pool_closed: An answer was to be scored after the reward processes were ended, usually because the run is ending.
+    None is needed at the end of a run; otherwise look for the first error in the log.
+reward.row_not_json: A row contains a value that JSON cannot represent, so it cannot be sent to a reward process.
+    Convert the column that the message names in the dataset's map_fn, or remove it.
+reward.unknown_source: With `reward.by_source`, a row names no data source, or one without reward functions.
+    Add the source to reward.by_source, set reward.fns for all other sources, or correct reward.source_key.
+
+rollout.all_failed: Every one of the last episodes failed, so no train batch can be composed.
+    Fix the cause that the message quotes, usually in the workflow, the reward function or the data.
+rollout.all_rejected: Almost every group of answers was rejected, so no train batch can be composed.
+    Use prompts that the policy solves sometimes, a filter that accepts more, or a higher max_rejected_per_step.
+rollout.controller_error: The rollout controller failed to serve a call of a trainer.
+    Read the log of the controller.
+rollout.controller_unreachable: A trainer could not reach the rollout controller for rollout.setup_timeout seconds.
+    Read the log of the controller for the reason why it ended or hangs.
+rollout.evaluation_failed: No row of an evaluation could be scored.
+    Fix the cause that the message quotes: the workflow, the reward function or the rows of valid_dataset.
+rollout.no_such_evaluation: A trainer requested an evaluation that this run does not have.
+    Configure valid_dataset and the evaluation mode, or do not request it.
+rollout.not_a_share: The controller sent no batch share: it runs another version of areal than the trainer.
+    Install the same version of areal on all nodes.
+rollout.past_the_end: A trainer requested a batch after the last train step of the run.
+    Start trainer and controller with the same configuration.
+rollout.stopped: The rollout controller ended with an unexpected error.
+    Read the error that the message quotes and the log of the controller.
+rollout.weights_needed: A restarted server lacks the current weights, and only the trainer has them.
+    None: the trainer publishes them again and continues.
+
+sandbox.not_started: The sandbox for a program did not start within 4 s.
+    Check that the machine has free memory and processes, and that Python can start there.
+
+server.adapter_folder: A folder is not a LoRA adapter in the format of PEFT.
+    Give a folder that has an adapter_config.json.
+server.no_adapters: A request names a LoRA adapter, and this kind of server has none.
+    Use sglang or vllm servers with enable_lora: true.
+server.no_extension: A vLLM server that was started by hand lacks areal's worker extension.
+    Start it as docs/servers.md describes.
+server.request_failed: A server answered with status 5xx, or failed in the middle of an update.
+    Read the log of the server.
+server.request_refused: A server refused what was sent to it (status 4xx).
+    Fix the cause that the server names in the message.
+server.unreadable_answer: A server sent an answer that does not follow its protocol.
+    Use a tested version of the server, see docs/servers.md.
+server.unsupported_sampling: A sampling setting that this kind of server does not apply exactly.
+    Change the setting that the message names, or use another backend.
+server.wrong_backend: A server at this address does not answer like a native server.
+    Name the backend of the running servers in allocation_mode.
+
+weights.bad_folder: A checkpoint folder is missing, incomplete, or does not match the served model.
+    Publish the weights again, or fix the folder that the message names.
+weights.do_not_fit: A weight update has names or shapes that the server's model does not have.
+    Start the servers with the same model as the trainer.
+weights.incomplete: A weight update lacks weights of the server's model.
+    Start the servers with the same model as the trainer.
+weights.invalid_bucket: A bucket of a weight update has an unknown dtype or layout.
+    Use the same version of areal for trainer and servers.
+weights.invalid_request: A request for a weight update has invalid fields.
+    Use the same version of areal for trainer and servers.
+weights.no_group: A server is not in the update group of a request.
+    Initialise the group first; areal's trainer does it by itself.
+weights.no_replica: No replica was alive to receive a weight update.
+    Read the logs of the servers for the cause.
+weights.not_published: Trainer rank 0 could not publish a policy version.
+    Read the log of trainer-0 for the cause.
+weights.not_written: A policy version could not be written to the shared folder.
+    Free disk space or correct the permissions of cluster.fileroot.
+weights.transfer_failed: A process did not join the update group, or did not answer in time.
+    Read the logs of the servers, and check the network between trainer and servers.
+weights.unexpected: The train engine yielded a weight that it did not describe before.
+    Report it as a bug of the train engine.
+weights.update_ended: The servers ended a weight update before the new version was served.
+    Read the logs of controller and servers for the cause.
+
+workflow.invalid_args: workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.
+    Correct the argument that the message names.
+workflow.loss_mask: A loss_mask has values other than 0 and 1, has no 1, or has a 1 at the first token.
+    Fix the loss_mask that the workflow returns.
+workflow.missing_column: A dataset row lacks a column that the workflow needs.
+    Add the column to the dataset, or add it with train_dataset.map_fn.
+workflow.missing_parameter: An option needs a parameter that the constructor of the workflow does not have.
+    Use a built-in workflow, add the parameter, or remove the option.
+workflow.no_evaluation: The workflow does not define for_evaluation, and the run evaluates.
+    Define for_evaluation(gconfig), pass an eval_workflow to PPOTrainer.train, or remove valid_dataset.
+workflow.not_a_workflow: The class or function at `workflow` does not create a RolloutWorkflow.
+    Derive the class from areal.api.workflow.RolloutWorkflow.
+workflow.not_finite: A workflow returned a reward, baseline or statistic that is not a finite number.
+    Fix the reward function or the statistic that the message names.
+workflow.output_versions: A trajectory trains on a token without the policy version that generated it.
+    Copy output_versions of the response, or set loss_mask to 0 for tokens that the policy did not generate.
+workflow.prompt_too_long: A prompt leaves no room for an answer within gconfig.max_tokens.
+    Increase gconfig.max_tokens, or drop long rows with train_dataset.max_length.
+workflow.reward_failed: A reward function failed: it raised, exceeded reward.timeout_s, or cannot be called.
+    Fix the function that the message names, or set reward.on_error=zero.
+workflow.reward_timeout: reward.timeout_s is shorter than the time limit of the tests of a row.
+    Increase reward.timeout_s, lower the column total_time_limit_s, or set reward.on_error=zero.
+workflow.rollout_logprobs: A value is not a log-probability, or is not 0.0 where loss_mask is 0.
+    Copy output_logprobs of the response and use 0.0 for all other tokens.
+workflow.trajectory_lengths: A workflow returned an empty group or trajectory, or columns of different lengths.
+    Return one value per token in each column, one filter_reward per trajectory, or None to reject the episode.
+workflow.wrong_type: A trajectory holds a value of the wrong type or outside the range of its column.
+    Fix the types of the trajectory that the workflow returns.
+"""
+"""For each code two lines: `code: cause`, then the fix, indented. Sorted within each area."""
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorCode:
@@ -15,662 +374,16 @@ class ErrorCode:
     fix: str
 
 
-ERROR_CODES: dict[str, ErrorCode] = {
-    "areal.error": ErrorCode("An error without a more specific code.", "Read the message."),
-    # algorithm
-    "algorithm.no_reward_parts": ErrorCode(
-        "actor.gdpo_weights names a reward function that scored no answer of the train batch.",
-        "Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.",
-    ),
-    "algorithm.not_finite": ErrorCode(
-        "A train batch holds NaN or infinity in a reward or at a trained token.",
-        "Check the reward function and the model; for remax, check that the workflow generates greedy answers.",
-    ),
-    # allocation
-    "allocation.invalid": ErrorCode(
-        "allocation_mode has invalid syntax or contradictory sizes.", "Follow the hint at the marked column."
-    ),
-    # checkpoint
-    "checkpoint.damaged": ErrorCode(
-        "A file of a checkpoint is cut short, changed, or contradicts the index.", "Copy or download it again."
-    ),
-    "checkpoint.incomplete": ErrorCode(
-        "A checkpoint folder lacks its configuration or its weights.", "Give a complete Hugging Face checkpoint."
-    ),
-    "checkpoint.missing": ErrorCode(
-        "There is no recovery checkpoint to continue from.",
-        "Use recover.mode=auto to start from the beginning.",
-    ),
-    "checkpoint.none_to_resume": ErrorCode(
-        "recover.mode=resume needs a complete recovery checkpoint, and there is none.", "Set recover.mode=auto."
-    ),
-    "checkpoint.not_written": ErrorCode(
-        "A checkpoint or an export could not be written.",
-        "Free disk space or correct the permissions, then start again.",
-    ),
-    "checkpoint.other_run": ErrorCode(
-        "A recovery checkpoint belongs to another model, allocation_mode or version.",
-        "Use the configuration it was written with, or change trial_name to start a new run.",
-    ),
-    # config
-    "config.bad_override": ErrorCode(
-        "A word on the command line is no flag, or no override that can be read and applied.",
-        "Write key.sub=value with a YAML value, or ~key to restore the default.",
-    ),
-    "config.bad_reference": ErrorCode(
-        "A function or class that an option names is not registered, cannot be found, or cannot be found by others.",
-        "Use a registered name, module:name or file.py:name of a function or class at the top level of that module.",
-    ),
-    "config.conflict": ErrorCode(
-        "A value makes no sense, alone or together with another option.",
-        "Change one of the options that the message names.",
-    ),
-    "config.invalid": ErrorCode(
-        "The configuration has problems of several kinds.", "Fix each line of the message; each has its own code."
-    ),
-    "config.missing_requirement": ErrorCode(
-        "An option needs another one that is not set.", "Set the option that the message names."
-    ),
-    "config.mixed_kinds": ErrorCode(
-        "The file has sections of different kinds of training.", "Keep the sections of one kind of training."
-    ),
-    "config.no_effect": ErrorCode(
-        "strict_config is true and an option has no effect under the other options.",
-        "Remove the option, or set strict_config to false.",
-    ),
-    "config.not_a_choice": ErrorCode("The option takes one of a few words.", "Use one of the words in the message."),
-    "config.out_of_range": ErrorCode(
-        "A number is outside the range of its option, or not finite.", "Use a number in the range of the message."
-    ),
-    "config.required": ErrorCode(
-        "An option that has no default is not given.", "Give it in the file or on the command line."
-    ),
-    "config.unknown_key": ErrorCode(
-        "There is no option of this name.", "Correct the spelling, or remove the key; --help lists all options."
-    ),
-    "config.unreadable_file": ErrorCode(
-        "The file given with --config is missing, not UTF-8, not YAML, or holds no mapping.",
-        "Give a YAML file with a mapping of keys to values, and fix the place that the message names.",
-    ),
-    "config.unresolved_interpolation": ErrorCode(
-        "An interpolation ${...} names an option or environment variable that has no value, or itself.",
-        "Correct the name, set the environment variable, or write the value.",
-    ),
-    "config.unsupported": ErrorCode(
-        "The configuration needs a feature that this version does not have.",
-        "Remove the option, or use the alternative in the message.",
-    ),
-    "config.wrong_type": ErrorCode(
-        "A value has another type than its option, or cannot be stored.",
-        "Give a value of the type in the message; put text that reads as another type in quotes.",
-    ),
-    # data
-    "data.chat_template": ErrorCode(
-        "The tokenizer has no chat template, or one that cannot render several turns.",
-        "Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.",
-    ),
-    "data.inconsistent_batch": ErrorCode(
-        "The arrays of a batch have different lengths.",
-        "Report it as a bug, unless your own code builds the batch.",
-    ),
-    "data.invalid_column": ErrorCode(
-        "A column of a dataset row has the wrong type or an unusable value.",
-        "Correct the row, or drop or convert such rows with a map_fn.",
-    ),
-    "data.invalid_file": ErrorCode(
-        "A dataset file is not JSON, or a row is not an object.",
-        "Correct the file at the line or row that the message names.",
-    ),
-    "data.map_fn_failed": ErrorCode(
-        "The map_fn of a dataset raised an error on a row.",
-        "Correct the map_fn, or choose another map_fn or dataset.",
-    ),
-    "data.missing_column": ErrorCode(
-        "A dataset row lacks the columns that its type needs.",
-        "Set a map_fn that creates them, or add them to the data.",
-    ),
-    "data.no_datasets_library": ErrorCode(
-        "A hub dataset or a saved folder needs the `datasets` library, which is not installed.",
-        "Run pip install 'areal[hub]', or convert the dataset to .jsonl.",
-    ),
-    "data.no_rows": ErrorCode(
-        "A dataset has no usable rows.",
-        "Check its path, split, map_fn and max_length.",
-    ),
-    "data.no_tokenizer": ErrorCode(
-        "There is no tokenizer at the given path or hub name, or it cannot be loaded.",
-        "Correct tokenizer_path, or the model's path.",
-    ),
-    "data.no_traces": ErrorCode(
-        "A run folder contains no trace files.", "Run with perf_tracer.enabled=true, or name another folder."
-    ),
-    "data.not_found": ErrorCode(
-        "A dataset file, hub dataset or split does not exist or cannot be loaded.",
-        "Correct the dataset's path, name or split.",
-    ),
-    "data.token_id": ErrorCode(
-        "A train batch contains a token id outside the model's vocabulary.",
-        "Check what the workflow returns, and that the tokenizer belongs to the model.",
-    ),
-    "data.too_few_rows": ErrorCode(
-        "A dataset has fewer usable rows than one batch needs.",
-        "Lower train_dataset.batch_size, or add data.",
-    ),
-    "data.too_long": ErrorCode(
-        "A dataset row, or a sequence of a train batch, has more tokens than its limit.",
-        "Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.",
-    ),
-    "data.uneven_units": ErrorCode(
-        "mb_spec.granularity does not divide the number of sequences of a rank.",
-        "Choose a granularity that divides the number of sequences of every rank.",
-    ),
-    # fleet
-    "fleet.closed": ErrorCode(
-        "A request was waiting when its fleet was closed.",
-        "None: the controller is ending.",
-    ),
-    "fleet.host_command": ErrorCode(
-        "areal.fleet.server_host was started without the command of a server, or with an unsuitable configuration.",
-        "Call it as its --help describes.",
-    ),
-    "fleet.invalid_address": ErrorCode(
-        "The address of a server is not of the form http://host:port.",
-        "Correct the address in rollout.server_addrs or in the registry.",
-    ),
-    "fleet.no_answer": ErrorCode(
-        "A server did not accept a connection or lost it during an answer.",
-        "Read the log of the server; its requests continue on other replicas.",
-    ),
-    "fleet.no_live_replica": ErrorCode(
-        "No replica serves the current policy version.",
-        "Read the reason of each replica in the message, then the log of the servers.",
-    ),
-    "fleet.not_ready": ErrorCode(
-        "Not all inference servers became healthy within rollout.setup_timeout.",
-        "Read the log of the servers that the message names, or raise rollout.setup_timeout.",
-    ),
-    "fleet.replica_lost": ErrorCode(
-        "A replica was disconnected or replaced during a weight update.",
-        "Read the log of that server; the launcher restarts it and the trainer publishes again.",
-    ),
-    "fleet.too_many_retries": ErrorCode(
-        "More replicas failed during one request than rollout.request_retries allows.",
-        "Read the log of the servers for the failure that the message quotes, or raise rollout.request_retries.",
-    ),
-    "fleet.unknown_backend": ErrorCode(
-        "allocation_mode or a command line names an inference backend that areal does not have.",
-        "Use a backend listed in docs/servers.md.",
-    ),
-    "fleet.update_failed": ErrorCode(
-        "A replica, or every replica, failed to install new weights.",
-        "Fix the cause that the message quotes for each replica, usually a folder, a network or a memory problem.",
-    ),
-    # launch
-    "launch.attached_needs_disk": ErrorCode(
-        "Attached servers on other machines cannot receive weights over a collective.",
-        "Set actor.weight_update_mode=disk, with cluster.fileroot in a shared folder.",
-    ),
-    "launch.attached_silent": ErrorCode(
-        "A server that should already run gives no HTTP answer.", "Start it, or correct rollout.server_addrs."
-    ),
-    "launch.bad_env_vars": ErrorCode(
-        "A list of environment variables in the configuration is not NAME=value,NAME=value.", "Correct the list."
-    ),
-    "launch.bad_server_addresses": ErrorCode(
-        "The addresses of attached servers are invalid, or the environment and the configuration disagree.",
-        "Correct AREAL_LLM_SERVER_ADDRS or rollout.server_addrs.",
-    ),
-    "launch.cannot_start": ErrorCode(
-        "A program of the run could not be started.", "Check the path that the message names and its permissions."
-    ),
-    "launch.cannot_write": ErrorCode(
-        "The launcher cannot write its own files in the run folder.", "Make room on the disk, or choose another folder."
-    ),
-    "launch.disk_full": ErrorCode("A disk is full.", "Make room on it, or set cluster.fileroot to another disk."),
-    "launch.earlier_run": ErrorCode(
-        "The run folder contains an earlier run, which recover.mode would overwrite.",
-        "Change trial_name, delete the folder, or set recover.mode=auto to continue the run.",
-    ),
-    "launch.missing_inputs": ErrorCode(
-        "A file, model or function that the configuration names is absent or unusable; the message lists all of them.",
-        "Correct the listed keys.",
-    ),
-    "launch.no_answer": ErrorCode(
-        "No launcher runs on the run folder, or it does not answer in time.",
-        "Look at the output of the run's launcher.",
-    ),
-    "launch.no_gpu": ErrorCode(
-        "The configuration asks for a GPU, and none is available.", "Use the device auto or cpu, or make a GPU visible."
-    ),
-    "launch.no_launcher": ErrorCode(
-        "A script was run without a launcher.",
-        "Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.",
-    ),
-    "launch.no_run_folder": ErrorCode(
-        "The folder given to a command is not a run folder.", "Give the folder that the launcher printed at its start."
-    ),
-    "launch.package_missing": ErrorCode(
-        "An option needs a Python package that is not installed.", "Install the extra that the message names."
-    ),
-    "launch.request_refused": ErrorCode(
-        "The running launcher refuses to add or remove a replica.",
-        "Read the message; it says which condition is missing.",
-    ),
-    "launch.run_in_use": ErrorCode(
-        "Another launcher, or processes that one left behind, work on the run folder.",
-        "Stop them (the message has the process ids), or change trial_name.",
-    ),
-    "launch.server_unprotected": ErrorCode(
-        "An SGLang or vLLM server would listen beyond loopback, where the run's token does not protect all its routes.",
-        "Use native servers, or start the servers yourself and name them in rollout.server_addrs.",
-    ),
-    "launch.several_nodes": ErrorCode(
-        "The configuration needs several machines, and the local launcher runs on one.", "Set cluster.n_nodes=1."
-    ),
-    "launch.token_mismatch": ErrorCode(
-        "Two processes of a run have different tokens.", "Give AREAL_SERVER_TOKEN the same value everywhere."
-    ),
-    "launch.token_missing": ErrorCode(
-        "A server or store can be reached from other machines, and no token protects it.",
-        "Set the environment variable AREAL_SERVER_TOKEN to a secret.",
-    ),
-    "launch.too_few_gpus": ErrorCode(
-        "The allocation needs more GPUs than are available.", "Use smaller sizes in allocation_mode, or more GPUs."
-    ),
-    "launch.tracker_failed": ErrorCode(
-        "A metrics tracker did not start.", "Read its message, or set its mode to disabled."
-    ),
-    # ledger
-    "ledger.bad_payload": ErrorCode(
-        "The payload of an episode is missing, damaged or belongs to another episode.",
-        "Restore the ledger folder from a copy, or choose a new trial_name; the audit lists the affected episodes.",
-    ),
-    "ledger.broken_rule": ErrorCode(
-        "An event contradicts the events before it.",
-        "Report the output of the ledger audit as a defect of areal; a new trial_name starts a new ledger.",
-    ),
-    "ledger.damaged": ErrorCode(
-        "Events that were on disk are damaged or missing.",
-        "Restore the ledger folder from a copy, or choose a new trial_name.",
-    ),
-    "ledger.locked": ErrorCode(
-        "Another process writes the ledger of this run.",
-        "End the process that the message names, then start again.",
-    ),
-    "ledger.not_found": ErrorCode(
-        "There is no ledger, episode or batch at the given path or number.",
-        "Name the folder of a run whose controller has started, and an existing episode or step.",
-    ),
-    "ledger.not_writable": ErrorCode(
-        "The ledger folder cannot be opened or written, for example because the disk is full.",
-        "Free disk space or restore access, then start the same command again; no recorded data is lost.",
-    ),
-    "ledger.other_data": ErrorCode(
-        "The data settings differ from those with which the ledger of this run was started.",
-        "Restore the settings that the message names, or choose a new trial_name.",
-    ),
-    "ledger.other_run": ErrorCode(
-        "The recovery checkpoint of the trainer and the ledger belong to different runs.",
-        "Restore the matching checkpoint or ledger, or choose a new trial_name.",
-    ),
-    "ledger.unknown_event": ErrorCode(
-        "The ledger holds an event that this version of areal does not know.",
-        "Continue the run with the version of areal that wrote it, or a newer one.",
-    ),
-    # loss
-    "loss.custom_result": ErrorCode(
-        "The function at actor.custom.path did not return a PolicyLoss with one loss per token.",
-        "Return PolicyLoss(losses=..., stats=...) with losses of the shape of tokens.mask.",
-    ),
-    # model
-    "model.attention_unavailable": ErrorCode(
-        "actor.attn_impl selects a kernel that this device, dtype or dropout does not allow.",
-        "Use attn_impl=auto or attn_impl=sdpa.",
-    ),
-    "model.cache_too_small": ErrorCode(
-        "The KV cache cannot hold one request of full length.",
-        "Increase native.max_total_tokens or lower native.context_length.",
-    ),
-    "model.context_length": ErrorCode(
-        "native.context_length exceeds the limit of the model, or the model states no limit.",
-        "Set native.context_length to a value within the limit of the model.",
-    ),
-    "model.liger_unavailable": ErrorCode(
-        "logprob_kernel=liger cannot be used with this device, these outputs or the installed liger-kernel.",
-        "Use logprob_kernel=torch, or install the version that the message names.",
-    ),
-    "model.not_found": ErrorCode(
-        "There is no model at the given path or hub name.",
-        "Set the path to the folder of a Hugging Face checkpoint, or to an existing hub name.",
-    ),
-    "model.not_loadable": ErrorCode(
-        "transformers cannot load the model or its tokenizer.",
-        "Read the error that the message quotes; the checkpoint may be incomplete or need a newer transformers.",
-    ),
-    "model.unknown_layer_class": ErrorCode(
-        "fsdp.wrap_policy names a layer class that the model does not have.",
-        "Use one of the classes that the message lists.",
-    ),
-    "model.unsupported": ErrorCode(
-        "The native engine cannot serve this architecture.",
-        "Use sglang or vllm for this model.",
-    ),
-    "model.weights_do_not_fit": ErrorCode(
-        "Weights are missing or have other shapes than the model.",
-        "Use a checkpoint of the same model as config.json describes.",
-    ),
-    # process
-    "process.bad_context": ErrorCode(
-        "The environment variable AREAL_PROCESS does not contain what a launcher writes there.", "Unset it."
-    ),
-    "process.bad_name": ErrorCode(
-        "A name for the registry contains characters that are not allowed.", "Use letters, digits, '_', '-' and '.'."
-    ),
-    "process.cannot_listen": ErrorCode(
-        "A process cannot listen on the address or port that it needs.", "Choose a free port and a local address."
-    ),
-    "process.cannot_start": ErrorCode(
-        "The program of a process does not exist or cannot be executed.", "Correct the path in the message."
-    ),
-    "process.name_taken": ErrorCode(
-        "Another process is registered under the same name.", "Stop the other run, or change trial_name."
-    ),
-    "process.not_registered": ErrorCode(
-        "A process that another one needs did not register in time.", "Look at its log, or raise the time limit."
-    ),
-    "process.rank_missing": ErrorCode(
-        "Trainer rank 0 did not register in time.",
-        "Read the log of trainer-0 for the cause.",
-    ),
-    # replay
-    "replay.damaged_run": ErrorCode(
-        "A file of the run folder cannot be read or is incomplete.",
-        "Restore the file that the message names.",
-    ),
-    "replay.folder": ErrorCode(
-        "The folder of a replay cannot be created.",
-        "Choose another --name, or free the path.",
-    ),
-    "replay.no_run": ErrorCode(
-        "The folder is not that of a run that trained on rollouts.",
-        "Name the folder of a run with a ledger and at least one train step.",
-    ),
-    "replay.no_such_step": ErrorCode(
-        "The run has no batches or checkpoint at the given step.",
-        "Choose a step that the message names.",
-    ),
-    "replay.other_weights": ErrorCode(
-        "The initial model differs from that of the run.",
-        "Restore the old model, or use --from-checkpoint STEP.",
-    ),
-    "replay.override": ErrorCode(
-        "An override has no effect in a replay, or would need other data.",
-        "Remove the overrides that the message lists.",
-    ),
-    "replay.rank_failed": ErrorCode(
-        "A rank of the replay exited with an error.",
-        "Read the log that the message names.",
-    ),
-    # request
-    "request.duplicate_id": ErrorCode(
-        "A generation request has the rid of a request that is still running.",
-        "Use a unique rid for each request.",
-    ),
-    "request.engine_failed": ErrorCode(
-        "The engine of the native server failed or hangs.",
-        "Read the log of the server; the launcher restarts it.",
-    ),
-    "request.invalid_field": ErrorCode(
-        "A request has a missing, unknown or invalid field.",
-        "Correct the field that the message names; a retry with the same body fails again.",
-    ),
-    "request.no_tokenizer": ErrorCode(
-        "A request needs a tokenizer that the server does not have, or cannot use in a stream.",
-        "Add a tokenizer to the folder of the model, use stop_token_ids, or decode the token ids in the client.",
-    ),
-    "request.not_json": ErrorCode(
-        "The body of a request is not a JSON object.",
-        "Send a JSON object.",
-    ),
-    "request.partial_weights": ErrorCode(
-        "A weight update of the native server is incomplete.",
-        "Wait for its end; if it failed, send a complete one.",
-    ),
-    "request.token_id": ErrorCode(
-        "A request has a token id outside of the vocabulary of the served model.",
-        "Use the tokenizer of the served model, or remove the id.",
-    ),
-    "request.too_long": ErrorCode(
-        "A prompt, or prompt and answer together, exceed a length limit.",
-        "Shorten the prompt, lower gconfig.max_new_tokens, or raise the limit that the message names.",
-    ),
-    "request.unauthorized": ErrorCode(
-        "A request to a server of the run has no token or a wrong one.",
-        "Send the token of the run as a bearer token.",
-    ),
-    # reward
-    "reward.async_function": ErrorCode(
-        "A reward function is declared with `async def`.",
-        "Declare it with `def`: it runs in a worker process and may block.",
-    ),
-    "reward.bad_row": ErrorCode(
-        "A column of a row has a value that a built-in reward function cannot use.",
-        "Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.",
-    ),
-    "reward.bad_section": ErrorCode(
-        "Two options of the section `reward`, or `reward_fn` and that section, contradict each other.",
-        "Change the option that the message names.",
-    ),
-    "reward.missing_column": ErrorCode(
-        "A reward function has a parameter without default for which a row has no column.",
-        "Add the column in the dataset's map_fn, or give the parameter a default.",
-    ),
-    "reward.missing_library": ErrorCode(
-        "The reward `math` needs the library math-verify, which is not installed.",
-        "Install it: pip install 'math-verify>=0.9'.",
-    ),
-    "reward.none_given": ErrorCode(
-        "Neither `reward_fn` nor `reward.fns` names a reward function.",
-        "Set one of them, for example reward_fn=gsm8k.",
-    ),
-    "reward.pool_closed": ErrorCode(
-        "An answer was to be scored after the reward processes were ended, usually because the run is ending.",
-        "None is needed at the end of a run; otherwise look for the first error in the log.",
-    ),
-    "reward.row_not_json": ErrorCode(
-        "A row contains a value that JSON cannot represent, so it cannot be sent to a reward process.",
-        "Convert the column that the message names in the dataset's map_fn, or remove it.",
-    ),
-    "reward.unknown_source": ErrorCode(
-        "With `reward.by_source`, a row names no data source, or one without reward functions.",
-        "Add the source to reward.by_source, set reward.fns for all other sources, or correct reward.source_key.",
-    ),
-    # rollout
-    "rollout.all_failed": ErrorCode(
-        "Every one of the last episodes failed, so no train batch can be composed.",
-        "Fix the cause that the message quotes, usually in the workflow, the reward function or the data.",
-    ),
-    "rollout.all_rejected": ErrorCode(
-        "Almost every group of answers was rejected, so no train batch can be composed.",
-        "Use prompts that the policy solves sometimes, a filter that accepts more, or a higher max_rejected_per_step.",
-    ),
-    "rollout.controller_error": ErrorCode(
-        "The rollout controller failed to serve a call of a trainer.",
-        "Read the log of the controller.",
-    ),
-    "rollout.controller_unreachable": ErrorCode(
-        "A trainer could not reach the rollout controller for rollout.setup_timeout seconds.",
-        "Read the log of the controller for the reason why it ended or hangs.",
-    ),
-    "rollout.evaluation_failed": ErrorCode(
-        "No row of an evaluation could be scored.",
-        "Fix the cause that the message quotes: the workflow, the reward function or the rows of valid_dataset.",
-    ),
-    "rollout.no_such_evaluation": ErrorCode(
-        "A trainer requested an evaluation that this run does not have.",
-        "Configure valid_dataset and the evaluation mode, or do not request it.",
-    ),
-    "rollout.not_a_share": ErrorCode(
-        "The answer of the controller is not a batch share: trainer and controller run different versions of areal.",
-        "Install the same version of areal on all nodes.",
-    ),
-    "rollout.past_the_end": ErrorCode(
-        "A trainer requested a batch after the last train step of the run.",
-        "Start trainer and controller with the same configuration.",
-    ),
-    "rollout.stopped": ErrorCode(
-        "The rollout controller ended with an unexpected error.",
-        "Read the error that the message quotes and the log of the controller.",
-    ),
-    "rollout.weights_needed": ErrorCode(
-        "A restarted server lacks the current weights, and only the trainer has them.",
-        "None: the trainer publishes them again and continues.",
-    ),
-    # sandbox
-    "sandbox.not_started": ErrorCode(
-        "The sandbox for a program did not start within 4 s.",
-        "Check that the machine has free memory and processes, and that Python can start there.",
-    ),
-    # server
-    "server.adapter_folder": ErrorCode(
-        "A folder is not a LoRA adapter in the format of PEFT.",
-        "Give a folder that has an adapter_config.json.",
-    ),
-    "server.no_adapters": ErrorCode(
-        "A request names a LoRA adapter, and this kind of server has none.",
-        "Use sglang or vllm servers with enable_lora: true.",
-    ),
-    "server.no_extension": ErrorCode(
-        "A vLLM server that was started by hand lacks areal's worker extension.",
-        "Start it as docs/servers.md describes.",
-    ),
-    "server.request_failed": ErrorCode(
-        "A server answered with status 5xx, or failed in the middle of an update.",
-        "Read the log of the server.",
-    ),
-    "server.request_refused": ErrorCode(
-        "A server refused what was sent to it (status 4xx).",
-        "Fix the cause that the server names in the message.",
-    ),
-    "server.unreadable_answer": ErrorCode(
-        "A server sent an answer that does not follow its protocol.",
-        "Use a tested version of the server, see docs/servers.md.",
-    ),
-    "server.unsupported_sampling": ErrorCode(
-        "A sampling setting that this kind of server does not apply exactly.",
-        "Change the setting that the message names, or use another backend.",
-    ),
-    "server.wrong_backend": ErrorCode(
-        "A server at this address does not answer like a native server.",
-        "Name the backend of the running servers in allocation_mode.",
-    ),
-    # weights
-    "weights.bad_folder": ErrorCode(
-        "A checkpoint folder is missing, incomplete, or does not match the served model.",
-        "Publish the weights again, or fix the folder that the message names.",
-    ),
-    "weights.do_not_fit": ErrorCode(
-        "A weight update has names or shapes that the server's model does not have.",
-        "Start the servers with the same model as the trainer.",
-    ),
-    "weights.incomplete": ErrorCode(
-        "A weight update lacks weights of the server's model.",
-        "Start the servers with the same model as the trainer.",
-    ),
-    "weights.invalid_bucket": ErrorCode(
-        "A bucket of a weight update has an unknown dtype or layout.",
-        "Use the same version of areal for trainer and servers.",
-    ),
-    "weights.invalid_request": ErrorCode(
-        "A request for a weight update has invalid fields.",
-        "Use the same version of areal for trainer and servers.",
-    ),
-    "weights.no_group": ErrorCode(
-        "A server is not in the update group of a request.",
-        "Initialise the group first; areal's trainer does it by itself.",
-    ),
-    "weights.no_replica": ErrorCode(
-        "No replica was alive to receive a weight update.",
-        "Read the logs of the servers for the cause.",
-    ),
-    "weights.not_published": ErrorCode(
-        "Trainer rank 0 could not publish a policy version.",
-        "Read the log of trainer-0 for the cause.",
-    ),
-    "weights.not_written": ErrorCode(
-        "A policy version could not be written to the shared folder.",
-        "Free disk space or correct the permissions of cluster.fileroot.",
-    ),
-    "weights.transfer_failed": ErrorCode(
-        "A process did not join the update group, or did not answer in time.",
-        "Read the logs of the servers, and check the network between trainer and servers.",
-    ),
-    "weights.unexpected": ErrorCode(
-        "The train engine yielded a weight that it did not describe before.",
-        "Report it as a bug of the train engine.",
-    ),
-    "weights.update_ended": ErrorCode(
-        "The servers ended a weight update before the new version was served.",
-        "Read the logs of controller and servers for the cause.",
-    ),
-    # workflow
-    "workflow.invalid_args": ErrorCode(
-        "workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.",
-        "Correct the argument that the message names.",
-    ),
-    "workflow.loss_mask": ErrorCode(
-        "A trajectory has a loss_mask with values other than 0 and 1, without a 1, or with a 1 at the first token.",
-        "Fix the loss_mask that the workflow returns.",
-    ),
-    "workflow.missing_column": ErrorCode(
-        "A dataset row lacks a column that the workflow needs.",
-        "Add the column to the dataset, or add it with train_dataset.map_fn.",
-    ),
-    "workflow.missing_parameter": ErrorCode(
-        "An option needs a parameter that the constructor of the workflow does not have.",
-        "Use a built-in workflow, add the parameter, or remove the option.",
-    ),
-    "workflow.no_evaluation": ErrorCode(
-        "The workflow does not define for_evaluation, and the run evaluates.",
-        "Define for_evaluation(gconfig), pass an eval_workflow to PPOTrainer.train, or remove valid_dataset.",
-    ),
-    "workflow.not_a_workflow": ErrorCode(
-        "The class or function at `workflow` does not create a RolloutWorkflow.",
-        "Derive the class from areal.api.workflow.RolloutWorkflow.",
-    ),
-    "workflow.not_finite": ErrorCode(
-        "A workflow returned a reward, baseline or statistic that is not a finite number.",
-        "Fix the reward function or the statistic that the message names.",
-    ),
-    "workflow.output_versions": ErrorCode(
-        "A trajectory trains on a token without the policy version that generated it.",
-        "Copy output_versions of the response, or set loss_mask to 0 for tokens that the policy did not generate.",
-    ),
-    "workflow.prompt_too_long": ErrorCode(
-        "A prompt leaves no room for an answer within gconfig.max_tokens.",
-        "Increase gconfig.max_tokens, or drop long rows with train_dataset.max_length.",
-    ),
-    "workflow.reward_failed": ErrorCode(
-        "A reward function failed: it raised, exceeded reward.timeout_s, or cannot be called.",
-        "Fix the function that the message names, or set reward.on_error=zero.",
-    ),
-    "workflow.reward_timeout": ErrorCode(
-        "reward.timeout_s is shorter than the time limit of the tests of a row.",
-        "Increase reward.timeout_s, lower the column total_time_limit_s, or set reward.on_error=zero.",
-    ),
-    "workflow.rollout_logprobs": ErrorCode(
-        "A trajectory has a value in rollout_logprobs that is not a log-probability, or not 0.0 where loss_mask is 0.",
-        "Copy output_logprobs of the response and use 0.0 for all other tokens.",
-    ),
-    "workflow.trajectory_lengths": ErrorCode(
-        "A workflow returned a group without trajectories, an empty trajectory, or columns of different lengths.",
-        "Return one value per token in each column, one filter_reward per trajectory, or None to reject the episode.",
-    ),
-    "workflow.wrong_type": ErrorCode(
-        "A trajectory holds a value of the wrong type or outside the range of its column.",
-        "Fix the types of the trajectory that the workflow returns.",
-    ),
-}
+def _parsed(table: str) -> dict[str, ErrorCode]:
+    lines = [line.strip() for line in table.splitlines() if line]
+    codes: dict[str, ErrorCode] = {}
+    for first, fix in zip(lines[::2], lines[1::2], strict=True):
+        code, _, cause = first.partition(": ")
+        codes[code] = ErrorCode(cause, fix)
+    return codes
+
+
+ERROR_CODES: dict[str, ErrorCode] = _parsed(_TABLE)
 
 
 _PAGE_HEAD = """# Errors

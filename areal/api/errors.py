@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,15 +41,16 @@ class ConfigProblem(NamedTuple):
 class ConfigError(ArealError, ValueError):
     """An error in the configuration that the user can fix: the message names the key, its value and what to change.
 
-    `problems` holds every problem that was found, with its path and code. The code of the error is that of its
-    problems where they all have the same one, else `config.invalid`.
+    `problems` holds every problem that was found, with its path and code. Without `code`, the code of the error is that
+    of its problems where they all have the same one, else `config.invalid`. A word of the message that is longer than
+    200 characters is shortened, so that a quoted value never fills the screen.
     """
-
-    code = "config.invalid"
 
     def __init__(self, message: str, *, code: str | None = None, problems: Sequence[ConfigProblem] = ()) -> None:
         codes = {problem.code for problem in problems}
-        super().__init__(message, code=codes.pop() if code is None and len(codes) == 1 else code)
+        if code is None and problems:
+            code = codes.pop() if len(codes) == 1 else "config.invalid"
+        super().__init__(re.sub(r"(\S{80})\S{120,}", r"\1...", message), code=code)
         self.problems = tuple(problems)
 
 

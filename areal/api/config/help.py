@@ -21,7 +21,8 @@ def help_text(cls: type[Any], section: str = "") -> str:
     parent = cls if not owner else below
     if find_field(cls, section) is None or parent is None:
         known = ", ".join(name for name, spec in fields_of(cls).items() if spec.is_section)
-        raise ConfigError(f"--help {section}: no such section or option; sections are {known}")
+        message = f"--help {section}: no such section or option; sections are {known}"
+        raise ConfigError(message, code="config.unknown_key")
     return "\n".join(_field(parent, f"{owner}." if owner else "", name.partition("[")[0])) + "\n"
 
 

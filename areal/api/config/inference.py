@@ -44,8 +44,8 @@ class GenerationHyperparameters:
     def problems(self) -> Problems:
         if self.min_new_tokens > self.max_new_tokens:
             yield "min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}: lower it"
-        if any(token < 0 for token in self.stop_token_ids):
-            yield "stop_token_ids", f"{self.stop_token_ids} contains a negative id: token ids start at 0"
+        if min(self.stop_token_ids, default=0) < 0:
+            yield "stop_token_ids", f"contains {min(self.stop_token_ids)}: token ids start at 0"
         if self.stop is not None and "" in self.stop:
             yield "stop", "contains an empty string, which would end every answer at once: remove it"
 

@@ -162,14 +162,14 @@ def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> Conf
 
 
 def shown(value: Any) -> str:
-    """A value as the user may recognise it, not longer than a line."""
+    """A value as the user may recognise it, cut to about 80 characters."""
     if value is None:
         return "null"
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return "a number of thousands of digits"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @cache
