@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from areal.api.allocation_grammar import INFERENCE_BACKENDS, TRAIN_BACKENDS, AllocationError, Part, Syntax, read_syntax
+from areal.api.allocation_grammar import INFERENCE_BACKENDS, AllocationError, Part, Syntax, read_syntax
 from areal.api.errors import ConfigError
 
 __all__ = ["AllocationError", "AllocationMode", "ModelAllocation", "ParallelDims", "check_supported"]
-
-Kind = Literal["colocate", "decoupled_train", "train_only", "server_only", "decoupled_eval"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +93,6 @@ class AllocationMode:
                 allocations.append(found)
         return AllocationMode(allocations=tuple(allocations), evaluation=syntax.evaluation)
 
-    def __getitem__(self, name: str) -> ModelAllocation:
-        for allocation in self.allocations:
-            if allocation.name == name and name:
-                return allocation
-        raise KeyError(f"no part of {self} is named {name!r}")
-
     def __str__(self) -> str:
         text = ""
         for index, allocation in enumerate(self.allocations):
@@ -124,18 +115,6 @@ class AllocationMode:
         """Total number of devices; shared devices count once."""
         return sum(one.parallel.world_size for one in self.allocations if one.shares_with is None)
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of run that the parts describe."""
-        if self.evaluation:
-            return "decoupled_eval"
-        if self.inference is None:
-            return "train_only"
-        if not self.train:
-            return "server_only"
-        anchors = [one for one in self.allocations if one.shares_with is None]
-        return "colocate" if len(anchors) == 1 else "decoupled_train"
-
 
 def check_supported(mode: AllocationMode) -> None:
     """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dM (RL) or fsdp:dM alone (SFT).
@@ -147,10 +126,9 @@ def check_supported(mode: AllocationMode) -> None:
     shape = [one.is_inference for one in mode.allocations]
     alone = not mode.evaluation and all(one.shares_with is None for one in mode.allocations)
     if not alone or shape not in ([True, False], [False]):
-        raise ConfigError(
-            f"{mode} cannot be launched by this version: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM or "
-            "vllm:dNtK+fsdp:dM, or fsdp:dM for SFT",
-            code="config.unsupported",
+        raise _unsupported(
+            f"{mode} cannot be launched: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM, vllm:dNtK+fsdp:dM "
+            "or, without servers, fsdp:dM"
         )
 
 
@@ -184,22 +162,16 @@ def _check_names(text: str, syntax: Syntax) -> None:
         if part.name in seen:
             raise AllocationError(text, part.column, f"the name {part.name!r} is used twice", "use different names")
         seen |= {part.name} - {""}
-    for component in syntax.components:
-        for part in component[1:]:
-            if not part.name:
-                raise AllocationError(
-                    text, part.column, "a part that shares devices has no name", "write fsdp[actor]:d4"
-                )
-    if len(syntax.components) > 2:
-        for part in parts:
-            if not part.name:
-                hint = "with three or more parts each needs one, for example fsdp[actor]:d4"
-                raise AllocationError(text, part.column, "a name is missing", hint)
+    sharing = [part for component in syntax.components for part in component[1:]]
     bare = [part for part in parts if not part.backend]
-    for part in bare if len(bare) > 1 else ():
-        if not part.name:
-            hint = "write [actor]:d4 or fsdp[actor]:d4"
-            raise AllocationError(text, part.column, "two trainers without backend need names", hint)
+    for group, problem in (
+        (sharing, "a part that shares devices has no name"),
+        (parts if len(syntax.components) > 2 else [], "a name is missing: with three or more parts each needs one"),
+        (bare if len(bare) > 1 else [], "two trainers without backend need names"),
+    ):
+        for part in group:
+            if not part.name:
+                raise AllocationError(text, part.column, problem, "write for example fsdp[actor]:d4")
 
 
 def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocation:
@@ -213,9 +185,8 @@ def _allocation(text: str, part: Part, shares_with: int | None) -> ModelAllocati
         ep=(sizes if experts is None else experts).get("e", 1),
         etp=1 if experts is None else experts.get("t", 1),
     )
-    automatic = "megatron" if experts is not None or dims.pp > 1 or dims.ep > 1 else "fsdp"
-    backend = part.backend or automatic
-    assert backend in INFERENCE_BACKENDS + TRAIN_BACKENDS  # the grammar accepts no other
+    needs_megatron = experts is not None or dims.pp > 1 or dims.ep > 1
+    backend = part.backend or ("megatron" if needs_megatron else "fsdp")
     if experts is not None:
         _check_experts(text, part, dims, experts)
     if backend == "fsdp" and (dims.pp > 1 or dims.ep > 1 or dims.etp > 1):

@@ -181,9 +181,7 @@ class _Parser:
                 digits += characters[place][0]
             if not digits or digits[0] == "0" or len(digits) > 6:
                 problem = f"{letter}{digits} is not a size" if digits else f"a number is missing after {letter!r}"
-                raise AllocationError(
-                    self.text, column, problem, f"write {letter}1 or more, below a million, no leading 0"
-                )
+                raise AllocationError(self.text, column, problem, f"write {letter}1 or more, without a leading zero")
             sizes[letter] = int(digits)
         return sizes
 

@@ -11,48 +11,47 @@ from areal.api.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "printed", "kind", "world_size"),
+    ("text", "printed", "world_size"),
     [
-        ("d4", "fsdp:d4", "train_only", 4),
-        ("t2d2", "fsdp:d2t2", "train_only", 4),
-        ("d2p2", "megatron:d2p2", "train_only", 4),
-        ("d4e2", "megatron:d4e2", "train_only", 4),
-        ("fsdp:d2c2", "fsdp:d2c2", "train_only", 4),
-        ("[actor]:d2", "fsdp[actor]:d2", "train_only", 2),
-        ("native:d2+fsdp:d1", "native:d2+fsdp:d1", "decoupled_train", 3),
-        (" native : d 2 + fsdp : d1 ", "native:d2+fsdp:d1", "decoupled_train", 3),
-        ("sglang:d4+d8p1t1", "sglang:d4+fsdp:d8", "decoupled_train", 12),
-        ("sglang:d2t4+megatron:d2p2t2", "sglang:d2t4+megatron:d2t2p2", "decoupled_train", 16),
-        ("sglang:d4", "sglang:d4", "server_only", 4),
-        ("sglang:d4+cpu", "sglang:d4+cpu", "decoupled_eval", 4),
-        ("vllm:d2t2+eval", "vllm:d2t2+eval", "decoupled_eval", 4),
-        ("vllm[r]:d2t2|fsdp[a]:d4", "vllm[r]:d2t2|fsdp[a]:d4", "colocate", 4),
-        ("vllm:d2t2|fsdp[a]:d4", "vllm:d2t2|fsdp[a]:d4", "colocate", 4),
-        ("sglang[rollout]:d4+fsdp[actor]:d4|fsdp[ref]:d4", None, "decoupled_train", 8),
-        ("native[r]:d1+fsdp[actor]:d1+fsdp[critic]:d2", None, "decoupled_train", 4),
-        ("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4", "train_only", 16),
-        ("megatron:attn:d4p2t2c2|ffn:d2p2t4e2", "megatron:(attn:d4t2p2c2|ffn:d2t4p2e2)", "train_only", 32),
-        ("(attn:d4|ffn:d2e2)", "megatron:d4e2", "train_only", 4),
-        ("sglang:d1+attn:d4|ffn:d2t2", "sglang:d1+megatron:(attn:d4|ffn:d2t2)", "decoupled_train", 5),
+        ("d4", "fsdp:d4", 4),
+        ("t2d2", "fsdp:d2t2", 4),
+        ("d2p2", "megatron:d2p2", 4),
+        ("d4e2", "megatron:d4e2", 4),
+        ("fsdp:d2c2", "fsdp:d2c2", 4),
+        ("[actor]:d2", "fsdp[actor]:d2", 2),
+        ("native:d2+fsdp:d1", "native:d2+fsdp:d1", 3),
+        (" native : d 2 + fsdp : d1 ", "native:d2+fsdp:d1", 3),
+        ("sglang:d4+d8p1t1", "sglang:d4+fsdp:d8", 12),
+        ("sglang:d2t4+megatron:d2p2t2", "sglang:d2t4+megatron:d2t2p2", 16),
+        ("sglang:d4", "sglang:d4", 4),
+        ("sglang:d4+cpu", "sglang:d4+cpu", 4),
+        ("vllm:d2t2+eval", "vllm:d2t2+eval", 4),
+        ("vllm[r]:d2t2|fsdp[a]:d4", "vllm[r]:d2t2|fsdp[a]:d4", 4),
+        ("vllm:d2t2|fsdp[a]:d4", "vllm:d2t2|fsdp[a]:d4", 4),
+        ("sglang[rollout]:d4+fsdp[actor]:d4|fsdp[ref]:d4", None, 8),
+        ("native[r]:d1+fsdp[actor]:d1+fsdp[critic]:d2", None, 4),
+        ("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", "megatron:d1t2p4c2e4", 16),
+        ("megatron:attn:d4p2t2c2|ffn:d2p2t4e2", "megatron:(attn:d4t2p2c2|ffn:d2t4p2e2)", 32),
+        ("(attn:d4|ffn:d2e2)", "megatron:d4e2", 4),
+        ("sglang:d1+attn:d4|ffn:d2t2", "sglang:d1+megatron:(attn:d4|ffn:d2t2)", 5),
     ],
 )
-def test_what_is_written_is_understood(text: str, printed: str | None, kind: str, world_size: int) -> None:
+def test_what_is_written_is_understood(text: str, printed: str | None, world_size: int) -> None:
     mode = AllocationMode.parse(text)
     assert str(mode) == (printed or text)
-    assert mode.kind == kind
     assert mode.world_size == world_size
     assert AllocationMode.parse(str(mode)) == mode
 
 
 def test_the_parts_of_a_mode() -> None:
     mode = AllocationMode.parse("sglang[rollout]:d2t4+fsdp[actor]:d4|fsdp[ref]:d4")
-    assert mode.inference is mode["rollout"]
-    assert (mode["rollout"].num_replicas, mode["rollout"].instance_size) == (2, 4)
-    assert mode.train == [mode["actor"], mode["ref"]]
-    assert (mode["actor"].num_replicas, mode["actor"].instance_size) == (1, 4)
+    rollout, actor, ref = mode.allocations
+    assert [one.name for one in mode.allocations] == ["rollout", "actor", "ref"]
+    assert mode.inference is rollout
+    assert (rollout.num_replicas, rollout.instance_size) == (2, 4)
+    assert mode.train == [actor, ref]
+    assert (actor.num_replicas, actor.instance_size) == (1, 4)
     assert [one.shares_with for one in mode.allocations] == [None, None, 1]
-    with pytest.raises(KeyError, match="critic"):
-        mode["critic"]
     assert AllocationMode.parse("d4").inference is None
 
 
