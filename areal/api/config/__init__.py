@@ -1,5 +1,6 @@
 """The configuration classes, one file per area, and the functions that load, check and save them."""
 
+# pyright: reportUnusedImport=false
 from areal.api.config.advantages import AdvantageOptions, NormConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig

@@ -7,7 +7,7 @@ Any other value is refused, because an option that nothing reads must not look a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from areal.api.allocation import AllocationError, AllocationMode
 from areal.api.config.algorithm import PPOActorConfig
@@ -18,78 +18,55 @@ from areal.api.errors import ConfigProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Accepts:
-    """Only these values are accepted; they have no effect here."""
+class LegacyRule:
+    """What happens to the value of one key."""
 
-    values: tuple[Any, ...]
-    instead: str = ""
-    """What to use in place of the key, if there is something."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOf:
-    """A repetition of another key: null, empty or equal to it."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """Any value is accepted and has no effect; `notice` says whether the user is notified."""
-
-    notice: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchedOff:
-    """A section that is accepted while its `enabled` is false."""
-
-
-@dataclass(frozen=True, slots=True)
-class MovedTo:
-    """The value belongs to another option of the same section."""
-
-    path: str
-    """Dotted, below the section of the key."""
+    action: Literal["accept", "ignore", "copy", "move", "switched_off", "rejection_sampling", "backend"]
+    """accept: only `values`, without effect. ignore: any value, without effect. copy: null, empty or equal to `path`.
+    move: the value of the option `path`. switched_off: a section whose `enabled` is false. rejection_sampling, backend:
+    keys of AReaL 1.0 that belong to `rollout_correction` and `allocation_mode`.
+    """
+    path: str = ""
+    """copy: the other key. move: the other option, dotted below the section of the key."""
+    values: tuple[Any, ...] = ()
+    hint: str = ""
+    """accept: what to use in place of the key, if there is something."""
+    is_silent: bool = False
+    """ignore: the user is not notified."""
     switches_to: str = ""
-    """Not empty: the key is a switch; true means this value at `path`, false any other."""
+    """move, not empty: the key is a switch; true means this value at `path`, false any other."""
 
 
-@dataclass(frozen=True, slots=True)
-class RejectionSampling:
-    """AReaL 1.0's `rejection_sampling`, whose equivalent is `rollout_correction`."""
+def _accept(*values: Any, hint: str = "") -> LegacyRule:
+    return LegacyRule("accept", values=values, hint=hint)
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """AReaL 1.0's backend and sizes of one model, which are part of `allocation_mode` here."""
+def _copy(path: str) -> LegacyRule:
+    return LegacyRule("copy", path)
 
 
-LegacyRule = Accepts | CopyOf | Ignored | SwitchedOff | MovedTo | RejectionSampling | Backend
-
-_FALSE = Accepts((False,))
-_NULL = Accepts((None,))
-_SILENT = Ignored(notice=False)
-_NAMES: dict[str, LegacyRule] = {"experiment_name": CopyOf("experiment_name"), "trial_name": CopyOf("trial_name")}
-_PLACE: dict[str, LegacyRule] = {**_NAMES, "fileroot": CopyOf("cluster.fileroot")}
-_SCHEDULING: dict[str, LegacyRule] = {"scheduling_spec": Ignored(), "scheduling_strategy": Ignored()}
+_FALSE, _NULL, _ANY_FLAG = _accept(False), _accept(None), _accept(False, True)
+_IGNORED, _SILENT, _BACKEND = LegacyRule("ignore"), LegacyRule("ignore", is_silent=True), LegacyRule("backend")
+_NAMES: dict[str, LegacyRule] = {"experiment_name": _copy("experiment_name"), "trial_name": _copy("trial_name")}
+_PLACE: dict[str, LegacyRule] = {**_NAMES, "fileroot": _copy("cluster.fileroot")}
+_SCHEDULING: dict[str, LegacyRule] = {"scheduling_spec": _IGNORED, "scheduling_strategy": _IGNORED}
 _ONLY_FILES = "this version finds processes through files (type: nfs)"
 
 _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "BaseExperimentConfig": {
         "enable_offload": _FALSE,
-        "async_training": Accepts((True,), "rollout.max_head_offpolicyness=0 makes training synchronous"),
-        "sglang": Ignored(),
-        "vllm": Ignored(),
-        "scheduler": Ignored(),
+        "async_training": _accept(True, hint="rollout.max_head_offpolicyness=0 makes training synchronous"),
+        "sglang": _IGNORED,
+        "vllm": _IGNORED,
+        "scheduler": _IGNORED,
     },
     # Only the single-controller mode of AReaL reads the scheduling keys; the local launcher has none.
     "TrainEngineConfig": {
         **_NAMES,
         **_SCHEDULING,
-        "backend": Backend(),
+        "backend": _BACKEND,
         "pad_to_maximum": _FALSE,
-        "megatron": Ignored(),
+        "megatron": _IGNORED,
         "use_lora": _FALSE,
         "lora_rank": _SILENT,
         "lora_alpha": _SILENT,
@@ -98,32 +75,32 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "is_critic": _FALSE,
         "weight_update_mode": _SILENT,  # only the actor's weights are published
     },
-    "ScoreModelConfig": {"is_critic": Accepts((False, True))},
-    "PPOCriticConfig": {"is_critic": Accepts((False, True)), "mask_no_eos_with_zero": _SILENT},
+    "ScoreModelConfig": {"is_critic": _ANY_FLAG},
+    "PPOCriticConfig": {"is_critic": _ANY_FLAG, "mask_no_eos_with_zero": _SILENT},
     "PPOActorConfig": {
-        "max_new_tokens": CopyOf("gconfig.max_new_tokens"),
+        "max_new_tokens": _copy("gconfig.max_new_tokens"),
         "log_agent_stats": _FALSE,
         "log_agent_stats_keys": _SILENT,
-        "use_sapo_loss": MovedTo("policy_loss", switches_to="sapo"),
-        "sapo_tau_pos": MovedTo("sapo.tau_pos"),
-        "sapo_tau_neg": MovedTo("sapo.tau_neg"),
-        "rejection_sampling": RejectionSampling(),
+        "use_sapo_loss": LegacyRule("move", "policy_loss", switches_to="sapo"),
+        "sapo_tau_pos": LegacyRule("move", "sapo.tau_pos"),
+        "sapo_tau_neg": LegacyRule("move", "sapo.tau_neg"),
+        "rejection_sampling": LegacyRule("rejection_sampling"),
     },
     "OptimizerConfig": {
-        "offload": Accepts((False,), "fsdp.offload_params does it"),
-        "initial_loss_scale": Accepts((2**32,)),
-        "min_loss_scale": Accepts((1.0,)),
-        "loss_scale_window": Accepts((5,)),
-        "hysteresis": Accepts((2,)),
+        "offload": _accept(False, hint="fsdp.offload_params does it"),
+        "initial_loss_scale": _accept(2**32),
+        "min_loss_scale": _accept(1.0),
+        "loss_scale_window": _accept(5),
+        "hysteresis": _accept(2),
     },
-    "GenerationHyperparameters": {"lora_name": Accepts(("", None))},
+    "GenerationHyperparameters": {"lora_name": _accept("", None)},
     "InferenceEngineConfig": {
         **_PLACE,
         **_SCHEDULING,
-        "backend": Backend(),
-        "queue_size": Accepts((None,), "rollout.max_concurrent_rollouts bounds the episodes in flight"),
+        "backend": _BACKEND,
+        "queue_size": _accept(None, hint="rollout.max_concurrent_rollouts bounds the episodes in flight"),
         "use_lora": _FALSE,
-        "tokenizer_path": CopyOf("tokenizer_path"),
+        "tokenizer_path": _copy("tokenizer_path"),
         "dump_to_file": _SILENT,  # the ledger keeps every trajectory
     },
     # How AReaL's data loader works, not what it yields.
@@ -131,17 +108,17 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "ValidDatasetConfig": {
         "batch_size": _SILENT,  # rollout.max_concurrent_rollouts bounds an evaluation too
         "shuffle": _SILENT,  # a mean does not depend on the order
-        "drop_last": Accepts((False,), "max_rows leaves rows out"),
+        "drop_last": _accept(False, hint="max_rows leaves rows out"),
     },
     "ClusterSpecConfig": {"cluster_name": _SILENT},
     "LauncherConfig": {
         "inference_server_mem_per_gpu": _SILENT,  # a request to a cluster's scheduler; the local launcher has none
         "trainer_mem_per_gpu": _SILENT,
-        "slurm": Ignored(),
+        "slurm": _IGNORED,
     },
     "NameResolveConfig": {
-        "etcd3_addr": Accepts(("localhost:2379",), _ONLY_FILES),
-        "ray_actor_name": Accepts(("ray_kv_store",), _ONLY_FILES),
+        "etcd3_addr": _accept("localhost:2379", hint=_ONLY_FILES),
+        "ray_actor_name": _accept("ray_kv_store", hint=_ONLY_FILES),
     },
     "EvaluatorConfig": _PLACE,
     "RecoverConfig": _PLACE,
@@ -149,7 +126,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "StatsLoggerConfig": _PLACE,
     "SwanlabConfig": {"config": _NULL, "logdir": _NULL},
     "WandBConfig": {"config": _NULL},
-    "PerfTracerConfig": {**_PLACE, "profile_steps": _NULL, "session_tracer": SwitchedOff()},
+    "PerfTracerConfig": {**_PLACE, "profile_steps": _NULL, "session_tracer": LegacyRule("switched_off")},
 }
 
 
@@ -190,29 +167,28 @@ class LegacyKeys:
         self._set_allocation()
 
     def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], given: Any, path: str) -> None:
-        match rule:
-            case Ignored(notice):
-                self.ignored += [path] if notice else []
-            case Accepts(values, instead):
-                if value not in values:
-                    hint = f"; {instead}" if instead else ""
-                    self._unsupported(path, f"{shown(value)} is not supported: remove it{hint}")
-            case SwitchedOff():
+        other = rule.path
+        match rule.action:
+            case "ignore":
+                self.ignored += [] if rule.is_silent else [path]
+            case "accept":
+                if value not in rule.values:
+                    self._unsupported(path, f"{shown(value)} is not supported: remove it; {rule.hint}".rstrip("; "))
+            case "switched_off":
                 if _below(value, "enabled", default=False):
                     self._unsupported(path, "is not supported: set enabled: false or remove it")
-            case CopyOf(other):
+            case "copy":
                 if value not in (None, "", copied := _below(self.tree, other)):
-                    self._differs(path, value, other, copied, f"this version reads only {other}")
-            case MovedTo(other, switches_to) if switches_to and not isinstance(value, bool):
-                self._differs(path, value, other, _below(tree, other), f"this version reads only {other}")
-            case MovedTo(other, switches_to) if switches_to and not value:
-                if _below(tree, other) == switches_to:
-                    self._differs(path, value, other, switches_to, f"this version reads only {other}")
-            case MovedTo(other, switches_to):
-                self._move(value, switches_to or value, tree, given, path, other)
-            case RejectionSampling():
+                    self._differs(path, value, other, copied)
+            case "move":
+                found = _below(tree, other)
+                if not rule.switches_to or value is True:
+                    self._move(value, rule.switches_to or value, tree, given, path, other)
+                elif value is not False or found == rule.switches_to:
+                    self._differs(path, value, other, found)
+            case "rejection_sampling":
                 self._rejection_sampling(value, tree, given, path)
-            case Backend():
+            case "backend":
                 if value not in (None, "", "fsdp"):  # "fsdp" without sizes is in files older than v0.5
                     self._backends[path] = str(value)
 
@@ -223,7 +199,7 @@ class LegacyKeys:
         parts = cast("dict[str, Any]", new if isinstance(new, dict) else {})
         agrees = found == new or (bool(parts) and all(_below(found, key) == parts[key] for key in parts))
         if not isinstance(place, dict) or (_below(given, other) is not None and not agrees):
-            self._differs(path, value, other, found, "this version reads only the other")
+            self._differs(path, value, other, found)
         else:
             place[name] = new
 
@@ -242,9 +218,7 @@ class LegacyKeys:
         if options is not None and not wrong:
             correction = options.as_rollout_correction()
             if correction is None:
-                self._unsupported(
-                    path, f"{shown(values)} has no equivalent: write the rule for actor.rollout_correction.rules"
-                )
+                self._unsupported(path, f"{shown(values)} has no equivalent: write actor.rollout_correction.rules")
             else:
                 self._move(values, correction, tree, given, path, "rollout_correction")
 
@@ -266,10 +240,10 @@ class LegacyKeys:
     def _unsupported(self, path: str, message: str) -> None:
         self.problems.append(ConfigProblem(path, message, "config.unsupported"))
 
-    def _differs(self, path: str, value: Any, other: str, found: Any, why: str) -> None:
-        self.problems.append(
-            ConfigProblem(path, f"{shown(value)} differs from {other}={shown(found)}: remove it, {why}")
-        )
+    def _differs(self, path: str, value: Any, other: str, found: Any, why: str = "") -> None:
+        why = why or f"this version reads only {other}"
+        message = f"{shown(value)} differs from {other}={shown(found)}: remove it, {why}"
+        self.problems.append(ConfigProblem(path, message))
 
 
 @dataclass(frozen=True, kw_only=True)
