@@ -65,8 +65,8 @@ def token_draws(input_ids: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor,
 
 
 def ordered_bits(values: Tensor) -> Tensor:
-    """Integers from 0 to 2^32 - 1 in the order of `values` as float32. [N] float -> [N] int64."""
-    bits = values.float().view(torch.int32).long() & _LOW_32_BITS
+    """Integers from 0 to 2^32 - 1 in the order of `values` as float32; 0 and -0 are equal. [N] float -> [N] int64."""
+    bits = (values.float() + 0.0).view(torch.int32).long() & _LOW_32_BITS
     return torch.where(bits > _LOW_31_BITS, ~bits & _LOW_32_BITS, bits + _LOW_31_BITS + 1)
 
 

@@ -10,7 +10,7 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
-algorithm.no_reward_parts: actor.gdpo_weights names a reward function that scored no answer of the train batch.
+algorithm.no_reward_parts: No reward function in actor.gdpo_weights scored an answer of the train batch.
     Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.
 algorithm.not_finite: A train batch holds NaN or infinity in a reward or at a trained token.
     Check the reward function and the model; for remax, check that the workflow generates greedy answers.

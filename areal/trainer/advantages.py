@@ -117,18 +117,18 @@ def centred(
 
 
 def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
-    """GDPO's sum of normalised scores, [S]. InputError, alike on every rank, when a function did not score the batch.
+    """GDPO's sum of normalised scores, [S]. InputError, equal on all ranks, when no weighted function scored the batch.
 
-    A run of one reward function records no separate scores: its rewards are that function's.
+    A batch may lack some of the functions: those of the data sources that it does not contain. A run of one reward
+    function records no separate scores: its rewards are that function's.
     """
     parts, names = batch.reward_parts, batch.reward_names
     if parts is None and not config.gdpo_weights:
         parts, names = batch.rewards.unsqueeze(1), ("reward",)
-    missing = sorted(set(config.gdpo_weights) - set(names))
-    if parts is None or missing:
+    if parts is None or (config.gdpo_weights and not config.gdpo_weights.keys() & set(names)):
         raise InputError(
-            f"actor.gdpo_weights names {', '.join(missing)}, but the train batch has scores of {', '.join(names)}: use "
-            "the names of reward functions in the metrics",
+            f"actor.gdpo_weights names {', '.join(config.gdpo_weights)}, but the train batch has scores of "
+            f"{', '.join(names) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
     weights = [config.gdpo_weights.get(name, 0.0) if config.gdpo_weights else 1.0 for name in names]

@@ -25,6 +25,12 @@ def test_the_weights_equal_verl(options, expected):
     assert found.tolist() == pytest.approx([w + 1e-8 for w in expected], rel=1e-12)
 
 
+def test_zero_and_minus_zero_are_one_extreme():
+    rewards = torch.tensor([-0.0, 0.0, 1.0, 0.5])
+    found = resampling_weights(rewards, ResamplingConfig(method="max_min"), reduce=identity_reduce)
+    assert found.tolist() == pytest.approx([1.0, 1.0, 1.0, 1e-8])
+
+
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
 def test_extremes_and_sums_are_over_all_ranks(method):
     """Two ranks in turn: the second call of each sees the sums of both."""

@@ -200,8 +200,11 @@ def test_gdpo_equals_verl(toolbox):
     std = math.sqrt(4 * 0.5 / 3)
     found = advantages(batch, gdpo_weights={"exact": 1.0, "length": 2.0})
     assert found == pytest.approx([x / std for x in sums], abs=1e-4)
+    # "format" scores another data source, of which this batch has no row
+    exact_only = advantages(one_group, gdpo_weights={"exact": 1.0, "format": 2.0})
+    assert exact_only == pytest.approx([half, -half], abs=1e-4)
     with pytest.raises(InputError) as caught:
-        advantages(batch, gdpo_weights={"exact": 1.0, "format": 2.0})
+        advantages(batch, gdpo_weights={"format": 2.0})
     assert caught.value.code == "algorithm.no_reward_parts"
     assert "format" in str(caught.value)
 

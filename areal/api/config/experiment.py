@@ -23,7 +23,7 @@ from areal.api.config.observe import (
     StatsLoggerConfig,
 )
 from areal.api.config.relevance import Condition, above, given, options_without_effect, satisfies, when
-from areal.api.config.reward import RewardConfig, selection_problems
+from areal.api.config.reward import RewardConfig, score_weight_problems, selection_problems
 from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import TrainEngineConfig
@@ -211,6 +211,8 @@ class PPOConfig(BaseExperimentConfig):
             )
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
+        if self.actor.adv_estimator == "gdpo":
+            yield from score_weight_problems(self.actor.gdpo_weights, self.reward, short_form=self.reward_fn)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
         if self.critic is not None:

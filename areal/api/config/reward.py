@@ -103,6 +103,32 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
     yield from _name_problems(known)
 
 
+def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *, short_form: str) -> Problems:
+    """Names and values in actor.gdpo_weights (`weights`) that do not fit the reward functions. Paths are absolute."""
+    path = "actor.gdpo_weights"
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            yield Problem(f"{path}.{name}", f"the weight {weight} is not a finite number", "config.out_of_range")
+    if not weights or not (short_form or config.names_functions):
+        return  # a script chooses the functions
+    if not config.names_functions:
+        yield (
+            path,
+            "needs separate scores, and reward_fn is one function: name the functions in reward.fns, or remove it",
+        )
+        return
+    tables = dict(config.tables())
+    if short_form and not config.fns:
+        tables["reward_fn"] = {short_form: 1.0}
+    shown = short_names({name for fns in tables.values() for name in fns})
+    for name in sorted(set(weights) - set(shown.values())):
+        yield f"{path}.{name}", f"is not one of the reward functions ({', '.join(sorted(shown.values()))}): correct it"
+    for table, fns in tables.items():
+        if not any(weights.get(shown[name]) for name in fns):
+            where = table if table == "reward_fn" else f"reward.{table}"
+            yield path, f"gives no function of {where} a weight other than 0, so nothing is learned there: add one"
+
+
 def _name_problems(known: set[str]) -> Problems:
     shown: dict[str, str] = {}
     for name, short in short_names(known).items():
