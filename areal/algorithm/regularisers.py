@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,26 +35,16 @@ def adapted_entropy_coef(coef: float, entropy: float, options: AdaptiveEntropyCo
     return min(max(coef - options.coef_lr * outside, options.coef_low), options.coef_high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PositiveNLL:
-    """Negative log-likelihoods of the tokens of good answers."""
-
-    losses: Tensor  # [T] with gradient, 0 elsewhere
-    mask: Tensor  # [T] bool: trained tokens of answers with a positive reward
-
-
 def positive_mask(rewards: Tensor, mask: Tensor, sequence_index: Tensor) -> Tensor:
     """Trained tokens of sequences whose reward is above 0. rewards [S], mask [T] bool, sequence_index [T] -> [T]."""
     require_same_shape(mask=mask, sequence_index=sequence_index)
     return mask & (rewards > 0)[sequence_index]
 
 
-def positive_nll(logprobs: Tensor, rewards: Tensor, mask: Tensor, sequence_index: Tensor) -> PositiveNLL:
-    """-log pi of the trained tokens of answers with a reward above 0 (VAPO, arXiv 2504.05118, section 4.3).
+def positive_nll(logprobs: Tensor, good: Tensor) -> Tensor:
+    """-log pi of the tokens `good` (`positive_mask`), 0 elsewhere; both [T] (VAPO, arXiv 2504.05118, section 4.3).
 
-    logprobs [T] with gradient, rewards [S], mask [T] bool, sequence_index [T] int64. Its denominator is the number of
-    tokens in `PositiveNLL.mask` of the mini-batch on all ranks. Errors: ValueError on unequal shapes.
+    Its denominator is the number of good tokens of the mini-batch on all ranks. Raises ValueError on unequal shapes.
     """
-    require_same_shape(logprobs=logprobs, mask=mask)
-    chosen = positive_mask(rewards, mask, sequence_index)
-    return PositiveNLL(losses=torch.where(chosen, -logprobs, 0.0), mask=chosen)
+    require_same_shape(logprobs=logprobs, good=good)
+    return torch.where(good, -logprobs, 0.0)

@@ -145,8 +145,9 @@ class PolicyUpdate:
         coef = self._config.positive_nll_coef
         if coef == 0:
             return tokens.logprobs.new_zeros(()), {}
-        found = positive_nll(tokens.logprobs, rewards, tokens.mask, tokens.sequence_index)
-        return coef * found.losses, {"positive_nll": TokenStat(found.losses, found.mask)}
+        good = positive_mask(rewards, tokens.mask, tokens.sequence_index)
+        losses = positive_nll(tokens.logprobs, good)
+        return coef * losses, {"positive_nll": TokenStat(losses, good)}
 
 
 def _empty_tokens() -> PolicyTokens:

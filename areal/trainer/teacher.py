@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from areal.algorithm.advantage import distilled_advantages
 from areal.algorithm.aggregate import TokenStat, to_metrics
-from areal.algorithm.distillation import distilled_advantages
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.kl import kl_estimate
 from areal.api.batch import TokenOutputs, TrainBatch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal.algorithm.distillation import distilled_advantages
+from areal.algorithm.advantage import distilled_advantages
 
 NAN = float("nan")
 

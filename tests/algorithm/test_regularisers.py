@@ -68,11 +68,12 @@ def test_likelihood_by_hand():
     logprobs = torch.tensor([-0.5, -2.0, -9.0, -1.0, -3.0, -4.0], dtype=torch.float64, requires_grad=True)
     index = torch.tensor([0, 0, 0, 1, 2, 3])
     mask = torch.tensor([True, True, False, True, False, True])
-    found = positive_nll(logprobs, torch.tensor([0.5, 0.0, 1.0, -1.0]), mask, index)
-    assert found.losses.tolist() == [0.5, 2.0, 0, 0, 0, 0]
-    assert found.mask.tolist() == [True, True, False, False, False, False]
-    assert torch.equal(positive_mask(torch.tensor([0.5, 0.0, 1.0, -1.0]), mask, index), found.mask)
-    found.losses.sum().backward()
+    rewards = torch.tensor([0.5, 0.0, 1.0, -1.0])
+    good = positive_mask(rewards, mask, index)
+    losses = positive_nll(logprobs, good)
+    assert losses.tolist() == [0.5, 2.0, 0, 0, 0, 0]
+    assert good.tolist() == [True, True, False, False, False, False]
+    losses.sum().backward()
     assert logprobs.grad.tolist() == [-1, -1, 0, 0, 0, 0]
 
 
@@ -82,30 +83,31 @@ def test_likelihood_equals_the_formula_and_finite_differences():
     index = torch.randint(0, 6, (30,), generator=generator).sort().values
     rewards = torch.randint(-1, 2, (6,), generator=generator).float()
     mask = torch.rand(30, generator=generator) > 0.4
-    found = positive_nll(logprobs, rewards, mask, index)
+    chosen = positive_mask(rewards, mask, index)
+    losses = positive_nll(logprobs, chosen)
     for t in range(30):
         good = mask[t] and rewards[int(index[t])] > 0
-        assert found.losses[t].item() == pytest.approx(-logprobs[t].item() if good else 0.0)
+        assert losses[t].item() == pytest.approx(-logprobs[t].item() if good else 0.0)
     leaf = logprobs.detach().requires_grad_()
-    assert gradcheck(lambda x: positive_nll(x, rewards, mask, index).losses, (leaf,))
+    assert gradcheck(lambda x: positive_nll(x, chosen), (leaf,))
 
 
 def test_likelihood_with_bad_numbers_and_without_tokens():
     logprobs = torch.tensor([NAN, -1.0, -INF], requires_grad=True)
     index = torch.tensor([0, 0, 1])
-    found = positive_nll(logprobs, torch.tensor([1.0, 0.0]), torch.tensor([False, True, True]), index)
-    found.losses.sum().backward()
-    assert found.losses.tolist() == [0, 1, 0]
+    good = positive_mask(torch.tensor([1.0, 0.0]), torch.tensor([False, True, True]), index)
+    losses = positive_nll(logprobs, good)
+    losses.sum().backward()
+    assert losses.tolist() == [0, 1, 0]
     assert logprobs.grad.tolist() == [0, -1, 0]
-    inside = positive_nll(logprobs, torch.ones(2), torch.ones(3, dtype=torch.bool), index).losses
+    inside = positive_nll(logprobs, torch.ones(3, dtype=torch.bool))
     assert math.isnan(inside[0].item())
     assert math.isinf(inside[2].item())
     nothing, no_index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert positive_nll(nothing, nothing, nothing.bool(), no_index).losses.tolist() == []
+    assert positive_nll(nothing, positive_mask(nothing, nothing.bool(), no_index)).tolist() == []
     with pytest.raises(ValueError, match="one shape"):
-        positive_nll(nothing, nothing, torch.ones(1, dtype=torch.bool), no_index)
+        positive_nll(nothing, torch.ones(1, dtype=torch.bool))
 
 
 def test_a_reward_that_is_no_number_makes_no_answer_good():
-    found = positive_nll(torch.tensor([-1.0]), torch.tensor([NAN]), torch.tensor([True]), torch.tensor([0]))
-    assert not found.mask.any()
+    assert not positive_mask(torch.tensor([NAN]), torch.tensor([True]), torch.tensor([0])).any()

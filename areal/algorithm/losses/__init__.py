@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from areal.algorithm.losses import (
-    aipo,
-    cispo,
-    clip_cov,
-    custom,
-    dppo,
-    gmpo,
-    gpg,
-    kimi15,
-    kl_cov,
-    ppo,
-    sapo,
-    topr,
-)
+from areal.algorithm.losses import custom, gmpo, policy_gradient, ppo, sapo
 from areal.algorithm.policy_loss import PolicyLoss, PolicyLossFn, PolicyTokens
 from areal.api.config import PolicyLossOptions
 
@@ -23,15 +10,15 @@ LOSSES: dict[str, PolicyLossFn] = {
     "ppo": ppo.loss,
     "gspo": ppo.gspo_loss,
     "sapo": sapo.loss,
-    "cispo": cispo.loss,
-    "aipo": aipo.loss,
-    "gpg": gpg.loss,
+    "cispo": policy_gradient.cispo_loss,
+    "aipo": policy_gradient.aipo_loss,
+    "gpg": policy_gradient.gpg_loss,
     "gmpo": gmpo.loss,
-    "clip_cov": clip_cov.loss,
-    "kl_cov": kl_cov.loss,
-    "topr": topr.loss,
-    "kimi15": kimi15.loss,
-    "dppo": dppo.loss,
+    "clip_cov": ppo.clip_cov_loss,
+    "kl_cov": ppo.kl_cov_loss,
+    "topr": policy_gradient.topr_loss,
+    "kimi15": policy_gradient.kimi15_loss,
+    "dppo": policy_gradient.dppo_loss,
     "custom": custom.loss,
 }
 """By the name in `actor.policy_loss`. docs/algorithms.md, "Adding a loss", lists the files that a new entry needs."""

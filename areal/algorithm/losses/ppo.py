@@ -1,4 +1,4 @@
-"""PPO and GSPO: the clipped surrogate around the old policy, at the level of the token or of the sequence."""
+"""PPO, GSPO, Clip-Cov and KL-Cov: surrogates around the old policy, at the level of the token or of the sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat
-from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
+from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens, chosen_tokens
 from areal.algorithm.ratio import PolicyRatio, clipped_ratio, policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 
@@ -45,3 +45,31 @@ def clipped_surrogate(ratio: PolicyRatio, options: PolicyLossOptions) -> tuple[T
     plain = -ratio.advantages * ratio.value
     bounded = -ratio.advantages * clipped_ratio(ratio.value, options)
     return torch.maximum(plain, bounded), bounded > plain
+
+
+def clip_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, 0 at the chosen tokens.
+
+    `areal.algorithm.covariance` chooses them before the update; they stay in the denominator.
+    """
+    chosen = chosen_tokens(tokens)
+    ratio = policy_ratio(tokens, options)
+    losses, clipped = clipped_surrogate(ratio, options)
+    stats = ratio_stats(tokens, ratio, clipped)
+    stats["covariance_chosen_ratio"] = TokenStat(chosen, tokens.mask)
+    return PolicyLoss(losses=torch.where(tokens.mask & ~chosen, losses, 0.0), stats=stats)
+
+
+def kl_cov_loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
+    """KL-Cov (arXiv 2505.22617): l = -A rho, and -A rho + coef |log rho| at the chosen tokens.
+
+    The penalty is the absolute log-ratio to the old policy, as in the paper's code and verl. There is no clip.
+    `areal.algorithm.covariance` chooses the tokens before the update.
+    """
+    chosen = chosen_tokens(tokens)
+    ratio = policy_ratio(tokens, options)
+    penalty = torch.where(chosen, options.kl_cov.coef * ratio.log.abs(), 0.0)
+    losses = -ratio.advantages * ratio.value + penalty
+    stats = ratio_stats(tokens, ratio)
+    stats["covariance_chosen_ratio"] = TokenStat(chosen, tokens.mask)
+    return PolicyLoss(losses=torch.where(tokens.mask, losses, 0.0), stats=stats)

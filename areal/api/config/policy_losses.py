@@ -1,7 +1,7 @@
 """Options of the policy losses: the choice of the loss, the shared clip range, and one section per loss.
 
 To add a loss: add its name to POLICY_LOSSES and to the conditions below that apply, a section here if it has options,
-the function `loss` in `areal/algorithm/losses/NAME.py`, one test, one row in docs/algorithms.md.
+the function `loss` in `areal/algorithm/losses`, one test, one row in docs/algorithms.md.
 """
 
 from __future__ import annotations

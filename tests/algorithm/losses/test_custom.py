@@ -67,6 +67,6 @@ def test_what_is_not_there_is_found_before_anything_starts(kit, file):
     assert not problems(f"{file}:squared")
     assert "is required" in problems("")["custom.path"]
     assert "squared" in problems(f"{file}:sqared")["custom.path"]
-    assert not problems("areal.algorithm.losses.gpg:loss")
-    assert "defines no lozz" in problems("areal.algorithm.losses.gpg:lozz")["custom.path"]
+    assert not problems("areal.algorithm.losses.policy_gradient:gpg_loss")
+    assert "defines no lozz" in problems("areal.algorithm.losses.policy_gradient:lozz")["custom.path"]
     assert "no module" in problems("no_such_module:loss")["custom.path"]
