@@ -104,17 +104,17 @@ def local_denominator(
 
 
 def loss_scale(aggregation: LossAggregation, denominator: float, max_tokens: int | None = None) -> float:
-    """Factor of the weighted sum of losses, besides the division by the global `denominator`: 1 but for token-sum.
+    """Factor of the weighted sum of losses, in addition to 1 / `denominator`; 1 except for token-sum.
 
-    token-sum is divided by a constant, which no sum over ranks can give: its denominator counts the tokens, so that an
-    empty mini-batch shows, and this factor takes the count away again. `max_tokens` is its constant L; None = 1.
+    The denominator of token-sum counts the tokens, to detect an empty mini-batch. This factor replaces it by the
+    constant L = `max_tokens`; None = 1.
     """
     return denominator / (max_tokens or 1) if aggregation == "token-sum" else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStat:
-    """A quantity to log: one value a token (or a sequence), which of them count, and how they are reduced."""
+    """A quantity to log: one value per token or sequence, which of them count, and how they are reduced."""
 
     values: Tensor  # [N] any real dtype or bool
     mask: Tensor  # [N] bool
@@ -124,8 +124,8 @@ class TokenStat:
 def to_metrics(stats: Mapping[str, TokenStat]) -> Metrics:
     """Reduce every statistic on its device and copy all of them to the host at once.
 
-    Nothing under a mask gives count 0 and the neutral element (-inf for max, inf for min), so that it merges with
-    other micro-batches and ranks. Sums are taken in float64. All statistics must be on one device.
+    An empty mask gives count 0 and the neutral element (-inf for max, inf for min), which merges with other
+    micro-batches and ranks. Sums are in float64. All statistics must be on one device.
     """
     numbers: list[Tensor] = []
     for stat in stats.values():

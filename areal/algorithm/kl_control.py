@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -57,10 +55,9 @@ class KLController:
         return self._config.type == "adaptive"
 
     def observe(self, kl: Tensor, mask: Tensor, sequence_index: Tensor, num_sequences: int, *, reduce: Reduce) -> None:
-        """Update the coefficient from the divergence of a batch; kl, mask [T] of this rank. A collective if adaptive.
+        """Set the coefficient of the next batch from the divergence of this one; a collective if it is adaptive.
 
-        The batch's divergence is the mean over the sequences of all ranks that have a token under the mask; the
-        coefficient of the next batch follows. A fixed one stays, without any exchange.
+        kl, mask [T] of this rank. The divergence is the mean over the sequences of all ranks with a masked token.
         """
         target = self._config.target
         if not self.is_adaptive or target is None:
@@ -70,7 +67,7 @@ class KLController:
         facts = torch.stack([torch.where(counted, each, 0.0).sum(), counted.sum().double()])
         share = torch.tensor([float(num_sequences)], dtype=torch.float64)
         sums = reduce(torch.cat([facts.cpu(), share]))
-        total, count, size = cast("list[float]", sums.tolist())  # pyright: ignore[reportUnknownMemberType]
+        total, count, size = (float(value) for value in sums.unbind())
         self.coefficient = adapted_coefficient(
             self.coefficient,
             total / count if count else float("nan"),

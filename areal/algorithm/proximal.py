@@ -10,10 +10,7 @@ log-probability of a token is a linear function of the version,
     alpha = (k - v) / (v_theta - v) = (k - v) / (k - v + j / M),
 
 and alpha = 1 at j = 0, where the policy in training is the proximal one (for v = k too, where it is 0 / 0).
-By hand: v = k - 1 half way through the update: 1 / 1.5. A token of the current version: 0 at every later minibatch.
-
-AReaL's prox_logp_method has the same line with v_prox = v_theta - 1 in all minibatches, v_theta being the k above,
-and versions that are not shifted to predicted tokens. With v = k - 1 its alpha is 0, the old policy.
+For example, v = k - 1 half way through the update gives 1 / 1.5. docs/algorithms.md describes how AReaL differs.
 """
 
 from __future__ import annotations

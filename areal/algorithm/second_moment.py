@@ -19,12 +19,12 @@ _HALF = 20
 
 
 def second_moment_kept(log_ratio: Tensor, mask: Tensor, threshold: float, *, reduce: Reduce) -> Tensor:
-    """M2PO (arXiv 2510.01161): leave out the tokens of largest (log ratio)^2 until the mean of the rest <= threshold.
+    """M2PO (arXiv 2510.01161): remove the tokens of largest (log ratio)^2 until the mean of the rest <= threshold.
 
-    log_ratio [T] cut to +-20, mask [T] bool -> [T] bool, the tokens of the mask that stay. Over the whole batch of all
-    ranks, by adding up histograms with `reduce`: the same as sorting all tokens in one place, in any cut, because
-    squares are whole numbers of 2^-40 and their sums exact. Equal squares stay or go together. When even the smallest
-    is above the threshold, the tokens that have it stay. NaN stays (and shows itself in the loss), uncounted.
+    log_ratio [T] clamped to +-20, mask [T] bool -> [T] bool, the tokens of the mask that are kept. The result is that
+    of sorting the tokens of all ranks, computed from histograms added by `reduce`; it is exact because squares are
+    multiples of 2^-40. Equal squares are kept or removed together. The tokens with the smallest square are always
+    kept. NaN is kept, so that it reaches the loss, and is not counted.
     """
     require_same_shape(log_ratio=log_ratio, mask=mask)
     counted = mask & ~log_ratio.isnan()
@@ -35,10 +35,7 @@ def second_moment_kept(log_ratio: Tensor, mask: Tensor, threshold: float, *, red
 
 
 def _largest_kept(steps: Tensor, threshold: Fraction, reduce: Reduce) -> int:
-    """The largest square that stays: digit by digit, the first at which the mean up to it is above `threshold`.
-
-    The mean of all squares up to c grows with c, so there is one c where it passes the threshold.
-    """
+    """The largest kept square, found digit by digit: the mean of all squares up to c grows with c."""
     first, count, total = 0, 0, 0
     for digit in reversed(range(_NUM_DIGITS)):
         shift = digit * _DIGIT_BITS
@@ -54,7 +51,7 @@ def _largest_kept(steps: Tensor, threshold: Fraction, reduce: Reduce) -> int:
 
 
 def _sums_by_digit(steps: Tensor, shift: int, reduce: Reduce) -> list[tuple[int, int]]:
-    """(how many, their sum) of the `steps` of all ranks with each value of one digit."""
+    """(count, sum) of the `steps` of all ranks for each value of one digit."""
     size = 1 << _DIGIT_BITS
     digits = (steps >> shift) & (size - 1)
     parts = torch.stack([torch.ones_like(steps), steps >> _HALF, steps & ((1 << _HALF) - 1)]).double()

@@ -18,10 +18,8 @@ class _Answer:
     """One sequence from its first trained position to its last."""
 
     first: int
-    """Where it begins in the packed batch."""
+    """Position of its first trained token in the packed batch."""
     keys: Tensor  # [n] int64: next token and whether it is trained on, in one number
-    order: bytes
-    """The same in bytes: sorted by them, answers with a common beginning are neighbours, whatever the byte order."""
     reward: float
 
 
@@ -38,10 +36,10 @@ def contested_prefixes(
     """Trained tokens that answers of one prompt share although their rewards differ. -> [T] bool
 
     Per tokens input_ids, sequence_index [T] int64, loss_mask [T] bool; per sequence group_ids [S] int64, rewards [S].
-    For each answer: the longest prefix that it shares with another answer of its group, to the same prompt and with
-    another reward; tokens in between that are not trained on must be equal too. Only trained tokens are counted and
-    returned. A prefix of fewer than min_tokens does not count, and neither does one that is the whole answer, because
-    no token of that answer would remain (cosmos-rl, min_filter_prefix_tokens). Groups may be interleaved.
+    For each answer: the longest prefix that it shares with an answer of its group to the same prompt with another
+    reward (cosmos-rl, min_filter_prefix_tokens). Tokens inside it that are not trained on must be equal too, but are
+    neither counted nor returned. A prefix of fewer than min_tokens, or of all trained tokens of the answer, does not
+    count. Groups may be interleaved.
     """
     require_same_shape(input_ids=input_ids, loss_mask=loss_mask, sequence_index=sequence_index)
     prompts: dict[tuple[int, bytes], list[_Answer]] = {}
@@ -53,11 +51,12 @@ def contested_prefixes(
         first, last = start + int(places[0]), start + int(places[-1])
         keys = 2 * input_ids[first + 1 : last + 2] + loss_mask[first : last + 1]
         prompt = input_ids[start : first + 1].numpy().tobytes()
-        answer = _Answer(first, keys, keys.numpy().tobytes(), reward)
+        answer = _Answer(first, keys, reward)
         prompts.setdefault((int(group), prompt), []).append(answer)
     found = torch.zeros_like(loss_mask)
     for answers in prompts.values():
-        answers.sort(key=lambda answer: answer.order)
+        # sorted by bytes in any byte order, answers with a common beginning are neighbours
+        answers.sort(key=lambda answer: answer.keys.numpy().tobytes())
         for answer, length in zip(answers, _longest_contested(answers), strict=True):
             trained = (answer.keys % 2).bool()
             count = int(trained[:length].sum())

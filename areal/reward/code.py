@@ -5,8 +5,7 @@ run in a second sandbox, the assertion checker, which gets the program's values 
 that exits early therefore passes no further test, whatever its exit code.
 
 Waits for the sandboxes: `time_limit_s` for each test, `total_time_limit_s` for all tests, plus the start of the last
-sandbox. The sum must be below `reward.timeout_s`, at which the pool kills this process; the kernel then ends the
-sandboxes.
+sandbox. The sum must be below `reward.timeout_s`, at which the pool kills this process and with it the sandboxes.
 """
 
 from __future__ import annotations

@@ -126,17 +126,11 @@ def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
 def same_output(given: str, wanted: str, tolerance: float) -> bool:
     """Whether a program's output equals the wanted one, line by line; white space at line ends and empty lines at the
     end are ignored. Numbers with a decimal point or an exponent may differ by `tolerance` (relative or absolute)."""
-    left, right = _lines(given), _lines(wanted)
+    left, right = given.rstrip().splitlines(), wanted.rstrip().splitlines()
     return len(left) == len(right) and all(
-        a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
+        a.rstrip() == b.rstrip() or _same_words(a.split(), b.split(), tolerance)
+        for a, b in zip(left, right, strict=True)
     )
-
-
-def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
 
 
 def _same_words(given: list[str], wanted: list[str], tolerance: float) -> bool:

@@ -64,9 +64,9 @@ def symbolic_math_reward(
         return 0.0
     given = _readable(given)
     plain = _plain_equality(given, wanted)
-    if plain is None:
-        return float("".join(given.split()) == "".join(wanted.split()) or _symbolic_equality(given, wanted))
-    return float(plain)
+    if plain is not None:
+        return float(plain)
+    return float("".join(given.split()) == "".join(wanted.split()) or _symbolic_equality(given, wanted))
 
 
 def gold_answer(answer: Any) -> str:

@@ -2,9 +2,8 @@
 
 Waits for a free worker; a result, or the replacement of a worker that ended, wakes it. Calls run in the order of their
 requests. The limit `timeout_s` counts from the start of the call; a worker that exceeds it is killed and replaced. When
-a worker dies, its call is tried once more on another worker, because an out-of-memory kill can have other causes, and
-is reported as `died` when that worker dies too; the calls behind it return to the head of the queue. Reward functions
-must therefore allow a second call.
+a worker dies, its call runs once more on another worker (an out-of-memory kill can have other causes), and is reported
+as `died` when that one dies too. Reward functions must therefore allow a second call.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -56,25 +55,20 @@ class RewardResult:
     """Other numbers that the function returned with its score; None = none."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Batch:
-    """The calls of one `score_many`: their shared data, and their results."""
+    """The calls of one `score_many`: their shared data, and their results by index."""
 
-    __slots__ = ("done", "fail_fast", "function", "missing", "results", "shared")
-
-    def __init__(
-        self, function: FunctionRef, shared: bytes, size: int, done: asyncio.Future[None], *, fail_fast: bool
-    ) -> None:
-        self.function = function
-        self.shared = orjson.Fragment(shared)
-        self.results: list[RewardResult | None] = [None] * size
-        self.missing = size
-        self.done = done
-        self.fail_fast = fail_fast
+    function: FunctionRef
+    shared: orjson.Fragment
+    size: int
+    fail_fast: bool
+    done: asyncio.Future[None]
+    results: dict[int, RewardResult] = field(default_factory=dict[int, RewardResult])
 
     def put(self, index: int, result: RewardResult) -> None:
         self.results[index] = result
-        self.missing -= 1
-        is_over = self.missing == 0 or (self.fail_fast and result.status != "ok")
+        is_over = len(self.results) == self.size or (self.fail_fast and result.status != "ok")
         if is_over and not self.done.done():
             self.done.set_result(None)
 
@@ -134,11 +128,11 @@ class RewardPool:
             return []
         shared = _shared_json(function, prompt, prompt_ids, row)
         done = asyncio.get_running_loop().create_future()
-        batch = _Batch(function, shared, len(answers), done, fail_fast=fail_fast)
+        batch = _Batch(function=function, shared=shared, size=len(answers), fail_fast=fail_fast, done=done)
         self._queue.extend(_Call(batch, index, text, ids) for index, (text, ids) in enumerate(answers))
         self._dispatch()
         await batch.done
-        return [result for result in batch.results if result is not None]
+        return [batch.results[index] for index in sorted(batch.results)]
 
     async def aclose(self) -> None:
         """Kill the workers; waiting and running calls raise RewardError."""
@@ -283,15 +277,14 @@ class RewardPool:
             call.batch.put(call.index, _failure("died", f"no reward worker could be started: the last {how}", 0.0))
 
 
-def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> bytes:
+def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> orjson.Fragment:
     shared = {"function": dataclasses.asdict(function), "prompt": prompt, "prompt_ids": prompt_ids, "row": row}
     try:
-        return orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.Fragment(orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError as error:
         named = (f"column {name!r}, a {type(item).__name__}" for name, item in row.items() if not _is_json(item))
         message = (
-            f"JSON cannot represent {next(named, 'a value')} of a row ({error}): convert it to text, numbers, lists or "
-            "dicts in the dataset's map_fn, or remove it"
+            f"JSON cannot represent {next(named, 'a value')} of a row ({error}): convert it in the dataset's map_fn"
         )
         raise InputError(message, code="reward.row_not_json") from error
 

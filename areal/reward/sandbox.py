@@ -88,14 +88,7 @@ class Sandbox:
     """One program in separate processes. Use it as a context manager: at the end no process and no file remains."""
 
     def __init__(
-        self,
-        role: Role,
-        source: str,
-        *,
-        limits: SandboxLimits,
-        isolation: Isolation,
-        keep_s: float,
-        stdin: bytes = b"",
+        self, role: Role, source: str, *, limits: SandboxLimits, isolation: Isolation, keep_s: float, stdin: bytes = b""
     ) -> None:
         """Call `wait_started` first. The sandbox ends without `close` after `keep_s`."""
         self.isolation = isolation
@@ -116,17 +109,10 @@ class Sandbox:
                 cwd="/",
                 start_new_session=True,
             )
-        orders = {
-            "role": role,
-            "source": source,
-            "limits": dataclasses.asdict(limits) | {"cpu_s": math.ceil(limits.cpu_s)},
-            "folder": self._folder,
-            "isolate": isolation.namespaces,
-            "refuse": isolation.system_calls,
-            "keep_s": keep_s,
-            "root": _ROOT,
-            "packages": [sysconfig.get_path("purelib")],
-        }
+        bounds = dataclasses.asdict(limits) | {"cpu_s": math.ceil(limits.cpu_s)}
+        orders = {"role": role, "source": source, "limits": bounds, "folder": self._folder, "keep_s": keep_s}
+        orders |= {"isolate": isolation.namespaces, "refuse": isolation.system_calls}
+        orders |= {"root": _ROOT, "packages": [sysconfig.get_path("purelib")]}
         with contextlib.suppress(SandboxEnded):  # wait_started reports it
             self.send(orders, until_s=time.monotonic() + _START_WAIT_S)
 

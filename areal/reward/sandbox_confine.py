@@ -1,15 +1,18 @@
-"""Confines a sandbox process before a foreign program runs in it: namespaces, resource limits, no privileges.
+"""Confines a sandbox process before a foreign program runs in it: namespaces, resource limits, a seccomp filter.
 
-Only Linux has the namespaces and the filter of system calls. On other systems, and where the machine forbids them, only
-the resource limits apply. A protection that cannot be set up raises OSError; it is never skipped silently.
+Only Linux has namespaces and the filter. The filter refuses new processes and programs (threads are allowed), signals
+and other access to processes, sockets, mounts, namespaces and administration; every other call is allowed. A protection
+that cannot be set up raises OSError; it is never skipped silently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
+import struct
 import sys
 
 TYPE_CHECKING = False  # typing itself takes longer to load than the rest of this file
@@ -24,6 +27,53 @@ _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _MNT_DETACH = 2
 _INSIDE_ID = 1000
 _CAPABILITY_VERSION_3 = 0x20080522
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""machine -> (column of the tables below, AUDIT_ARCH_*)."""
+_NONE = -1
+_REFUSED: dict[str, tuple[int, int]] = {
+    "fork": (57, _NONE), "vfork": (58, _NONE), "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "setsid": (112, 157), "setpgid": (109, 154),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "socket": (41, 198),
+    "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "personality": (135, 92),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "sethostname": (170, 161), "setdomainname": (171, 162),
+}  # fmt: skip
+_UNKNOWN: dict[str, tuple[int, int]] = {
+    "clone3": (435, 435),  # a filter cannot read its flags, which are in memory; the C library then uses clone
+    "io_uring_setup": (425, 425),  # could make refused calls for a program
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+}
+"""Answered with ENOSYS, as by a kernel that does not have them, so that libraries use their fallback."""
+_CLONE, _PRCTL, _PRLIMIT = (56, 220), (157, 167), (302, 261)
+_CLONE_THREAD = 0x10000
+_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+"""They choose a signal and the process that gets it when a descriptor is ready, such as SIGKILL for the worker."""
+_NOT_A_STREAM = 0xE
+"""Bits of a socket's type that SOCK_STREAM does not set. A datagram socket could send to any other by its path."""
+_FOREIGN_CALLS = 0x40000000
+"""Numbers from here on are the x32 versions of the calls above."""
+
+_LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
+_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER = 2
 
 
 def check(result: int) -> None:
@@ -57,11 +107,8 @@ def enter_namespaces(folder: str, folder_bytes: int) -> None:
 
     user, group = os.getuid(), os.getgid()
     check(libc.unshare(ctypes.c_int(_NEW_NAMESPACES)))
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{_INSIDE_ID} {user} 1"),
-        ("gid_map", f"{_INSIDE_ID} {group} 1"),
-    ):
+    maps = {"setgroups": "deny", "uid_map": f"{_INSIDE_ID} {user} 1", "gid_map": f"{_INSIDE_ID} {group} 1"}
+    for name, text in maps.items():
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
@@ -124,3 +171,60 @@ def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
     check(libc.capset(header, nothing))
+
+
+def refuse_system_calls() -> None:
+    """Install the filter for the rest of this process. OSError when this kernel or machine does not support it."""
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOTSUP, f"no table of system calls for {machine}")
+    program = filter_program(*_ARCHITECTURES[machine])
+    libc = ctypes.CDLL(None, use_errno=True)
+    code = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    for option, value, pointer in (
+        (_PR_SET_NO_NEW_PRIVS, 1, None),
+        (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(header)),
+    ):
+        check(libc.prctl(option, value, pointer, 0, 0))
+
+
+def filter_program(column: int, architecture: int) -> bytes:
+    """The filter in the kernel's classic BPF, 8 bytes an instruction."""
+    refuse, unknown = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+    steps: list[tuple[int, int, int, int]] = [
+        (_LOAD, 0, 0, _ARCH_AT),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, refuse),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_AT_LEAST, 0, 1, _FOREIGN_CALLS),
+        (_RETURN, 0, 0, unknown),
+    ]
+    for table, answer in ((_REFUSED, refuse), (_UNKNOWN, unknown)):
+        for numbers in table.values():
+            if numbers[column] != _NONE:
+                steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, answer)]
+    # Calls whose answer depends on an argument. For other calls the filter jumps over these steps.
+    for numbers, test, value, when_true, when_false in (
+        (_CLONE, _HAS_BIT, _CLONE_THREAD, _ALLOW, refuse),
+        (_PRCTL, _EQUAL, _PR_SET_PDEATHSIG, refuse, _ALLOW),  # would keep it alive after its keeper
+        (_PRLIMIT, _EQUAL, 0, _ALLOW, refuse),  # of itself only
+    ):
+        steps += [
+            (_EQUAL, 0, 4, numbers[column]),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+            (test, 0, 1, value),
+            (_RETURN, 0, 0, when_true),
+            (_RETURN, 0, 0, when_false),
+        ]
+    for numbers, test, refused in (
+        (_FCNTL, _EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
+        (_IOCTL, _EQUAL, (_FIOSETOWN, _SIOCSPGRP)),
+        (_SOCKETPAIR, _HAS_BIT, (_NOT_A_STREAM,)),
+    ):
+        steps += [(_EQUAL, 0, 2 * len(refused) + 2, numbers[column]), (_LOAD, 0, 0, _SECOND_ARGUMENT_AT)]
+        for value in refused:
+            steps += [(test, 0, 1, value), (_RETURN, 0, 0, refuse)]
+        steps.append((_RETURN, 0, 0, _ALLOW))
+    steps.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -19,8 +19,14 @@ import sys
 import time
 
 from areal.reward import sandbox_roles
-from areal.reward.sandbox_confine import drop_capabilities, enter_namespaces, leave_folder, remove_folder, set_limits
-from areal.reward.sandbox_syscalls import refuse_system_calls
+from areal.reward.sandbox_confine import (
+    drop_capabilities,
+    enter_namespaces,
+    leave_folder,
+    refuse_system_calls,
+    remove_folder,
+    set_limits,
+)
 
 TYPE_CHECKING = False  # importing typing takes longer than the rest of this file
 if TYPE_CHECKING:
@@ -39,9 +45,8 @@ def main(argv: list[str]) -> NoReturn:
         os._exit(1)
     orders = json.loads(line)
     limits, folder = orders["limits"], orders["folder"]
-    outside = os.open(
-        os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY
-    )  # opened now: later every file system is read-only
+    # opened now: later every file system is read-only
+    outside = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
     if orders["isolate"] and (problem := _problem_of(lambda: enter_namespaces(folder, limits["folder_bytes"]))):
         _refuse(channel, f"namespaces: {problem}")
     _end_with(parent, signal.SIGTERM)

@@ -19,6 +19,7 @@ import operator
 import os
 import runpy
 import sys
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -137,13 +138,10 @@ class AssertionChecker:
                     names[name] = importlib.import_module(kind["module"])
             # A program's own `abs` or `math` must not replace the one that the tests mean.
             elif not name.startswith("__") and not hasattr(builtins, name) and name not in sys.stdlib_module_names:
-                names[name] = decoded(kind["value"], self._remote)
+                names[name] = decoded(kind["value"], partial(Remote, self))
         if order["entry_point"]:
             names["candidate"] = names.get(order["entry_point"], Remote(self, order["entry_point"]))
         return names
-
-    def _remote(self, number: int) -> Remote:
-        return Remote(self, number)
 
     def ask(self, op: str, target: str | int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         sent = [encoded(item, _number_of) for item in args]
@@ -160,7 +158,7 @@ class AssertionChecker:
             if isinstance(known, type) and issubclass(known, Exception) and not ends_loops:
                 raise known(text)
             raise RuntimeError(f"{kind}: {text}")
-        return decoded(answer["value"], self._remote)
+        return decoded(answer["value"], partial(Remote, self))
 
 
 class Remote:
@@ -216,9 +214,7 @@ def _run_test(source: str, names: dict[str, Any]) -> None:
     sys.argv[:] = ["test.py"]
     try:
         _TextLoader("__main__", source).exec_module(module)
-    except (
-        SystemExit
-    ) as end:  # raised by the test, as by unittest.main; the program's SystemExit arrives as RuntimeError
+    except SystemExit as end:  # of the test, as by unittest.main; the program's SystemExit arrives as RuntimeError
         if end.code:
             raise
 

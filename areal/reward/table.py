@@ -53,14 +53,13 @@ class RewardTable:
             return ""
         if self.source_key not in row:
             raise InputError(
-                f"a row has no column {self.source_key!r}, which chooses its reward functions, only {sorted(row)}: add "
-                "it in the dataset's map_fn, or name the right column in reward.source_key",
+                f"a row has no column {self.source_key!r} (reward.source_key), only {sorted(row)}: add it in the "
+                "dataset's map_fn, or correct reward.source_key",
                 code="reward.unknown_source",
             )
         if row[self.source_key] is None:
             raise InputError(
-                f"a row's {self.source_key} is null: name a source in the dataset's map_fn, also for rows that "
-                "reward.fns scores",
+                f"a row's {self.source_key} is null: name a source in the dataset's map_fn",
                 code="reward.unknown_source",
             )
         return str(row[self.source_key])
@@ -70,8 +69,8 @@ class RewardTable:
         found = self.by_source.get(self.source(row), self.default) if self.by_source else self.default
         if not found:
             raise InputError(
-                f"a row's {self.source_key} is {row[self.source_key]!r}, and reward.by_source knows only "
-                f"{', '.join(self.by_source)}: add it there, or set reward.fns for all other sources",
+                f"a row's {self.source_key} is {row[self.source_key]!r}, which reward.by_source does not contain "
+                f"({', '.join(self.by_source)}): add it there, or set reward.fns for all other sources",
                 code="reward.unknown_source",
             )
         return found
