@@ -18,20 +18,19 @@ def shape_rewards(rewards: Tensor, *, bias: float = 0.0, scale: float = 1.0, cli
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, tail_tokens: int, factor: float) -> Tensor:
-    """Soft punishment of long answers (DAPO, arXiv 2503.14476, eq. 13): added to the reward of a sequence.
+    """Penalty of long answers (DAPO, arXiv 2503.14476, eq. 13), added to the reward of a sequence.
 
-    p = -factor * clip((n - (max_tokens - tail_tokens)) / tail_tokens, 0, 1) of n trained tokens: 0 up to the tail,
-    the whole factor at max_tokens. lengths [S] int -> [S] float32.
+    -factor * clip((n - (max_tokens - tail_tokens)) / tail_tokens, 0, 1) of n trained tokens. lengths [S] int -> [S]
+    float32.
     """
     beyond = (lengths - (max_tokens - tail_tokens)).float() / tail_tokens
     return -factor * beyond.clamp(0.0, 1.0)
 
 
 def withhold_unfinished(rewards: Tensor, finished: Tensor) -> Tensor:
-    """Task reward 0 for answers cut by a length limit. rewards [S] float, finished [S] bool (reported, not inferred).
+    """Task reward 0 for answers that a length limit truncated. rewards [S] float, finished [S] bool.
 
-    Applied after normalisation: a cut answer still counts in the statistics of its group, and 0 then means
-    "no better or worse than the baseline".
+    Applied after normalisation: a truncated answer counts in the statistics of its group, and 0 is the baseline.
     """
     require_same_shape(rewards=rewards, finished=finished)
     return torch.where(finished, rewards, 0.0)
@@ -65,14 +64,14 @@ def last_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Te
 def adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """lambda = 1 - 1 / (alpha n) of n trained tokens, at least 0 (VAPO, arXiv 2504.05118, section 4.1).
 
-    The sum of the weights lambda^t of GAE then grows with the answer, as alpha n. lengths [S] int -> [S] float64.
+    The sum of the weights lambda^t of GAE is then proportional to n. lengths [S] int -> [S] float64.
     """
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(min=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """What GAE gives; 0 where the mask is off."""
+    """The result of GAE; 0 where the mask is off."""
 
     advantages: Tensor  # [T]
     returns: Tensor  # [T] advantages + values: the critic's targets
@@ -93,13 +92,13 @@ def generalised_advantages(
 
     Over the trained tokens i of one sequence:  delta_i = r_i + discount * V_{i+1} - V_i;
     A_i = delta_i + discount * gae_lambda * A_{i+1};  R_i = A_i + V_i.
-    Untrained tokens between them (tool output, user turns) take no time: they are neither discounted nor valued.
+    Untrained tokens between them (tool output, user turns) are neither discounted nor valued.
     V after the last trained token is `bootstrap` [S], None = 0 (the episode ended). values None = 0 everywhere.
     gae_lambda is one number, or [S] one for each sequence.
 
     rewards, values, mask [T]; sequence_index [T] int64 ascending. Computed in float64, returned in rewards' dtype.
-    A_i is a linear recurrence with one constant factor a sequence, so it is scanned in log2(longest answer) vectorised
-    steps over all sequences at once; the order of additions depends on distances within a sequence, never on packing.
+    A_i is a linear recurrence with a constant factor per sequence, computed in log2(longest answer) vectorised steps
+    over all sequences; the order of additions does not depend on the packing.
     """
     require_same_shape(rewards=rewards, mask=mask, sequence_index=sequence_index)
     positions = torch.nonzero(mask).flatten()
@@ -133,10 +132,9 @@ def distilled_advantages(
 ) -> Tensor:
     """A' = rl_weight A + coef log(pi_teacher / pi) of each token, both policies without gradient.
 
-    The score-function form of the reverse KL: over tokens drawn from pi the mean of -log(pi_teacher / pi) grad log pi
-    is grad KL(pi || pi_teacher) (MiniLLM, arXiv 2306.08543, eq. 2, of one token at a time; GKD, arXiv 2306.13649). A
-    token answers for its own divergence only, not for that of the tokens behind it.
-    All [T], mask bool; log-ratios are cut to +-20; 0 where the mask is off. Errors: ValueError on unequal shapes.
+    The score-function form of the reverse KL: over tokens sampled from pi the mean of -log(pi_teacher / pi) grad log pi
+    is grad KL(pi || pi_teacher) (MiniLLM, arXiv 2306.08543, eq. 2, for one token at a time; GKD, arXiv 2306.13649).
+    All [T], mask bool; log-ratios are clamped to +-20; 0 where the mask is off. Raises ValueError on unequal shapes.
     """
     require_same_shape(advantages=advantages, logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     gap = log_ratio(teacher_logprobs.detach(), logprobs.detach(), mask)

@@ -1,12 +1,12 @@
 """Clip-Cov and KL-Cov: the choice of the tokens whose update reduces the entropy most, over a whole batch.
 
-Both (Cui et al. 2025, arXiv 2505.22617) treat a few tokens differently, those whose
+Both (Cui et al. 2025, arXiv 2505.22617) treat the tokens differently whose covariance
 
     Cov_t = (log pi(t) - mean of log pi) * (A_t - mean of A)
 
-is high, with means over the N tokens of the batch. The choice is made once, over the batch on all ranks, with the
-policy before the update and draws that are hashes: no cut of the batch changes it, and a replay repeats it. verl
-chooses within a micro-batch, with the policy in training and the random generator of the process.
+is high, with means over the N tokens of the batch. The choice is made once per batch over all ranks, with the policy
+before the update and hashes as random numbers, so it does not depend on micro-batches and a replay repeats it. (verl
+chooses within a micro-batch, with the policy in training.)
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor, *, red
 def highest_covariances(covariances: Tensor, draw: Tensor, mask: Tensor, *, ratio: float, reduce: Reduce) -> Tensor:
     """KL-Cov: the max(1, int(ratio N)) trained tokens of highest covariance on all ranks, [T] bool.
 
-    `draw` [T] int64 below 2^31 decides among covariances that are equal in float32. Tokens equal in both are chosen
-    together.
+    `draw` [T] int64 below 2^31 decides among covariances that are equal in float32.
     """
     return largest_keys((ordered_bits(covariances) << 31) | draw, mask, _part_of(mask, ratio, reduce), reduce=reduce)
 
@@ -55,8 +54,8 @@ def drawn_between(
 def token_draws(input_ids: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, sequence_index: Tensor) -> Tensor:
     """A pseudo-random number from 0 to 2^31 - 1 for each token, [T] int64.
 
-    A hash of its position in its sequence, of the token before it and of its log-probability when it was sampled: the
-    same for every cut of the batch and in every replay. Records equal in all three have equal numbers.
+    A hash of its position in its sequence, of the token before it and of its rollout log-probability, so it does not
+    depend on the partition of the batch, and a replay repeats it.
     """
     place = torch.arange(input_ids.numel(), device=input_ids.device) - cu_seqlens.long()[sequence_index]
     sampled = rollout_logprobs.float().contiguous().view(torch.int32).long()
@@ -86,8 +85,8 @@ def _part_of(mask: Tensor, ratio: float, reduce: Reduce) -> int:
 def largest_keys(keys: Tensor, eligible: Tensor, count: int, *, reduce: Reduce) -> Tensor:
     """The eligible entries whose key is among the `count` largest of all ranks, with ties at the end. [N] bool.
 
-    keys [N] int64, not negative. The threshold is found digit by digit, from the histograms of four rounds: ranks
-    exchange 512 KiB per round and never the keys. All eligible entries when there are at most `count`.
+    keys [N] int64, not negative. The threshold is found digit by digit from histograms: ranks exchange 512 KiB in each
+    of four rounds. All eligible entries when there are at most `count`.
     """
     base = 1 << _DIGIT_BITS
     threshold, wanted = 0, float(count)

@@ -12,10 +12,9 @@ from areal.algorithm.aggregate import require_same_shape
 from areal.algorithm.importance import LOG_RATIO_LIMIT, kl_of_samples, log_ratio
 
 KL_LIMIT = 10.0
-"""Estimates are cut to +-this, so that one token far from the reference cannot outweigh a batch."""
+"""Estimates are clamped to +-this, so that one token far from the reference cannot dominate a batch."""
 MAX_NUMBERS = 2**26
-"""Of [T, k] taken at once (256 MiB of float32): five of that size are needed at a time, and not kept for the backward
-pass of more."""
+"""Elements of [T, k] in one block (256 MiB of float32); several blocks are recomputed in the backward pass."""
 
 
 def kl_estimate(
@@ -30,14 +29,14 @@ def kl_estimate(
     """Estimate KL(pi || pi_ref) at each token, sampled from pi (Schulman 2020, "Approximating KL divergence").
 
     With x = log pi - log pi_ref:  k1 = x (unbiased, of either sign);  k2 = x^2 / 2 (biased, low variance);
-    k3 = exp(-x) - 1 + x (unbiased, never negative);  abs = |x|.  x is cut to +-20 before, the estimate to +-`limit`
-    after (None = not); gradients are 0 beyond the cuts. All [T], mask bool; 0 where the mask is off.
+    k3 = exp(-x) - 1 + x (unbiased, never negative);  abs = |x|.  x is clamped to +-20, then the estimate to +-`limit`
+    (None = no limit); gradients are 0 beyond. All [T], mask bool; 0 where the mask is off.
 
-    A `+` behind the name (k1+, k2+, k3+, abs+) keeps the value and takes the gradient of x^2 / 2, that is x grad log
-    pi, whose mean over tokens sampled from pi is grad KL(pi || pi_ref); only the cut of x stops it.
-    `base_logprobs` [T], no gradient: the tokens were sampled from this policy instead. The estimate is multiplied by
-    pi / base, through which gradients flow too, before it is cut (DeepSeek-V3.2, section 3.1).
-    Errors: ValueError for an unknown estimator or unequal shapes.
+    The suffix `+` (k1+, k2+, k3+, abs+) keeps the value and takes the gradient of x^2 / 2, that is x grad log pi,
+    whose mean over tokens sampled from pi is grad KL(pi || pi_ref); only the clamp of x applies to it.
+    `base_logprobs` [T], no gradient: the policy that sampled the tokens. The estimate is multiplied by pi / base, with
+    gradient, before it is clamped (DeepSeek-V3.2, section 3.1).
+    Raises ValueError for an unknown estimator or unequal shapes.
     """
     x = log_ratio(logprobs, ref_logprobs, mask)
     estimate = kl_of_samples(-x, estimator.removesuffix("+"))
@@ -57,12 +56,12 @@ def distribution_kl(
     """KL(pi || pi_ref) of the distributions at each position, from log-probabilities of the same k tokens in both.
 
     sum_i p_i (log p_i - log q_i) over the k tokens. `is_whole`: they are the whole vocabulary, and this is exact.
-    Otherwise all other tokens make one further bucket of p = 1 - sum_i p_i, q = 1 - sum_i q_i: merging tokens loses
-    information, so this is never above the exact divergence (data-processing inequality) and never below 0.
+    Otherwise all other tokens are one bucket with p = 1 - sum_i p_i, q = 1 - sum_i q_i, and the result is between 0 and
+    the exact divergence (data-processing inequality).
 
-    logprobs and ref_logprobs [T, k] float, mask [T] bool -> [T], 0 where the mask is off. Log-ratios are cut to +-20,
-    a rest below what the dtype resolves near 1 counts as just that much, and the sum is cut to +-`limit` (None = not);
-    gradients are 0 beyond the cuts. A token impossible in both adds nothing. Errors: ValueError on unequal shapes.
+    logprobs and ref_logprobs [T, k] float, mask [T] bool -> [T], 0 where the mask is off. Log-ratios are clamped to
+    +-20, the bucket's p and q to at least the rounding error of the dtype, the sum to +-`limit` (None = no limit);
+    gradients are 0 beyond. A token impossible in both adds nothing. Raises ValueError on unequal shapes.
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     require_same_shape(mask=mask, rows=logprobs[:, 0])
@@ -81,8 +80,8 @@ def distribution_kl(
 
 
 def _block_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, is_whole: bool) -> Tensor:
-    """`distribution_kl` without the cut of the sum."""
-    # what is masked, and 0 log 0 with its infinite gradient, must not enter the graph at all
+    """`distribution_kl` without the clamp of the sum."""
+    # masked positions, and 0 log 0 with its infinite gradient, must not enter the graph
     is_read = mask.unsqueeze(-1) & (logprobs != float("-inf"))
     policy = torch.where(is_read, logprobs, float("-inf")).exp()
     x = torch.where(is_read, logprobs, 0.0) - torch.where(is_read, ref_logprobs, 0.0)
@@ -95,5 +94,5 @@ def _block_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, is_whole: bo
 
 
 def _rest(probabilities: Tensor) -> Tensor:
-    """What k probabilities leave of 1, at least what rounding could have left of nothing. [T, k] -> [T]"""
+    """1 minus the sum of k probabilities, at least its rounding error. [T, k] -> [T]"""
     return (1.0 - probabilities.sum(-1)).clamp(min=8 * torch.finfo(probabilities.dtype).eps)

@@ -12,10 +12,10 @@ from areal.api.config import AdaptiveEntropyConfig
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor) -> Tensor:
-    """-H of each trained token, to be weighed by the coefficient of the bonus (Williams and Peng 1991).
+    """-H of each trained token, without the coefficient of the bonus (Williams and Peng 1991).
 
-    entropy [T] with gradient, mask [T] bool -> [T], 0 where the mask is off. ValueError when the entropy carries no
-    gradient although one is being recorded: the bonus would be a number without effect.
+    entropy [T] with gradient, mask [T] bool -> [T], 0 where the mask is off. ValueError when gradients are recorded and
+    the entropy has none: the bonus would have no effect.
     """
     require_same_shape(entropy=entropy, mask=mask)
     if torch.is_grad_enabled() and entropy.numel() and not entropy.requires_grad:
@@ -26,8 +26,8 @@ def entropy_loss(entropy: Tensor, mask: Tensor) -> Tensor:
 def adapted_entropy_coef(coef: float, entropy: float, options: AdaptiveEntropyConfig) -> float:
     """The coefficient of the entropy bonus after a step with this mean entropy in nats (AEnt, arXiv 2509.03493).
 
-    coef - coef_lr (min(0, H - entropy_low) + max(0, H - entropy_high)), cut to [coef_low, coef_high]: it rises while
-    the entropy is below the band, falls while it is above, stays inside. NaN and infinities change nothing.
+    coef - coef_lr (min(0, H - entropy_low) + max(0, H - entropy_high)), clamped to [coef_low, coef_high]. A NaN or an
+    infinite entropy changes nothing.
     """
     if not math.isfinite(entropy):
         return coef

@@ -27,12 +27,12 @@ def value_loss(
     eps_clip: float | None,
     huber_delta: float | None = None,
 ) -> ValueLoss:
-    """Error to the return, pessimistic about moves of more than eps_clip (PPO implementation, Engstrom 2020).
+    """Error to the return, the larger of the plain and the clipped one (PPO implementation, Engstrom 2020).
 
     V' = V_old + clip(V - V_old, -eps_clip, eps_clip);  l = max(h(V - R), h(V' - R)); eps_clip None: l = h(V - R).
     h(e) = e^2 / 2, or with huber_delta d (Huber 1964)  e^2 / 2 where |e| <= d, else d (|e| - d / 2).
     All [T], mask bool; values outside the mask change neither value nor gradient, NaN inside it stays NaN.
-    Errors: ValueError on unequal shapes.
+    Raises ValueError on unequal shapes.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     value = torch.where(mask, values, 0.0)

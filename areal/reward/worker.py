@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -35,10 +36,10 @@ class LoadedReward:
 
     def __init__(self, ref: FunctionRef) -> None:
         self._name = str(ref)
-        self._function = load_function(ref)
-        if inspect.iscoroutinefunction(self._function):
+        self.function = load_function(ref)
+        if inspect.iscoroutinefunction(self.function):
             raise ConfigError(f"{ref} is an async function: use a plain function (def)", code="reward.async_function")
-        parameters = list(inspect.signature(self._function).parameters.values())
+        parameters = list(inspect.signature(self.function).parameters.values())
         kinds = inspect.Parameter
         self._taken = {p.name for p in parameters[:_POSITIONAL] if p.kind is not kinds.VAR_KEYWORD}
         named = [p for p in parameters[_POSITIONAL:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
@@ -55,9 +56,6 @@ class LoadedReward:
         if self._takes_all:
             return {name: value for name, value in row.items() if name not in self._taken}
         return {name: value for name, value in row.items() if name in self._accepted}
-
-    def call(self, prompt: str, completion: str, prompt_ids: list[int], ids: list[int], row: dict[str, Any]) -> Any:
-        return self._function(prompt, completion, prompt_ids, ids, **row)
 
 
 def parsed_result(value: Any) -> dict[str, Any]:
@@ -90,16 +88,6 @@ def _number(value: Any, name: str = "") -> dict[str, Any]:
     if not math.isfinite(number):
         return {"status": "not_finite", "value": 0.0, "message": f"returned {name}{number}"}
     return {"status": "ok", "value": number, "message": ""}
-
-
-def described(error: BaseException) -> str:
-    """One line for an exception: its type, its text and the line of code that raised it."""
-    if isinstance(error, ArealError):
-        return str(error)
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    places = traceback.extract_tb(error.__traceback__)
-    place = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {text}{place}"
 
 
 class Worker:
@@ -135,7 +123,8 @@ class Worker:
                 self._send({"status": status, "value": 0.0, "message": problem, "seconds": 0.0})
                 continue
             prompt, prompt_ids = shared["prompt"], shared["prompt_ids"]
-            self._send(self._scored(lambda: reward.call(prompt, completion, prompt_ids, completion_ids, row)))  # noqa: B023 - called at once
+            call = partial(reward.function, prompt, completion, prompt_ids, completion_ids, **row)
+            self._send(self._scored(call))
 
     def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
@@ -154,11 +143,17 @@ class Worker:
         return self._functions[key]
 
     def _explained(self, error: BaseException) -> str:
-        if self._tracebacks_left > 0 and not isinstance(error, ArealError):
+        """One line for an exception: its type, its text and the line of code that raised it."""
+        if isinstance(error, ArealError):
+            return str(error)
+        if self._tracebacks_left > 0:
             self._tracebacks_left -= 1
             traceback.print_exception(error, file=sys.stderr)
             sys.stderr.flush()
-        return described(error)
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        places = traceback.extract_tb(error.__traceback__)
+        place = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+        return f"{type(error).__name__}: {text}{place}"
 
 
 def take_channel() -> socket.socket:
