@@ -30,12 +30,11 @@ def length_weighted(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tens
 
 
 def best_of_group(rewards: Tensor, group_ids: Tensor, *, divide_by_std: bool = False) -> Tensor:
-    """The best answer of a group gets its lead over the second best, the others 0: the gradient of max@k.
+    """Best minus second-best reward for the best answer of a group, 0 for the others: the gradient of max@k.
 
-    Source: Tang, Zheng, Synnaeve and Munos 2025, arXiv 2503.19595. divide_by_std: the lead is divided by the unbiased
-    std of its group + 1e-6 (verl's default). rewards [S] float, group_ids [S] int64 -> [S] of rewards' dtype. Two
-    best answers have no lead: all 0; so has a group of one answer. NaN in a group makes its lead NaN. Raises
-    ValueError on unequal shapes.
+    Source: Tang, Zheng, Synnaeve and Munos 2025, arXiv 2503.19595. divide_by_std: divided by the unbiased std of the
+    group + 1e-6 (verl's default). rewards [S] float, group_ids [S] int64 -> [S] of rewards' dtype. A group of one
+    answer, or with several best answers, gives 0; NaN in a group gives NaN. Raises ValueError on unequal shapes.
     """
     require_same_shape(rewards=rewards, group_ids=group_ids)
     scope = group_scope(group_ids)
@@ -56,9 +55,10 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, *, divide_by_std: bool = F
 def decoupled_rewards(parts: Tensor, weights: Sequence[float], group_ids: Tensor) -> Tensor:
     """sum_k w_k (r_k - mean_G r_k) / (std_G r_k + eps): GDPO (arXiv 2601.05242), before its norm over the batch.
 
-    Each reward function is normalised within the group first, so that a function of large scale does not hide the
-    others. parts [S, K] float, NaN where function k did not score the answer (which then counts 0), weights of length
-    K, group_ids [S] int64 -> [S] of parts' dtype. std with n - 1, eps 1e-5; a constant function of a group gives 0.
+    Each reward function is normalised within the group, so that functions of different scale count equally. parts
+    [S, K] float, NaN where function k did not score the answer (its term is then 0), weights of length K, group_ids
+    [S] int64 -> [S] of parts' dtype. std with n - 1, eps 1e-5 (verl: 1e-6); a function that is constant in a group
+    gives 0.
     """
     total = torch.zeros_like(parts[:, 0]) if parts.shape[1] else parts.new_zeros(parts.shape[0])
     for part, weight in zip(parts.unbind(1), weights, strict=True):
@@ -69,7 +69,7 @@ def decoupled_rewards(parts: Tensor, weights: Sequence[float], group_ids: Tensor
 def valid_sample_scale(rewards: Tensor, group_ids: Tensor, *, reduce: Reduce = identity_reduce) -> float:
     """N / N_valid over all ranks, N_valid = answers of groups whose rewards differ (GPG, arXiv 2504.02546, eq. 7).
 
-    Groups of equal rewards have no gradient; without the factor they would shrink the mean of the others.
+    Groups of equal rewards have no gradient; the factor removes them from the mean over the answers.
     rewards [S] float, group_ids [S] int64; a collective (`reduce` once). 1.0 when no group is valid.
     """
     require_same_shape(rewards=rewards, group_ids=group_ids)

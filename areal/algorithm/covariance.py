@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: the choice of the tokens whose update reduces the entropy most, over a whole batch.
+"""Clip-Cov and KL-Cov: the tokens of a batch whose update reduces the entropy most.
 
 Both (Cui et al. 2025, arXiv 2505.22617) treat the tokens differently whose covariance
 

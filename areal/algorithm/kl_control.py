@@ -17,8 +17,8 @@ def adapted_coefficient(
 ) -> float:
     """The coefficient after a batch of divergence `measured` (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    e = clip(measured / target - 1, -0.2, 0.2);  beta' = beta (1 + e n / horizon), n sequences in the batch. One batch
-    counts as at most one horizon: beta stays above 0 however large the batch. NaN leaves beta as it is.
+    e = clip(measured / target - 1, -0.2, 0.2);  beta' = beta (1 + e n / horizon), n sequences in the batch, at most
+    `horizon`, so that beta remains positive. NaN does not change beta.
     """
     error = min(max(measured / target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
     if error != error:

@@ -25,15 +25,15 @@ class PairPlaces:
 
 
 def pair_places(source_index: Sequence[int]) -> PairPlaces:
-    """Find the pairs among sequences that came from a batch of alternating chosen and rejected ones, in any order.
+    """The pairs among sequences of a batch of alternating chosen and rejected sequences, in any order.
 
-    `source_index`: for each of S sequences its place in that batch; the pair is place // 2, chosen ones are even.
-    ValueError when one of a pair is missing.
+    `source_index`: position of each sequence in that batch; the pair is position // 2, chosen sequences are even.
+    ValueError when a sequence of a pair is missing.
     """
     places = {source: here for here, source in enumerate(source_index)}
     firsts = sorted(source for source in places if source % 2 == 0)
     if len(places) != len(source_index) or set(places) != {f + side for f in firsts for side in (0, 1)}:
-        raise ValueError(f"sequences of a batch of pairs are cut from their partners: {sorted(source_index)}")
+        raise ValueError(f"a batch of pairs lacks one sequence of a pair: {sorted(source_index)}")
     return PairPlaces(
         chosen=torch.tensor([places[f] for f in firsts], dtype=torch.int64),
         rejected=torch.tensor([places[f + 1] for f in firsts], dtype=torch.int64),
@@ -65,7 +65,7 @@ def dpo_losses(log_ratios: Tensor, *, beta: float, label_smoothing: float = 0.0)
     """
     logits = beta * log_ratios
     losses = -(1.0 - label_smoothing) * F.logsigmoid(logits)
-    # the term left out at 0 would make inf * 0 of a pair that is far off
+    # with label_smoothing = 0 the second term could be 0 * inf
     return losses - label_smoothing * F.logsigmoid(-logits) if label_smoothing else losses
 
 

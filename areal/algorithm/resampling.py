@@ -32,8 +32,8 @@ def resampling_weights(rewards: Tensor, options: ResamplingConfig, *, reduce: Re
 def resampled_counts(weights: Tensor, draws: Tensor, *, reduce: Reduce) -> Tensor:
     """How often each sequence is trained on: N w / sum w over the N sequences of all ranks, rounded at random.
 
-    The expectation is that of N draws with replacement (verl), with less variance: a count is rounded down or up with
-    the fraction as probability, from its own draw, so that every rank decides alone and a replay repeats it.
+    The mean is that of N draws with replacement (verl), the variance is smaller. Each count is rounded up if its draw
+    and its fraction sum to 1 or more, so ranks need no exchange and a replay repeats it.
     weights [S] float64, draws [S] in [0, 1) -> [S] int64. A collective (`reduce` once).
     """
     facts = torch.stack([weights.sum(), weights.new_tensor(float(weights.numel()))])

@@ -34,7 +34,7 @@ def optimal_token_baseline(
     correction, None = 1 (verl: optimal_token_baseline, tir_optimal_token_baseline). Only answers with a trained token
     at position t count. Position: tokens since the first trained token of the answer, or with over_trained (TIR,
     multi-turn) the number of trained tokens before, so that the tool outputs of an answer do not shift its turns.
-    B_t = 0 in a group of one answer, and beyond the end of the second longest answer of the group.
+    B_t = 0 in a group of one answer, and for the tokens of the longest answer beyond the second longest.
 
     returns, norms, weights [T] float, group_ids [S] int64 -> [T] of returns' dtype, 0 where the mask is off; sums in
     float64. Groups are whole on a rank: no exchange. Raises ValueError on unequal shapes.
