@@ -52,9 +52,7 @@ class TrainBatch:
     advantages: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32
     returns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, targets of the critic
     policy_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `trained`
-    behaviour_weights: Tensor | None = field(
-        default=None, metadata=PER_TOKEN
-    )  # [T] float32, factors of the policy loss
+    behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of the loss
     ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
     chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, selected by a policy loss
     version: int = 0
@@ -145,9 +143,7 @@ class OutputSpec:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.entropy_clamp < 1.0:
-            raise ValueError(
-                f"entropy_clamp is a fraction of the vocabulary, from 0 to below 1, got {self.entropy_clamp}"
-            )
+            raise ValueError(f"entropy_clamp is a fraction from 0 to below 1, got {self.entropy_clamp}")
         if self.candidates is not None and self.candidates < 0:
             raise ValueError(f"candidates is a number of tokens, 0 for all or None for none, got {self.candidates}")
 

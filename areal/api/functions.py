@@ -60,19 +60,15 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
     module_name = getattr(function, "__module__", None)
     module = sys.modules.get(module_name) if isinstance(module_name, str) else None
     if not isinstance(name, str) or not isinstance(module_name, str) or getattr(module, name, None) is not function:
-        raise ConfigError(
-            f"{module_name}.{name or function!r} cannot be found by name from another process (a lambda, method, "
-            "nested or wrapped function): define a plain function (def) at the top level of a module",
-            code="config.bad_reference",
-        )
+        problem = f"{module_name}.{name or function!r} cannot be found by name from another process"
+        message = f"{problem}: define a plain function (def) at the top level of a module"
+        raise ConfigError(message, code="config.bad_reference")
     if module_name != "__main__":
         return FunctionRef(name=name, module=module_name)
     file = getattr(module, "__file__", None)
     if not file:
-        raise ConfigError(
-            f"{name} was defined in an interactive session: put it into a file that other processes can read",
-            code="config.bad_reference",
-        )
+        message = f"{name} was defined in an interactive session: put it into a file that other processes can read"
+        raise ConfigError(message, code="config.bad_reference")
     return FunctionRef(name=name, file=str(Path(file).resolve()))
 
 

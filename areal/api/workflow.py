@@ -41,8 +41,6 @@ class RolloutWorkflow(ABC):
 
     def for_evaluation(self, gconfig: Any) -> RolloutWorkflow:
         """The same workflow with other sampling settings (`GenerationHyperparameters`), one answer per prompt."""
-        raise ConfigError(
-            f"{type(self).__name__} does not support evaluation: define for_evaluation(gconfig), pass an eval_workflow "
-            "to PPOTrainer.train, or remove valid_dataset",
-            code="workflow.no_evaluation",
-        )
+        problem = f"{type(self).__name__} does not support evaluation: define for_evaluation(gconfig)"
+        message = f"{problem}, pass an eval_workflow to PPOTrainer.train, or remove valid_dataset"
+        raise ConfigError(message, code="workflow.no_evaluation")

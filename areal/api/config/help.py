@@ -14,7 +14,8 @@ from areal.api.errors import ConfigError
 def help_text(cls: type[Any], section: str = "") -> str:
     """The options of `cls`, or only those at or below the dotted path `section`."""
     if not section:
-        return "\n".join([*_usage(), *_lines(cls, "")]) + "\n"
+        usage = "usage: --config FILE.yaml [key.sub=value ...]   (--help SECTION shows one section)"
+        return "\n".join([usage, "", *_lines(cls, "")]) + "\n"
     owner, _, name = section.rpartition(".")
     above = find_field(cls, owner) if owner else None
     below = above and (above.item_section if owner.endswith("]") else above.hint)
@@ -24,10 +25,6 @@ def help_text(cls: type[Any], section: str = "") -> str:
         message = f"--help {section}: no such section or option; sections are {known}"
         raise ConfigError(message, code="config.unknown_key")
     return "\n".join(_field(parent, f"{owner}." if owner else "", name.partition("[")[0])) + "\n"
-
-
-def _usage() -> list[str]:
-    return ["usage: --config FILE.yaml [key.sub=value ...]   (--help SECTION shows one section)", ""]
 
 
 def _lines(cls: type[Any], prefix: str) -> Iterator[str]:

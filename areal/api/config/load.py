@@ -135,7 +135,8 @@ class _CommandLine:
             problem = "one file gives a list where another gives a mapping: make them agree"
             raise _unreadable(self.source, problem) from None
         tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
-        problems = [problem for word in self.overrides if (problem := _override(tree, word, cls)) is not None]
+        wrong = [found for word in self.overrides if (found := _override(tree, word, cls)) is not None]
+        problems = [ConfigProblem(path, message, "config.bad_override") for path, message in wrong]
         raise_problems([*problems, *_not_storable(tree)], self.source)
         return tree
 
@@ -169,38 +170,35 @@ def _read_yaml(path: Path) -> DictConfig:
     raise _unreadable(path, f"holds a {kind}: a configuration is a mapping of keys to values")
 
 
-def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> ConfigProblem | None:
-    """Apply one override to `tree`; a value replaces what was there. Returns what is wrong with the override."""
+def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str] | None:
+    """Apply one override to `tree`; a value replaces what was there. Returns (key or word, what is wrong with it)."""
     deletes = word.startswith("~")
     prefix = "~" if deletes else "++" if word.startswith("++") else "+"
     path, equals, text = word.removeprefix(prefix).partition("=")
     path = path.strip()
+    *parents, last = path.split(".")
     if not equals and not deletes:
-        return ConfigProblem(word, "is not an override: write key.sub=value", "config.bad_override")
-    if not all(path.split(".")):
-        return ConfigProblem(word, "has an empty name in its key: write key.sub=value", "config.bad_override")
+        return word, "is not an override: write key.sub=value"
+    if not all((*parents, last)):
+        return word, "has an empty name in its key: write key.sub=value"
     try:
         value = _override_value(text, find_field(cls, path)) if equals else None
     except _UNREADABLE as error:
-        message = f"{shown(text)} is not readable as a YAML value: {_reason(error)}"
-        return ConfigProblem(path, message, "config.bad_override")
-    *parents, last = path.split(".")
+        return path, f"{shown(text)} is not readable as a YAML value: {_reason(error)}"
     node = tree
     for depth, name in enumerate(parents, start=1):
         below = node.get(name)
         if (below is None or below == MISSING) and not deletes:
             below = node[name] = {}
         if below is not None and not isinstance(below, dict):
-            message = f"cannot be set: {'.'.join(parents[:depth])} is {shown(below)}, not a section"
-            return ConfigProblem(path, message, "config.bad_override")
+            return path, f"cannot be set: {'.'.join(parents[:depth])} is {shown(below)}, not a section"
         node = cast("dict[str, Any]", below or {}) if deletes else cast("dict[str, Any]", below)
     if not deletes:
         node[last] = value
     elif last not in node and find_field(cls, path) is None:
-        return ConfigProblem(path, f"cannot be deleted with {word}: there is no such key", "config.bad_override")
+        return path, f"cannot be deleted with {word}: there is no such key"
     elif equals and node.get(last) != value:
-        message = f"is not deleted, because its value is {shown(node.get(last))}: write ~{path}"
-        return ConfigProblem(path, message, "config.bad_override")
+        return path, f"is not deleted, because its value is {shown(node.get(last))}: write ~{path}"
     else:
         node.pop(last, None)
     return None
@@ -238,7 +236,7 @@ def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_to
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], source)
     if reading.ignored:
-        # The saved configuration has these keys no more, so that the children of a launcher do not repeat this.
+        # The saved configuration lacks these keys, so that the children of a launcher do not repeat this.
         names = ", ".join(reading.ignored)
         logging.getLogger("areal.config").warning("these options have no effect in areal and are ignored: %s", names)
     assert reading.config is not None  # a missing value is a problem

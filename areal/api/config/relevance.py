@@ -88,7 +88,7 @@ def satisfies(path: str, test: Callable[[Any], bool], text: str) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """An option that differs from its default although it has no effect under the other options."""
+    """A changed option without effect under the other options."""
 
     path: str
     relevant_when: str

@@ -180,24 +180,18 @@ def type_text(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is list or hint is list:
         return "list of sections" if _item_section(hint) else f"list of {type_text(args[0])}" if args else "list"
-    if origin is tuple:
-        return f"list of {type_text(args[0])}"
     if origin is dict or hint is dict:
         return f"mapping of text to {type_text(args[1])}" if args else "mapping"
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
     return str(hint)
 
 
 def _without_null(hint: Any) -> tuple[Any, bool]:
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint, False
-    kept = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-    nullable = len(kept) < len(typing.get_args(hint))
-    inner: Any = kept[0]
-    for other in kept[1:]:
+    inner, *others = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+    for other in others:
         inner = inner | other
-    return inner, nullable
+    return inner, 1 + len(others) < len(typing.get_args(hint))
 
 
 @cache
@@ -206,19 +200,13 @@ def _sentences_of(cls: type[Any]) -> dict[str, str]:
     sentences: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            sentences |= _sentences_in(_class_body(base))
+            for pair in pairwise(_class_body(base)):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        sentences[name] = inspect.cleandoc(text)
+                    case _:
+                        pass
     return sentences
-
-
-def _sentences_in(body: list[ast.stmt]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for statement, follower in pairwise(body):
-        match statement, follower:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = inspect.cleandoc(text)
-            case _:
-                pass
-    return found
 
 
 def _class_body(cls: type[Any]) -> list[ast.stmt]:
