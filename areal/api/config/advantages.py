@@ -124,11 +124,8 @@ class AdvantageOptions:
             if self.overlong_reward_penalty and vars(self)[name] is None:
                 yield Problem(name, "is required by overlong_reward_penalty=true: set it", "config.missing_requirement")
         if self.adv_estimator == "gdpo" and self.overlong_reward_penalty:
-            yield (
-                "overlong_reward_penalty",
-                "adv_estimator=gdpo normalises each reward function, and the penalty is not one of them: write it as a "
-                "reward function, or set it to false",
-            )
+            text = "cannot be combined with adv_estimator=gdpo: write the penalty as a reward function"
+            yield "overlong_reward_penalty", text
 
     @property
     def has_token_baseline(self) -> bool:

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from areal.api.config.advantages import REWARDS, AdvantageOptions
 from areal.api.config.fields import Problems, choice, number
 from areal.api.config.kl import KLOptions
-from areal.api.config.loss_assembly import (
-    AGGREGATIONS,
-    HAS_SCALE,
-    AssemblyOptions,
-    scale_problems,
-)
+from areal.api.config.loss_assembly import AGGREGATIONS, HAS_SCALE, AssemblyOptions, scale_problems
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.relevance import when

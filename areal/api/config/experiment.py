@@ -24,7 +24,7 @@ from areal.api.config.observe import (
 )
 from areal.api.config.relevance import Condition, above, given, options_without_effect, satisfies, when
 from areal.api.config.reward import RewardConfig, score_weight_problems, selection_problems
-from areal.api.config.roles import RewardModelConfig, TeacherConfig, reward_model_problems
+from areal.api.config.roles import RewardModelConfig, TeacherConfig
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.config.train import TrainEngineConfig
 from areal.api.errors import ConfigError
@@ -122,6 +122,7 @@ def _servers(*backends: str) -> Condition:
 
 
 _KL = above("actor.kl_ctl", 0) | above("actor.kl_loss_coef", 0)
+_RESETS = given("ref") & _KL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +149,7 @@ class PPOConfig(BaseExperimentConfig):
     """The policy."""
     ref: TrainEngineConfig | None = option(None, relevant=_KL, also="verl: actor_rollout_ref.ref; ROLL: reference")
     """Reference policy of the KL penalty and the KL loss; null = none."""
-    ref_reset_steps: int | None = number(
-        None, low=1, relevant=given("ref") & _KL, also="cosmos-rl: reference_reset_interval"
-    )
+    ref_reset_steps: int | None = number(None, low=1, relevant=_RESETS, also="cosmos-rl: reference_reset_interval")
     """Reset the reference to the current policy every N train steps; null = never."""
     ref_reset_optimizer: bool = option(
         False, relevant=given("ref_reset_steps"), also="cosmos-rl: reset_optimizer_with_reference"
@@ -203,12 +202,7 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._must_be_equal()
         yield from self._sampling_problems()
         if self.reward_model is not None:
-            has_functions = bool(self.reward_fn) or self.reward.names_functions
-            yield from reward_model_problems(
-                has_functions=has_functions,
-                accept_fn=self.rollout.should_accept_fn,
-                adv_estimator=self.actor.adv_estimator,
-            )
+            yield from self._reward_model_problems()
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if self.actor.adv_estimator == "gdpo":
@@ -224,6 +218,18 @@ class PPOConfig(BaseExperimentConfig):
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
         if self.ref is not None and self.ref.logprob_kernel == "liger" and self.actor.wants_distributions:
             yield "ref.logprob_kernel", "liger computes log-probabilities only, and a full KL needs more: use torch"
+
+    def _reward_model_problems(self) -> Problems:
+        """Options that cannot work with a reward model, which scores in the trainer."""
+        has_functions = self.reward_fn or self.reward.names_functions
+        if self.rollout.should_accept_fn and not has_functions:
+            text = "filters before the reward model scores, and there is no reward function: remove it"
+            yield "rollout.should_accept_fn", text
+        if self.actor.adv_estimator == "remax":
+            text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
+            yield "actor.adv_estimator", text
+        if self.actor.adv_estimator == "gdpo":
+            yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"
 
     def _critic_problems(self, critic: PPOCriticConfig) -> Problems:
         if critic.optimizer is None:
@@ -245,11 +251,9 @@ class PPOConfig(BaseExperimentConfig):
         if size not in (None, rows):
             yield _unequal("rollout.consumer_batch_size", size, "train_dataset.batch_size", rows)
         for name, model in self.models.items():
-            is_equal = math.isclose(model.temperature, self.gconfig.temperature)
-            if name in ("actor", "ref", "teacher") and not is_equal:
-                yield _unequal(
-                    f"{name}.temperature", model.temperature, "gconfig.temperature", self.gconfig.temperature
-                )
+            ours, sampled = model.temperature, self.gconfig.temperature
+            if name in ("actor", "ref", "teacher") and not math.isclose(ours, sampled):
+                yield _unequal(f"{name}.temperature", ours, "gconfig.temperature", sampled)
         groups = [("actor.group_size", self.actor.group_size)]
         for path, norm in (("reward_norm", self.actor.reward_norm), ("adv_norm", self.actor.adv_norm)):
             if norm is not None:
@@ -274,11 +278,8 @@ class PPOConfig(BaseExperimentConfig):
         servers = self.allocation.inference if self.server_backend else None
         if addresses and servers is not None and len(addresses) != servers.num_replicas:
             as_many = dataclasses.replace(servers, parallel=dataclasses.replace(servers.parallel, dp=len(addresses)))
-            text = f"has {len(addresses)} addresses for {servers.num_replicas} servers of allocation_mode="
-            yield (
-                "rollout.server_addrs",
-                f"{text}{self.allocation_mode}: write {as_many} there, or change the addresses",
-            )
+            text = f"{len(addresses)} addresses for {servers.num_replicas} servers: write {as_many} in allocation_mode="
+            yield "rollout.server_addrs", f"{text}{self.allocation_mode}, or change the addresses"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,24 +118,18 @@ class RolloutCorrectionConfig:
             if self.mode == "off" or not self.apply_weights:
                 yield f"rules[{i}].action", "clamp needs weights, and none are applied: use mask or remove the rule"
             elif rule.level != WEIGHT_LEVELS[self.level]:
-                yield (
-                    f"rules[{i}].level",
-                    f"{rule.level} differs from the unit of the weights that clamp changes (level={self.level}): "
-                    f"use {WEIGHT_LEVELS[self.level]}",
-                )
+                text = f"{rule.level} differs from the unit of the weights (level={self.level}) that clamp changes"
+                yield f"rules[{i}].level", f"{text}: use {WEIGHT_LEVELS[self.level]}"
 
     def _mode_problems(self) -> Problems:
-        if self.mode in ("mask", "clamp"):
-            if self.upper is None and not self.lower:
-                yield Problem(
-                    "upper", f"is required by mode={self.mode}: set it or lower", "config.missing_requirement"
-                )
-            elif self.lower is None and self.upper is not None and self.upper <= 1:
-                yield (
-                    "upper",
-                    f"{self.upper:g} is not above 1, so the default lower bound 1 / upper exceeds it: set lower",
-                )
-            yield from _bound_problems(*self.bounds)
+        if self.mode not in ("mask", "clamp"):
+            return
+        if self.upper is None and not self.lower:
+            text = f"is required by mode={self.mode}: set it or lower"
+            yield Problem("upper", text, "config.missing_requirement")
+        elif self.lower is None and self.upper is not None and self.upper <= 1:
+            yield "upper", f"{self.upper:g} is not above 1, so the default lower bound 1 / upper exceeds it: set lower"
+        yield from _bound_problems(*self.bounds)
 
 
 _AROUND_PROX = when("use_decoupled_loss", True) | when("recompute_logprob", True)
@@ -171,25 +165,16 @@ class OffPolicyOptions:
         correction = self.rollout_correction
         if correction is not None and self.use_decoupled_loss:
             if self.behav_imp_weight_cap is not None:
-                yield (
-                    "behav_imp_weight_cap",
-                    "cannot be combined with rollout_correction: write it there as "
-                    f"{{mode: mask, lower: 0, upper: {self.behav_imp_weight_cap:g}}}",
-                )
+                rule = f"{{mode: mask, lower: 0, upper: {self.behav_imp_weight_cap:g}}}"
+                yield "behav_imp_weight_cap", f"cannot be combined with rollout_correction: write it there as {rule}"
             if correction.mode == "off" or not correction.apply_weights:
-                yield (
-                    "use_decoupled_loss",
-                    "needs weights, and rollout_correction has none (mode=off or apply_weights=false): set "
-                    "recompute_logprob=true instead",
-                )
+                text = "needs weights, and rollout_correction has none: set recompute_logprob=true instead"
+                yield "use_decoupled_loss", text
         around_prox = self.use_decoupled_loss or self.recompute_logprob
-        if correction is not None and correction.numerator == "training" and around_prox:
-            yield (
-                "rollout_correction.numerator",
-                "training needs the rollout policy as the old policy of the loss: set use_decoupled_loss and "
-                "recompute_logprob to false, or use old",
-            )
         is_late = correction is not None and correction.numerator == "training"
+        if is_late and around_prox:
+            text = "training needs use_decoupled_loss=false and recompute_logprob=false: set both, or use old"
+            yield "rollout_correction.numerator", text
         if is_late or (self.prox_logp_method == "loglinear" and around_prox):
             yield from self._late_problems(correction or RolloutCorrectionConfig())
 
@@ -199,11 +184,8 @@ class OffPolicyOptions:
         if given is None or given.numerator == "old" or given.mode == "off" or not given.apply_weights:
             return
         if policy_loss not in ("gpg", "custom"):
-            yield (
-                "rollout_correction.apply_weights",
-                f"true with numerator=training weights the loss by a ratio that policy_loss={policy_loss} already "
-                "contains: set it to false, or use policy_loss: gpg",
-            )
+            text = f"would apply the ratio of policy_loss={policy_loss} twice (numerator=training)"
+            yield "rollout_correction.apply_weights", f"{text}: set it to false, or use policy_loss: gpg"
 
     def _late_problems(self, correction: RolloutCorrectionConfig) -> Problems:
         """Options that need the weights of the whole batch before the update."""
@@ -213,9 +195,5 @@ class OffPolicyOptions:
             ("rollout_correction.batch_normalize", correction.batch_normalize),
         ):
             if is_set:
-                yield (
-                    name,
-                    "is computed over the whole batch before the update, and prox_logp_method=loglinear and "
-                    "rollout_correction.numerator=training compute the weights during the update: use "
-                    "prox_logp_method=recompute and numerator=old, or remove it",
-                )
+                text = "needs all weights before the update: use prox_logp_method=recompute and numerator=old"
+                yield name, f"{text}, or remove it"

@@ -144,9 +144,6 @@ class DPOConfig(RowsExperimentConfig):
         yield from _cut_pairs("actor", self.actor)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
-        yield from self._reference_problems()
-
-    def _reference_problems(self) -> Problems:
         if self.dpo.reference_free:
             return
         if self.ref is None:
@@ -156,10 +153,8 @@ class DPOConfig(RowsExperimentConfig):
         if self.ref.optimizer is not None:
             yield "ref.optimizer", "is set, but a reference is never trained: set it to null"
         if not math.isclose(self.ref.temperature, self.actor.temperature):
-            yield (
-                "ref.temperature",
-                f"{self.ref.temperature} differs from actor.temperature={self.actor.temperature}: make them equal",
-            )
+            text = f"{self.ref.temperature} differs from actor.temperature={self.actor.temperature}: make them equal"
+            yield "ref.temperature", text
         yield from _cut_pairs("ref", self.ref)
 
 

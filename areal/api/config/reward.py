@@ -79,28 +79,24 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
     known = {name for fns in tables.values() for name in fns}
     for name in config.filter_on:
         if name not in known:
-            yield (
-                "reward.filter_on",
-                f"{name!r} is not one of the reward functions ({', '.join(known) or 'none'}): add it there",
-            )
+            text = f"{name!r} is not one of the reward functions ({', '.join(known) or 'none'}): add it there"
+            yield "reward.filter_on", text
     if config.filter_on and set(config.filter_on) <= known:
         for path, fns in tables.items():
             # Without one of them the filter sees the same number for every answer.
             if not any(fns.get(name) for name in config.filter_on):
                 where = path if path == "reward_fn" else f"reward.{path}"
-                yield (
-                    "reward.filter_on",
-                    f"{where} gives none of {', '.join(config.filter_on)} a weight other than 0, so the filter has the "
-                    "same value for all answers there: add one of its functions",
-                )
+                text = f"{where} gives no weight to {', '.join(config.filter_on)}, so all answers pass alike: add one"
+                yield "reward.filter_on", text
     if config.on_error == "fail" and "math" in known and config.timeout_s < MATH_NEEDS_S:
-        yield (
-            "reward.timeout_s",
-            f"{config.timeout_s:g} s is below the {MATH_NEEDS_S:g} s that the reward math can need, and with "
-            "on_error=fail a slow comparison fails its episode instead of scoring 0: raise it, or set "
-            "reward.on_error=zero",
-        )
-    yield from _name_problems(known)
+        text = f"{config.timeout_s:g} s is below the {MATH_NEEDS_S:g} s that the reward math can need"
+        yield "reward.timeout_s", f"{text}: raise it, or set reward.on_error=zero"
+    users: dict[str, str] = {}
+    for name, short in short_names(known).items():
+        if short in users:
+            text = f"{name} and {users[short]} have the same name {short} in the metrics: rename one of the functions"
+            yield "reward.fns", text
+        users[short] = name
 
 
 def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *, short_form: str) -> Problems:
@@ -112,10 +108,7 @@ def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *,
     if not weights or not (short_form or config.names_functions):
         return  # a script chooses the functions
     if not config.names_functions:
-        yield (
-            path,
-            "needs separate scores, and reward_fn is one function: name the functions in reward.fns, or remove it",
-        )
+        yield path, "needs separate scores, and reward_fn is one function: name several in reward.fns, or remove it"
         return
     tables = dict(config.tables())
     if short_form and not config.fns:
@@ -129,17 +122,6 @@ def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *,
             yield path, f"gives no function of {where} a weight other than 0, so nothing is learned there: add one"
 
 
-def _name_problems(known: set[str]) -> Problems:
-    shown: dict[str, str] = {}
-    for name, short in short_names(known).items():
-        if short in shown:
-            yield (
-                "reward.fns",
-                f"{name} and {shown[short]} have the same name {short} in the metrics: rename one of the functions",
-            )
-        shown[short] = name
-
-
 def short_names(names: set[str]) -> dict[str, str]:
     """Metric name of each function: the registered name, or the function name of a path.
 
@@ -147,12 +129,9 @@ def short_names(names: set[str]) -> dict[str, str]:
     """
     functions = {name: name.rpartition(":")[2] for name in sorted(names)}
     taken = list(functions.values())
-    return {
-        name: function if taken.count(function) == 1 or ":" not in name else f"{_place(name)}.{function}"
-        for name, function in functions.items()
-    }
-
-
-def _place(name: str) -> str:
-    where = name.rpartition(":")[0]
-    return PurePath(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    for name, function in functions.items():
+        where = name.rpartition(":")[0]
+        if where and taken.count(function) > 1:
+            place = PurePath(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+            functions[name] = f"{place}.{function}"
+    return functions

@@ -45,15 +45,3 @@ class RewardModelConfig(ScoreModelConfig):
         yield from super().problems()
         if self.optimizer is not None:
             yield "optimizer", "is set, but this reward model is never trained: set it to null"
-
-
-def reward_model_problems(*, has_functions: bool, accept_fn: str, adv_estimator: str) -> Problems:
-    """Options that cannot work with a reward model, which scores in the trainer; paths are absolute."""
-    if accept_fn and not has_functions:
-        text = "filters before the reward model scores, and there is no reward function: remove it"
-        yield "rollout.should_accept_fn", text
-    if adv_estimator == "remax":
-        text = "remax needs the reward of the greedy answer, which the reward model does not score: use another"
-        yield "actor.adv_estimator", text
-    if adv_estimator == "gdpo":
-        yield "actor.adv_estimator", "gdpo reads the reward functions without the reward model: use another"

@@ -22,7 +22,7 @@ class MicroBatchSpec:
     """The number of micro-batches is rounded up to a multiple of this."""
 
 
-_ADAM = when("type", "adam")
+_ADAM, _DECAYS = when("type", "adam"), when("lr_scheduler_type", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,7 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     eps: float = number(1e-8, above=0, relevant=_ADAM)
     """Added to the denominator of the update."""
-    min_lr_ratio: float = number(
-        0.0,
-        low=0,
-        high=1,
-        relevant=when("lr_scheduler_type", "linear", "cosine"),
-        also="verl: actor.optim.min_lr_ratio",
-    )
+    min_lr_ratio: float = number(0.0, low=0, high=1, relevant=_DECAYS, also="verl: actor.optim.min_lr_ratio")
     """Final learning rate as a fraction of lr."""
     lr_scheduler_type: str = choice("constant", "constant", "linear", "cosine", also="verl: actor.optim.warmup_style")
     """Learning-rate schedule after the warm-up; linear and cosine end at min_lr_ratio x lr."""
@@ -111,10 +105,7 @@ class TrainEngineConfig:
             text = "is required: set a checkpoint folder or a hub model"
             yield Problem("path", text, "config.missing_requirement")
         if self.logprob_kernel == "liger" and self.temperature != 1.0:
-            yield (
-                "logprob_kernel",
-                f"liger does not support temperature={self.temperature:g}: use torch",
-            )
+            yield "logprob_kernel", f"liger does not support temperature={self.temperature:g}: use torch"
 
 
 @dataclass(frozen=True, kw_only=True)
