@@ -19,12 +19,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import orjson
 
 from areal.api.errors import LedgerError
-from areal.ledger.lock import not_writable
 from areal.ledger.state import Event, LedgerState
 from areal.system.durable import fsync_path
 
@@ -40,6 +39,12 @@ def events_path(folder: Path, number: int) -> Path:
 
 def payload_path(folder: Path, number: int) -> Path:
     return folder / f"payload-{number:06d}.bin"
+
+
+def not_writable(folder: Path, error: OSError) -> LedgerError:
+    """The error for a ledger folder that cannot be opened, locked or recovered."""
+    message = f"cannot open the ledger in {folder}: {error.strerror or error}"
+    return LedgerError(message, code="ledger.not_writable")
 
 
 class GroupEnd(NamedTuple):
@@ -213,23 +218,8 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name)))
 
 
-class AppendFile(Protocol):
-    """A file that only grows, except that an incomplete group may be cut."""
-
-    def write(self, data: bytes) -> None: ...
-    def sync(self) -> None:
-        """Return when everything written is on disk."""
-        ...
-
-    def cut(self, size: int) -> None:
-        """Keep only the first `size` bytes."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class OsAppendFile:
-    """An append-only file, made durable together with its directory entry."""
+class AppendFile:
+    """A new file that only grows, except that an incomplete group may be cut. Its directory entry is durable."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -241,9 +231,11 @@ class OsAppendFile:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
+        """Return when everything written is on disk."""
         os.fsync(self._descriptor)
 
     def cut(self, size: int) -> None:
+        """Keep only the first `size` bytes."""
         os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import LedgerError
-from areal.ledger.event_files import (
-    NO_GROUP,
-    AppendFile,
-    GroupEnd,
-    OsAppendFile,
-    encode_group,
-    events_path,
-    payload_path,
-)
+from areal.ledger.event_files import NO_GROUP, AppendFile, GroupEnd, encode_group, events_path, payload_path
 from areal.ledger.state import Event
 
 LINGER_S = 0.05
@@ -69,7 +61,7 @@ class GroupWriter:
         number: int,
         *,
         after: GroupEnd = NO_GROUP,
-        open_file: Callable[[Path], AppendFile] = OsAppendFile,
+        open_file: Callable[[Path], AppendFile] = AppendFile,
     ) -> None:
         self.folder = folder
         self._number = number

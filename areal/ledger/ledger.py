@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,14 +12,44 @@ from typing import Any, Self
 
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
-from areal.ledger.event_files import read_payload, recover_folder
+from areal.ledger.event_files import not_writable, read_payload, recover_folder
 from areal.ledger.event_log import EventLog, GroupCommitLog, GroupWriter
-from areal.ledger.lock import LedgerLock
 from areal.ledger.payload import EncodedEpisode, check_payload
 from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
 
 MAX_REASON = 400
 """Maximum length of a recorded reason, in characters."""
+
+
+class LedgerLock:
+    """The lock of the one process that writes a ledger folder, also while it is stopped (SIGSTOP).
+
+    It is released when the process ends, in any way.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """LedgerError with pid and host of the holder when another process writes this ledger."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(folder / "writer.lock", "a+")  # noqa: SIM115 - open is what holds the lock
+        except OSError as error:
+            raise not_writable(folder, error) from error
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by children, unlike flock
+        except OSError as error:
+            self._file.seek(0)
+            holder = self._file.read() or "another controller"
+            self._file.close()
+            if not isinstance(error, BlockingIOError | PermissionError):
+                raise not_writable(folder, error) from error
+            message = f"{folder} is being written by {holder}: end that process first"
+            raise LedgerError(message, code="ledger.locked") from None
+        self._file.truncate(0)
+        self._file.write(f"the controller with pid {os.getpid()} on host {socket.gethostname()}")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
 
 
 class Ledger:

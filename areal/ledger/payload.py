@@ -35,17 +35,6 @@ _MAGIC_WITH_BASELINES = b"ARP2"
 _MAGIC_WITH_PARTS = b"ARP3"
 _NO_BASELINE = struct.pack("<f", math.nan)
 
-_COLUMNS = (
-    "lengths",
-    "token_ids",
-    "output_versions",
-    "rewards",
-    "rollout_logprobs",
-    "loss_mask",
-    "finished",
-    "baselines",
-)
-
 
 class TrajectoryError(ArealError, ValueError):
     """A workflow returned trajectories that cannot be trained on. It fails this episode only."""
@@ -290,6 +279,9 @@ def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
         loss_mask=flags[:t],
         finished=flags[t:],
     )
+
+
+_COLUMNS = (*EpisodeColumns._fields, "baselines")
 
 
 def join_columns(payloads: Sequence[bytes]) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from areal.api.errors import LedgerError
+from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.payload import EpisodeColumns, read_columns
 from areal.ledger.state import Event, row_stream
@@ -56,7 +57,7 @@ class _EpisodeHistory:
     episode_id: int
     timeline: _Timeline = field(default_factory=_Timeline)
     state: str = ""
-    identity: Event | None = None
+    rows: PromptStream[int] | None = None
     num_admitted: int = 0
     accepted: Event | None = None
     step: int = -1
@@ -68,7 +69,9 @@ class _EpisodeHistory:
     def take(self, at: float, event: Event) -> None:
         kind = event["event"]
         if kind == "started":
-            self._started(at, event)
+            self.rows = row_stream(event)
+            if self.state == "running":
+                self.timeline.add(at, "the controller restarted: this attempt is lost, the episode starts again")
         elif kind == "admitted" and event["attempt"] == 0:
             self.num_admitted = max(self.num_admitted, event["id"] + 1)
         if event.get("id") == self.episode_id:
@@ -77,11 +80,6 @@ class _EpisodeHistory:
             self._batched(at, event)
         elif self.step >= 0 and kind in ("consumed", "trained_again", "committed", "attached"):
             self._trained(at, event)
-
-    def _started(self, at: float, event: Event) -> None:
-        self.identity = event
-        if self.state == "running":
-            self.timeline.add(at, "the controller restarted: this attempt is lost, the episode starts again")
 
     def _own(self, at: float, event: Event) -> None:
         kind = event["event"]
@@ -98,11 +96,10 @@ class _EpisodeHistory:
 
     def row(self) -> str:
         """The dataset row of its prompt."""
-        rows = None if self.identity is None else row_stream(self.identity)
-        if rows is None:
+        if self.rows is None:
             return "unknown row"
-        epoch, position = divmod(self.episode_id, rows.rows_per_epoch)
-        return f"row {rows.index(self.episode_id)} of the dataset, epoch {epoch}, position {position}"
+        epoch, position = divmod(self.episode_id, self.rows.rows_per_epoch)
+        return f"row {self.rows.index(self.episode_id)} of the dataset, epoch {epoch}, position {position}"
 
     def _batched(self, at: float, event: Event) -> None:
         self.state, self.step = "batched", event["step"]
@@ -196,14 +193,14 @@ def _spans(versions: Sequence[int]) -> str:
 
 def show_step(folder: Path, step: int) -> list[str]:
     """The history of the batch of a train step. Raises LedgerError when there is none."""
-    identity: Event | None = None
+    rows: PromptStream[int] | None = None
     accepted: dict[int, Event] = {}
     batch: Event | None = None
     timeline, weights, steps = _Timeline(), "", list[int]()
     for at, event in timed_events(folder):
         kind = event["event"]
         if kind == "started":
-            identity = event
+            rows = row_stream(event)
         elif kind == "accepted" and batch is None:
             accepted[event["id"]] = event
         elif kind == "batched":
@@ -229,15 +226,13 @@ def show_step(folder: Path, step: int) -> list[str]:
     head = [f"batch of step {step}", *timeline.lines()]
     if batch["mask_before"] > 0:
         head.append(f"tokens of versions below {batch['mask_before']} are masked")
-    return head + _batch_table(batch, accepted, identity)
+    return head + _batch_table(batch, accepted, rows)
 
 
-def _batch_table(batch: Event, accepted: dict[int, Event], identity: Event | None) -> list[str]:
-    rows = None if identity is None else row_stream(identity)
+def _batch_table(batch: Event, accepted: dict[int, Event], rows: PromptStream[int] | None) -> list[str]:
     lines = [f"{'place':>6} {'episode':>8} {'row':>8} {'epoch':>6} {'reward':>10} {'tokens':>8}  versions"]
     for place, episode_id in enumerate(batch["ids"]):
-        row = "?" if rows is None else str(rows.index(episode_id))
-        epoch = "?" if rows is None else str(episode_id // rows.rows_per_epoch)
+        row, epoch = ("?", "?") if rows is None else (rows.index(episode_id), episode_id // rows.rows_per_epoch)
         start = f"{place + 1:>6} {episode_id:>8} {row:>8} {epoch:>6}"
         event = accepted.get(episode_id)
         if event is None:

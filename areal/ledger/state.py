@@ -300,9 +300,6 @@ class LedgerState:
     def _committed(self, event: Event) -> None:
         self.committed_step = event["step"]
 
-    def _ignore(self, event: Event) -> None:
-        """A group mark is for readers and changes no state."""
-
     _HANDLERS: ClassVar[dict[str, Callable[[LedgerState, Event], None]]] = {
         "started": _started,
         "attached": _attached,
@@ -316,7 +313,7 @@ class LedgerState:
         "evaluated": _evaluated,
         "committed": _committed,
         "trained_again": _trained_again,
-        "group": _ignore,
+        "group": lambda state, event: None,
     }
 
 

@@ -45,16 +45,12 @@ class Histogram:
         """Smallest value, largest value and count of each bin, in order."""
         if not self.counts:
             return []
-        if max(self.counts) <= MAX_SINGLE:
-            values = range(min(self.counts), max(self.counts) + 1)
-            return [(value, value, self.counts[value]) for value in values] if len(values) <= 64 else self._doubling()
-        return self._doubling()
-
-    def _doubling(self) -> list[tuple[int, int, int]]:
+        lowest, highest = min(self.counts), max(self.counts)
+        if highest <= MAX_SINGLE and highest - lowest < 64:
+            return [(value, value, self.counts[value]) for value in range(lowest, highest + 1)]
         by_bits = Counter[int]()
         for value, times in self.counts.items():
             by_bits[max(value, 0).bit_length()] += times
-        lowest = min(self.counts)
         return [
             (min(lowest, 0) if bits == 0 else 1 << (bits - 1), (1 << bits) - 1, by_bits[bits])
             for bits in range(min(by_bits), max(by_bits) + 1)
@@ -67,17 +63,13 @@ class Histogram:
         mean = sum(value * times for value, times in self.counts.items()) / total * self.scale
         quantiles = ", ".join(f"{name} {self.quantile(share):g}" for name, share in (("median", 0.5), ("99%", 0.99)))
         head = f"{self.title}{f' ({self.unit})' if self.unit else ''}: {total}, mean {mean:.4g}, {quantiles}"
-        labels = [self._label(low, high) for low, high, _ in bins]
+        scale = self.scale
+        labels = [f"{low * scale:g}" + (f" to {high * scale:g}" if high > low else "") for low, high, _ in bins]
         width, most = max(map(len, labels)), max(times for _, _, times in bins)
         return [f"{head}, maximum {max(self.counts) * self.scale:g}"] + [
             f"  {label:>{width}} {'#' * -(-times * BAR_WIDTH // most):<{BAR_WIDTH}} {times} ({times / total:.1%})"
             for label, (_, _, times) in zip(labels, bins, strict=True)
         ]
-
-    def _label(self, low: int, high: int) -> str:
-        if low == high:
-            return f"{low * self.scale:g}"
-        return f"{low * self.scale:g} to {high * self.scale:g}"
 
     def to_json(self) -> dict[str, Any]:
         bins = [{"from": low * self.scale, "to": high * self.scale, "count": times} for low, high, times in self.bins()]

@@ -24,17 +24,11 @@ def build_shares(
     """One share per rank, balanced by tokens, with whole groups. `stats` of the shares is empty."""
     parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
     names = reward_names(payloads)
-    return [
-        _build_share(
-            [payloads[index] for index in part],
-            part,
-            names,
-            step=step,
-            version=version,
-            mask_before=mask_before,
-        )
-        for part in parts
-    ]
+    shares: list[BatchShare] = []
+    for part in parts:
+        mine = [payloads[index] for index in part]
+        shares.append(_build_share(mine, part, names, step=step, version=version, mask_before=mask_before))
+    return shares
 
 
 def _build_share(

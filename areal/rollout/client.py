@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from areal.api.config import InferenceEngineConfig
 from areal.api.data import BatchShare, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
-from areal.rollout.share_codec import WeightsNeeded, decode_share, encode_update
+from areal.rollout.share_codec import WeightsNeeded, decode_share
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
 
@@ -83,7 +84,7 @@ class RolloutClient:
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
         try:
-            self._call("/publish", orjson.loads(encode_update(update)), f"to publish version {update.version}")
+            self._call("/publish", asdict(update), f"to publish version {update.version}")
         except ControllerError as error:
             raise WeightSyncError(str(error), code=error.code) from error
 
@@ -114,21 +115,13 @@ class RolloutClient:
     def finish(self) -> None:
         """Training is over: the controller exits. One that cannot be reached has already exited."""
         try:
-            self._call("/finish", {}, "to finish", reconnect_s=FINISH_S, silent_s=0.0)
+            self._call("/finish", {}, "to finish", is_last=True)
         except ServerUnavailable as error:
             _log.warning("the rollout controller has already exited: %s", error)
 
-    def _call(
-        self,
-        path: str,
-        body: dict[str, Any] | None,
-        purpose: str,
-        *,
-        reconnect_s: float | None = None,
-        silent_s: float | None = None,
-    ) -> bytes:
-        reconnect_s = self._reconnect_s if reconnect_s is None else reconnect_s
-        silent_s = self._silent_s if silent_s is None else silent_s
+    def _call(self, path: str, body: dict[str, Any] | None, purpose: str, *, is_last: bool = False) -> bytes:
+        """`is_last`: give up soon, because the controller may have exited."""
+        reconnect_s, silent_s = (FINISH_S, 0.0) if is_last else (self._reconnect_s, self._silent_s)
         answered_s = reached_s = time.monotonic()
         while True:
             try:

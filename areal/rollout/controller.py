@@ -102,7 +102,7 @@ class Controller:
         self._ledger.start(self.fail)
         self._ledger.started(self._rows, total_steps=self._total_steps)
         await self._fleet.start()
-        self._weights.set_fleet_ready()
+        self._weights.fleet_ready.set()
         self._update_gate()
 
     def _resume_with_trainer(self) -> None:

@@ -25,7 +25,6 @@ from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.rejections import Rejections
-from areal.rollout.staleness import is_dropped
 
 _log = get_logger(__name__)
 
@@ -66,9 +65,7 @@ class Executor:
         self._rows = rows
         self._ledger = ledger
         self._accept = accept
-        self._on_stale = options.on_stale
-        self._check_format = options.check_trajectory_format
-        self._trace = options.enable_rollout_tracing
+        self._options = options
         self._producer = producer
         self._rejections = Rejections(
             batch_size=limits.batch_size,
@@ -119,20 +116,18 @@ class Executor:
 
     def drop_stale(self) -> None:
         """Reject waiting episodes that are too stale for any later batch (rollout.on_stale=drop)."""
-        if self._on_stale != "drop":
-            return
         for episode in list(self._ledger.state.waiting.values()):
             if self._is_dropped(episode.min_version):
                 self._producer.count_dropped(episode.num_tokens)
                 self._ledger.reject(episode.episode_id, "stale")
 
     def _is_dropped(self, min_version: int) -> bool:
-        return is_dropped(
-            self._on_stale,
-            min_version=min_version,
-            training_version=self._ledger.state.version,
-            max_staleness=self.limits.max_staleness,
-        )
+        """Whether an accepted episode is too stale to train on. Its staleness only grows, so this is decided early.
+
+        Staleness: the version that trains on it minus `min_version`, its oldest token; -1 = no generated token.
+        """
+        staleness = self._ledger.state.version - min_version
+        return self._options.on_stale == "drop" and min_version >= 0 and staleness > self.limits.max_staleness
 
     def _start(self, episode_id: int) -> None:
         loop = asyncio.get_running_loop()
@@ -147,7 +142,8 @@ class Executor:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
                 group = await self._workflow.arun_episode(engine, row)
-                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=self._check_format)
+                check_format = self._options.check_trajectory_format
+                verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
             except asyncio.CancelledError:
                 if task.cancelling():
                     raise  # the controller stops; the ledger keeps the episode as running
@@ -178,7 +174,7 @@ class Executor:
     ) -> None:
         self._failed_in_a_row = 0
         if isinstance(verdict, Rejected):
-            self._producer.count_rejected()
+            self._producer.num_rejected += 1
             self._reject(episode_id, verdict.reason)
             if warning := self._rejections.count_rejected(verdict.reason):
                 _log.warning("%s", warning)
@@ -197,22 +193,22 @@ class Executor:
             replicas=engine.replicas,
             num_interruptions=engine.num_interruptions,
         )
-        self._producer.count_accepted()
+        self._producer.num_accepted += 1
         self._rejections.count_accepted()
-        if self._trace:
+        if self._options.enable_rollout_tracing:
             _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
         self._on_accepted()
 
     def _reject(self, episode_id: int, reason: str) -> None:
         self._ledger.reject(episode_id, reason)
-        if self._trace:
+        if self._options.enable_rollout_tracing:
             _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
 
     def _failed(self, episode_id: int, error: Exception) -> None:
         reason = _described(error)
         without_traceback = isinstance(error, ArealError) or self._failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
-        self._producer.count_failed()
+        self._producer.num_failed += 1
         self._ledger.fail(episode_id, reason)
         if not self._may_send.is_set():
             return  # perhaps a time limit of the workflow expired while its request was held

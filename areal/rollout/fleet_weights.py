@@ -26,7 +26,7 @@ class FleetWeights:
         self._fleet = fleet
         self._ledger = ledger
         self._on_change = on_change
-        self._fleet_ready = asyncio.Event()
+        self.fleet_ready = asyncio.Event()
         self._task: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._is_restoring = False
         self.updating_to: int | None = None
@@ -36,14 +36,11 @@ class FleetWeights:
         self.has_published = False
         """A trainer published since this process started, so the version in the ledger is the trainer's."""
 
-    def set_fleet_ready(self) -> None:
-        self._fleet_ready.set()
-
     async def fleet_is_ready(self, timeout_s: float) -> bool:
         """Wait for the fleet; False when it is not ready in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._fleet_ready.wait()
+                await self.fleet_ready.wait()
         except TimeoutError:
             return False
         return True
@@ -57,7 +54,7 @@ class FleetWeights:
     @property
     def needs_trainer(self) -> bool:
         """Some replica waits for weights that only the trainer has, and no update is running."""
-        if self.updating_to is not None or self._is_restoring or not self._fleet_ready.is_set():
+        if self.updating_to is not None or self._is_restoring or not self.fleet_ready.is_set():
             return False
         return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_publication"))
 
@@ -83,7 +80,7 @@ class FleetWeights:
         return True
 
     async def _update(self, update: WeightUpdate) -> None:
-        await self._fleet_ready.wait()
+        await self.fleet_ready.wait()
         self.updating_to, self.since_s = update.version, asyncio.get_running_loop().time()
         self._on_change()
         try:
@@ -110,7 +107,7 @@ class FleetWeights:
 
         When the folder is missing or the update used a collective, the trainer must publish again (`needs_trainer`).
         """
-        await self._fleet_ready.wait()
+        await self.fleet_ready.wait()
         state, last = self._ledger.state, self._ledger.state.last_published
         if last is None or last["kind"] != "disk" or last["version"] != state.version:
             return

@@ -13,9 +13,8 @@ class ProducerStats:
     def __init__(self) -> None:
         self.generated_tokens = 0
         """Tokens generated since this process started, for training and evaluation."""
-        self._num_accepted = 0
-        self._num_rejected = 0
-        self._num_failed = 0
+        self.num_accepted = self.num_rejected = self.num_failed = 0
+        """Episodes since the last batch; dropped ones count as rejected."""
         self._dropped_lengths: list[int] = []
         self._last_batch: tuple[float, int] | None = None
         self._readings: deque[tuple[float, int]] = deque()
@@ -23,29 +22,20 @@ class ProducerStats:
     def count_tokens(self, num_tokens: int) -> None:
         self.generated_tokens += num_tokens
 
-    def count_accepted(self) -> None:
-        self._num_accepted += 1
-
-    def count_rejected(self) -> None:
-        self._num_rejected += 1
-
-    def count_failed(self) -> None:
-        self._num_failed += 1
-
     def count_dropped(self, num_tokens: int) -> None:
         """An accepted episode of `num_tokens` was dropped as stale; long ones are dropped more often."""
-        self._num_rejected += 1
+        self.num_rejected += 1
         self._dropped_lengths.append(num_tokens)
 
     def since_last_batch(self, now_s: float, kept_lengths: list[int]) -> dict[str, float]:
         """Statistics of the time since the last call; `kept_lengths`: tokens of the batch's episodes."""
         stats = {
-            "rejected": float(self._num_rejected),
-            "failed": float(self._num_failed),
+            "rejected": float(self.num_rejected),
+            "failed": float(self.num_failed),
             "dropped": float(len(self._dropped_lengths)),
         }
-        if self._num_accepted + self._num_rejected:
-            stats["accepted_frac"] = self._num_accepted / (self._num_accepted + self._num_rejected)
+        if self.num_accepted + self.num_rejected:
+            stats["accepted_frac"] = self.num_accepted / (self.num_accepted + self.num_rejected)
         if self._dropped_lengths:
             dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
             stats["dropped_tokens_mean"] = dropped
@@ -54,7 +44,7 @@ class ProducerStats:
             start_s, tokens = self._last_batch
             stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - start_s)
         self._last_batch = (now_s, self.generated_tokens)
-        self._num_accepted = self._num_rejected = self._num_failed = 0
+        self.num_accepted = self.num_rejected = self.num_failed = 0
         self._dropped_lengths = []
         return stats
 

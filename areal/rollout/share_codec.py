@@ -44,12 +44,8 @@ def decode_share(blob: bytes) -> BatchShare:
         raise RequestError(message, code="rollout.not_a_share") from error
 
 
-def encode_update(update: WeightUpdate) -> bytes:
-    return orjson.dumps(update)
-
-
 def decode_update(body: dict[str, Any]) -> WeightUpdate:
-    """Inverse of `encode_update`. Raises RequestError for an unknown or a missing field."""
+    """The update of its JSON object. Raises RequestError for an unknown or a missing field."""
     try:
         buckets = [[WeightSpec(**spec) for spec in bucket] for bucket in body.get("buckets", [])]
         fields: dict[str, Any] = body | {"buckets": buckets}

@@ -16,7 +16,6 @@ from areal.ledger.state import WAITING, AcceptedEpisode, BatchRecord
 from areal.rollout.batching import build_shares, episode_stats, token_stats
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.share_codec import encode_share
-from areal.rollout.staleness import is_in_order, mask_before
 
 CACHED_STEPS = 2
 """Encoded batches kept in memory; older ones are rebuilt from the ledger."""
@@ -102,11 +101,12 @@ class TrainBatches:
         state = self._ledger.state
         if state.counts[WAITING] < self._batch_size:
             return
-        ids = state.oldest_waiting(self._batch_size, in_order=is_in_order(self._on_stale))
+        # "wait" takes episodes strictly in order of admission, which bounds the staleness of each
+        ids = state.oldest_waiting(self._batch_size, in_order=self._on_stale == "wait")
         if len(ids) < self._batch_size:
             return
         version = state.version
-        floor = mask_before(self._on_stale, training_version=version, max_staleness=self._max_staleness)
+        floor = max(0, version - self._max_staleness) if self._on_stale == "mask" else 0
         episodes = [state.waiting[episode_id] for episode_id in ids]
         payloads = [self._ledger.payload(episode.episode_id, episode.payload) for episode in episodes]
         shares = build_shares(payloads, step=step, version=version, mask_before=floor, dp_size=self._dp_size)

@@ -7,13 +7,13 @@ import orjson
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit
-from areal.ledger.event_files import OsAppendFile, PayloadReader, events_path
+from areal.ledger.event_files import AppendFile, PayloadReader, events_path
 from areal.ledger.event_log import GroupWriter
 from areal.ledger.payload import encode_episode, read_columns
 from areal.ledger.state import LedgerState
 
 
-def test_a_clean_ledger_has_its_equation_proved(forge):
+def test_counts_of_a_clean_ledger_add_up(forge):
     forge.two_steps()
     forge.rejected(5)
     forge.admitted(6, version=2)
@@ -27,7 +27,7 @@ def test_a_clean_ledger_has_its_equation_proved(forge):
     assert report.reasons == {"rejected: workflow": 1, "failed: ValueError": 1}
 
 
-def test_payloads_with_and_without_greedy_baselines_are_looked_into(forge):
+def test_audit_checks_payloads_with_and_without_baselines(forge):
     forge.baseline = 0.5
     forge.two_steps()
     forge.baseline = None
@@ -39,7 +39,7 @@ def test_payloads_with_and_without_greedy_baselines_are_looked_into(forge):
         assert [read_columns(reader, event).finished.tolist() for event in accepted] == [[1]] * 6
 
 
-def test_a_ledger_that_does_not_reach_back_to_the_first_step_says_so(forge):
+def test_a_ledger_that_starts_after_step_0_is_noted(forge):
     forge.started()
     forge.published(3)
     forge.attached(3, 3)
@@ -52,7 +52,7 @@ def test_a_ledger_that_does_not_reach_back_to_the_first_step_says_so(forge):
     assert any("starts at step 3;" in line for line in report.lines())
 
 
-def test_steps_trained_again_are_distinguished_by_their_weights_and_break_no_rule(forge):
+def test_steps_trained_again_are_valid_and_compared_by_weights(forge):
     forge.two_steps()
     forge.started()
     forge.published(0)
@@ -71,7 +71,7 @@ def test_steps_trained_again_are_distinguished_by_their_weights_and_break_no_rul
     assert (report.num_controllers, report.num_attaches, report.num_attempts) == (2, 3, 7)
 
 
-def test_a_trainer_that_goes_back_where_no_batch_is_recorded_ends_all_attempts(forge):
+def test_a_trainer_that_goes_back_without_batches_ends_all_attempts(forge):
     """No recorded batch leads to their version again, so they run again."""
     forge.started()
     forge.attached(3, 3)
@@ -88,7 +88,7 @@ def test_a_trainer_that_goes_back_where_no_batch_is_recorded_ends_all_attempts(f
     assert [violation.rule for violation in audit(forge.folder).violations] == ["verdict"]
 
 
-def test_a_publication_out_of_turn_at_the_end_is_a_trainer_that_is_about_to_attach(forge):
+def test_a_last_version_out_of_order_is_valid(forge):
     forge.two_steps()
     forge.published(1)
     forge.write()
@@ -107,14 +107,14 @@ def test_a_trainer_that_goes_back_twice_before_it_attaches_breaks_no_rule(forge)
     assert report.is_clean, report.lines()
 
 
-def test_what_was_never_admitted_breaks_the_equation(forge):
+def test_an_episode_that_was_never_admitted_breaks_the_sum(forge):
     forge.two_steps()
     forge.accepted(77)
     forge.write()
     assert audit(forge.folder).lines()[0].startswith("admitted 6 != running 1 + waiting 2 ")
 
 
-def test_the_state_machine_of_the_controller_is_audited_too(forge, monkeypatch):
+def test_audit_reports_a_difference_to_the_state_machine(forge, monkeypatch):
     forge.two_steps()
     forge.failed(5)
     forge.write()
@@ -150,7 +150,7 @@ def test_a_trajectory_whose_versions_decrease_is_noted(forge):
     assert [note.split()[:2] for note in report.notes] == [["1", "trajectories"]]
 
 
-def test_long_lists_are_cut_for_people_only(forge):
+def test_long_lists_are_shortened_in_text_but_not_in_json(forge):
     forge.two_steps()
     forge.admitted(*range(6, 6 + 40), version=2)
     for number in range(6, 6 + 40):
@@ -169,12 +169,12 @@ def test_long_lists_are_cut_for_people_only(forge):
     orjson.dumps(found)
 
 
-def test_a_ledger_may_be_audited_at_every_moment_of_its_being_written(forge):
+def test_audit_may_run_while_the_ledger_is_written(forge):
     """Between any two bytes: what is half there is no violation, and nothing is changed."""
     forge.two_steps()
     audits = []
 
-    class Slow(OsAppendFile):
+    class Slow(AppendFile):
         def write(self, data):
             for begin in range(0, len(data), 97):
                 super().write(data[begin : begin + 97])

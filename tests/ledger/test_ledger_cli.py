@@ -41,7 +41,7 @@ def a_life(forge):
     forge.write(at=lambda number: 1e9 + number)
 
 
-def test_the_exit_status_tells_clean_from_broken_from_nothing(forge, capsys, tmp_path):
+def test_exit_status_of_clean_broken_and_missing_ledgers(forge, capsys, tmp_path):
     a_life(forge)
     status, out, err = run(capsys, "audit", tmp_path)
     assert (status, err) == (0, "")
@@ -64,7 +64,7 @@ def test_the_exit_status_tells_clean_from_broken_from_nothing(forge, capsys, tmp
             assert err.count("\n") == 1
 
 
-def test_json_holds_everything(forge, capsys, tmp_path):
+def test_json_output_is_complete(forge, capsys, tmp_path):
     a_life(forge)
     forge.events.clear()
     forge.admitted(*range(7, 57), version=9)
@@ -138,7 +138,7 @@ def test_show_prints_the_batch_of_a_step(forge, capsys, tmp_path):
     assert "trained on again; the weights differ" in out
 
 
-def test_what_is_not_there_is_named_in_one_line(forge, capsys, tmp_path):
+def test_missing_episodes_and_steps_are_one_line_errors(forge, capsys, tmp_path):
     a_life(forge)
     status, _, err = run(capsys, "show", tmp_path, 7)
     assert status == 2
@@ -152,7 +152,7 @@ def test_what_is_not_there_is_named_in_one_line(forge, capsys, tmp_path):
         assert ended.value.code == 2
 
 
-def test_the_numbers_of_a_ledger(forge, capsys, tmp_path):
+def test_stats_of_a_ledger(forge, capsys, tmp_path):
     a_life(forge)
     stats = ledger_stats(forge.folder)
     assert stats.staleness.counts == {0: 3, 1: 2, 2: 1}  # batches 0 and 1 and 2, each token with its own age
@@ -174,7 +174,7 @@ def test_the_numbers_of_a_ledger(forge, capsys, tmp_path):
     assert found["reasons"] == {"failed: ValueError": 1}
 
 
-def test_numbers_leave_out_what_cannot_be_read(forge, capsys, tmp_path):
+def test_stats_skip_unreadable_payloads(forge, capsys, tmp_path):
     a_life(forge)
     path = payload_path(forge.folder, 1)
     path.write_bytes(path.read_bytes()[:-1])
@@ -187,7 +187,7 @@ def test_numbers_leave_out_what_cannot_be_read(forge, capsys, tmp_path):
     assert "incomplete: " in out
 
 
-def test_large_values_share_bins_of_twice_the_width():
+def test_histogram_bins_of_large_values_double():
     histogram = Histogram("time", "s", scale=0.001)
     histogram.counts.update([0, 3, 4, 7, 1000])
     assert histogram.bins() == [
@@ -212,7 +212,7 @@ class Terminal(io.StringIO):
     ],
     ids=["file", "terminal"],
 )
-def test_a_long_reading_says_how_far_it_is(stream, shown):
+def test_progress_is_printed_during_long_reads(stream, shown):
     now_s = [0.0]
     with Progress("rows", stream=stream, clock=lambda: now_s[0]) as progress:
         for _ in range(256):
@@ -224,7 +224,7 @@ def test_a_long_reading_says_how_far_it_is(stream, shown):
     assert stream.getvalue() == shown
 
 
-def test_a_reader_that_goes_away_is_no_error(forge, tmp_path):
+def test_a_closed_output_pipe_is_no_error(forge, tmp_path):
     a_life(forge)
     command = f"{sys.executable} -m areal.ledger show {tmp_path} 3 --tokens | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=250)

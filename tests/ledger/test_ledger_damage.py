@@ -73,7 +73,7 @@ def one_step(forge):
     forge.trained(0)
 
 
-def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
+def test_events_cut_at_any_byte_lose_only_the_last_group(forge):
     one_step(forge)
     forge.write()
     files, said = contents_of(forge.folder), list(LedgerReader(forge.folder).events())
@@ -97,7 +97,7 @@ def test_events_cut_at_every_byte_lose_the_group_cut_and_nothing_else(forge):
     assert len(audited) == len(ends) + 1
 
 
-def test_a_payload_cut_at_any_byte_is_named_by_the_audit_and_never_served(forge):
+def test_a_payload_cut_at_any_byte_is_reported_and_not_served(forge):
     forge.two_steps()
     forge.write()
     path = payload_path(forge.folder, 1)
@@ -136,7 +136,7 @@ def test_a_payload_cut_short_whose_event_was_not_written_is_ignored(forge):
         assert report.counts["waiting"] == 2
 
 
-def test_a_flip_at_any_byte_of_the_events_is_refused_or_cuts_the_last_group(forge):
+def test_a_changed_event_byte_is_an_error_or_cuts_the_last_group(forge):
     one_step(forge)
     forge.write()
     path, said = events_path(forge.folder, 1), list(LedgerReader(forge.folder).events())
@@ -161,7 +161,7 @@ def test_a_flip_at_any_byte_of_the_events_is_refused_or_cuts_the_last_group(forg
     assert len(path.read_bytes()) == len(whole), "durable data is not cut, so that it can be repaired"
 
 
-def test_a_flip_at_any_byte_of_the_payloads_is_named_by_the_audit_and_never_served(forge):
+def test_a_changed_payload_byte_is_reported_and_not_served(forge):
     forge.two_steps()
     forge.write()
     path = payload_path(forge.folder, 1)
@@ -179,7 +179,7 @@ def test_a_flip_at_any_byte_of_the_payloads_is_named_by_the_audit_and_never_serv
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_happens_to_the_bytes_only_what_was_written_is_read(forge, data):
+def test_damaged_files_never_yield_events_that_were_not_written(forge, data):
     """Some pieces of the file are replaced, removed, doubled: a reader finds a beginning of it, or refuses it."""
     if not forge.events:
         forge.two_steps()
@@ -200,7 +200,7 @@ def test_whatever_happens_to_the_bytes_only_what_was_written_is_read(forge, data
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 4096, b"\n", b'{"event":"group","number":9', b"\xff\xfe{}\n"])
-def test_garbage_behind_the_events_is_cut(forge, garbage):
+def test_garbage_after_the_events_is_cut(forge, garbage):
     forge.two_steps()
     end = forge.write()
     with events_path(forge.folder, 1).open("ab") as file:
@@ -255,7 +255,7 @@ def test_a_file_of_another_ledger_or_of_a_second_writer_is_refused(forge, tmp_pa
     assert error.value.code == "ledger.damaged"
 
 
-def test_harm_before_a_later_file_is_refused(forge):
+def test_damage_before_a_later_file_is_an_error(forge):
     three_files(forge)
     path = events_path(forge.folder, 2)
     path.write_bytes(path.read_bytes()[:-3])
@@ -271,7 +271,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def test_a_recovery_killed_at_any_point_is_done_again(forge, monkeypatch):
+def test_recovery_killed_at_any_point_can_be_repeated(forge, monkeypatch):
     forge.two_steps()
     forge.write()
     path = events_path(forge.folder, 1)

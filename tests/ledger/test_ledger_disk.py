@@ -12,7 +12,7 @@ from areal.api.errors import ArealError, LedgerError
 from areal.ledger import event_log
 from areal.ledger.__main__ import main
 from areal.ledger.audit import audit
-from areal.ledger.event_files import LedgerReader, OsAppendFile, events_path, payload_path, recover_folder
+from areal.ledger.event_files import AppendFile, LedgerReader, events_path, payload_path, recover_folder
 from areal.ledger.event_log import GroupCommitLog, GroupWriter
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import LedgerState
@@ -126,7 +126,7 @@ def said(folder):
     ],
     ids=["disk full", "fsync fails", "read-only", "killed"],
 )
-def test_a_failure_at_any_operation_loses_nothing_promised(forge, tmp_path, monkeypatch, error, power):
+def test_a_failed_file_operation_loses_no_durable_event(forge, tmp_path, monkeypatch, error, power):
     for fail_at in itertools.count():
         forge = type(forge)(tmp_path / str(fail_at))
         forge.two_steps()
@@ -156,7 +156,7 @@ def test_a_failure_at_any_operation_loses_nothing_promised(forge, tmp_path, monk
     assert fail_at > 10
 
 
-class FailingSync(OsAppendFile):
+class FailingSync(AppendFile):
     """Its first `good` fsyncs succeed, the next one fails, and all later ones would succeed again."""
 
     good = 1
@@ -171,7 +171,7 @@ class FailingSync(OsAppendFile):
         super().sync()
 
 
-async def test_after_a_failed_fsync_nothing_is_ever_durable_again(tmp_path):
+async def test_after_a_failed_fsync_nothing_more_is_reported_durable(tmp_path):
     log = GroupCommitLog(GroupWriter(tmp_path, 1, open_file=FailingSync), first_segment=1)
     ledger, heard = Ledger(log, read_payload=lambda where: b""), []
     ledger.start(heard.append)
@@ -195,7 +195,7 @@ async def test_after_a_failed_fsync_nothing_is_ever_durable_again(tmp_path):
     assert [event["event"] for event in said(tmp_path)] == ["attached"], "the lines that are not on disk are taken back"
 
 
-async def test_an_event_that_cannot_be_written_fails_those_who_wait_for_it(tmp_path):
+async def test_a_write_error_fails_all_waiting_callers(tmp_path):
     ledger = Ledger.open(tmp_path)
     ledger.start(lambda failure: None)
     ledger.published(version=2**70, kind="disk", path="v")
@@ -226,7 +226,7 @@ async def test_a_folder_that_may_not_be_written_has_one_error_code(tmp_path, mon
     assert error.value.code == "ledger.not_writable"
 
 
-async def test_a_clock_that_jumps_changes_nothing_but_times(tmp_path, monkeypatch, capsys):
+async def test_a_clock_jump_changes_only_times(tmp_path, monkeypatch, capsys):
     """Forwards by a century and back again, between any two looks at it."""
     jumps = (4e9 * (number % 2) - number for number in itertools.count())
     times_of_groups = (4e9 * (number % 2) - number for number in itertools.count())
@@ -287,7 +287,7 @@ async def run_until_it_stops(folder, num_steps):
 
 
 @pytest.mark.slow
-async def test_on_a_real_disk_that_is_full_and_then_read_only(small_disk):
+async def test_a_real_disk_that_is_full_and_then_read_only(small_disk):
     folder = small_disk / "ledger"
     cause = await run_until_it_stops(folder, 60)
     assert "No space left on device" in cause

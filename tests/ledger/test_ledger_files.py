@@ -37,7 +37,7 @@ async def recorded(tmp_path):
     return tmp_path / "ledger", blobs
 
 
-async def test_what_is_read_back_is_what_was_known(tmp_path):
+async def test_the_recovered_state_equals_the_running_state(tmp_path):
     ledger = Ledger.open(tmp_path / "ledger")
     await run_steps(ledger)
     again = Ledger.open(tmp_path / "ledger")
@@ -47,7 +47,7 @@ async def test_what_is_read_back_is_what_was_known(tmp_path):
     again.state.check_integrity()
 
 
-async def test_a_damaged_payload_is_found_and_never_served(recorded):
+async def test_a_damaged_payload_is_reported_and_not_served(recorded):
     folder, _ = recorded
     path = payload_path(folder, 1)
     data = bytearray(path.read_bytes())
@@ -77,7 +77,7 @@ async def test_recorded_batches_are_served_again_byte_for_byte(recorded):
     await controller.close()
 
 
-async def test_a_new_controller_goes_on_where_the_ledger_ends(tmp_path):
+async def test_a_new_controller_continues_where_the_ledger_ends(tmp_path):
     """Dies with episodes running and waiting: those are kept or run again, and every row is used once per epoch."""
     folder = tmp_path / "ledger"
     first = Ledger.open(folder)
@@ -147,7 +147,7 @@ async def test_episodes_left_running_wait_for_the_version_they_were_admitted_at(
     assert audit(folder).is_clean
 
 
-async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(tmp_path):
+async def test_a_trainer_that_restarts_from_step_0_gets_no_later_weights(tmp_path):
     """The servers start at version 0 again, and so does the trainer: neither may be given version 3 from the files."""
     folder = tmp_path / "ledger"
     ledger = Ledger.open(folder)
@@ -171,7 +171,7 @@ async def test_a_trainer_that_starts_anew_is_not_met_by_its_former_weights(tmp_p
     assert audit(folder).is_clean
 
 
-async def test_a_trainer_that_lives_on_finds_the_servers_at_its_version(tmp_path):
+async def test_a_surviving_trainer_finds_the_servers_at_its_version(tmp_path):
     """Controller and servers died, the trainer did not: its calls continue, and servers load the published files."""
     folder = tmp_path / "ledger"
     controller = rollout_kit.make_controller(Ledger.open(folder), total_steps=10)
@@ -248,7 +248,7 @@ class FullDiskFile:
 
 
 @pytest.mark.parametrize("room", [0, 10, 700, 1500, 2500, 4000])
-async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(tmp_path, room):
+async def test_a_full_disk_stops_the_run_and_loses_no_durable_event(tmp_path, room):
     folder = tmp_path / "ledger"
     folder.mkdir()
     log = GroupCommitLog(GroupWriter(folder, 1, open_file=FullDisk(room).open), first_segment=1)
@@ -281,7 +281,7 @@ async def test_a_full_disk_stops_the_run_and_loses_nothing_it_has_promised(tmp_p
     assert audit(folder).is_clean
 
 
-def test_states_forbid_what_must_not_happen():
+def test_the_state_machine_refuses_invalid_events():
     state = LedgerState()
     state.apply({"event": "admitted", "id": 0, "attempt": 0, "version": 0})
     accepted = {"event": "accepted", "id": 0, "payload": [1, 0, 9], "min_version": 0, "tokens": 3, "stats": {}}

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_controller_is_refused_until_the_first_is_gone(tmp_path):
+def test_a_second_controller_is_refused_until_the_first_ends(tmp_path):
     folder = tmp_path / "ledger"
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -33,7 +33,7 @@ def test_a_second_controller_is_refused_until_the_first_is_gone(tmp_path):
     Ledger.open(folder)
 
 
-async def test_closing_a_ledger_gives_it_free(tmp_path):
+async def test_closing_a_ledger_releases_its_lock(tmp_path):
     ledger = Ledger.open(tmp_path)
     await ledger.close()
     done = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.DEVNULL, check=False)

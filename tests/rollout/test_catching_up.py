@@ -79,7 +79,7 @@ def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_u
     rollout_kit.run_virtual(main())
 
 
-def test_room_that_comes_free_is_not_used_while_the_trainer_catches_up():
+def test_free_room_is_not_used_while_the_trainer_catches_up():
     async def main():
         ledger = rollout_kit.memory_ledger()
 
@@ -106,7 +106,7 @@ def test_room_that_comes_free_is_not_used_while_the_trainer_catches_up():
     rollout_kit.run_virtual(main())
 
 
-def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back():
+def test_an_older_policy_does_not_start_an_answer():
     """The fleet holds up answers that have tokens; one that has none it would begin under any policy."""
 
     async def main():
@@ -134,7 +134,7 @@ def test_an_answer_without_a_token_yet_is_not_made_by_the_policy_that_went_back(
     rollout_kit.run_virtual(main())
 
 
-def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins():
+def test_publishing_an_older_version_closes_the_gate_immediately():
     async def main():
         ledger = rollout_kit.memory_ledger()
         held = asyncio.Event()
@@ -165,7 +165,7 @@ def test_a_publication_that_goes_back_shuts_the_gate_when_it_begins():
     rollout_kit.run_virtual(main())
 
 
-def test_a_batch_is_not_composed_for_a_trainer_that_is_gone():
+def test_no_batch_is_composed_for_a_dead_trainer():
     """It requested batch 3 at version 3 and died; the servers load version 1 before the restarted trainer attaches."""
 
     async def main():
@@ -199,7 +199,7 @@ def test_a_batch_is_not_composed_for_a_trainer_that_is_gone():
     rollout_kit.run_virtual(main())
 
 
-def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_results_stay():
+def test_going_back_cancels_later_evaluations_and_keeps_results():
     async def main():
         ledger = rollout_kit.memory_ledger()
         workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=50.0 if index < 2 else 0.01))
@@ -227,7 +227,7 @@ def test_evaluations_under_way_beyond_the_step_gone_back_to_are_cancelled_and_re
     rollout_kit.run_virtual(main())
 
 
-def test_an_evaluation_is_not_ended_by_the_policy_that_went_back():
+def test_an_older_policy_does_not_finish_an_evaluation():
     """The trainer publishes, and then attaches: time enough for the last rows."""
 
     async def main():
@@ -281,7 +281,7 @@ def test_without_a_recorded_batch_there_is_nothing_to_catch_up_with():
         assert not state.is_catching_up
 
 
-def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again():
+def test_episodes_of_an_unreachable_version_are_restarted():
     """They would wait for version 5, which needs their own batches."""
 
     async def main():
@@ -302,7 +302,7 @@ def test_episodes_of_a_version_that_nothing_recorded_leads_to_are_begun_again():
     rollout_kit.run_virtual(main())
 
 
-def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to_nobody():
+def test_a_trainer_at_the_version_of_all_servers_sends_no_weights():
     """Were servers named that lack nothing, they would be awaited in a group that none of them joins."""
 
     async def main():
@@ -325,7 +325,7 @@ def test_a_trainer_that_comes_back_at_the_version_that_all_servers_hold_sends_to
     rollout_kit.run_virtual(main())
 
 
-def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there():
+def test_weights_are_requested_immediately_unless_the_batch_exists():
     async def main():
         lacking = False
 
@@ -357,7 +357,7 @@ def test_trainers_are_asked_for_weights_at_once_and_not_when_the_answer_is_there
     rollout_kit.run_virtual(main())
 
 
-def test_the_sentence_names_replicas_and_the_gates_numbers():
+def test_waiting_for_lists_replicas_and_gate_limits():
     async def main():
         class Fleet(rollout_kit.FakeFleet):
             def status(self):

@@ -56,7 +56,7 @@ def stopped():
         yield http_address(listening)
 
 
-def test_a_call_outlives_a_controller_that_is_stopped_killed_and_started_again(monkeypatch):
+def test_a_call_survives_a_controller_restart(monkeypatch):
     """It hangs for longer than the time to reconnect, then refuses, then the name leads to its successor."""
     now_s = 0.0
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=lambda seconds: None))
@@ -75,7 +75,7 @@ def test_a_call_outlives_a_controller_that_is_stopped_killed_and_started_again(m
         assert set(asked) == {"/status"}
 
 
-def test_a_call_that_nobody_ever_answers_ends():
+def test_an_unanswered_call_ends():
     with stopped() as hung:
         client = RolloutClient(hung, answer_s=0.01, reconnect_s=0.0, silent_s=0.0)
         with pytest.raises(ServerUnavailable, match=r"0 s for batch 4 \(TimeoutError") as error:
@@ -89,14 +89,14 @@ def test_finishing_does_not_wait_for_a_controller_that_hangs(monkeypatch):
         RolloutClient(hung, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish()
 
 
-def test_another_process_on_the_port_of_a_dead_controller_is_not_taken_for_it():
+def test_another_process_on_the_controller_port_is_detected():
     with answering((404, b"no such page")) as (server, _), answering((200, b'{"live": ["a"]}')) as (address, asked):
         addresses = iter([server, address])
         assert RolloutClient(lambda: next(addresses)).live_replicas(7) == ["a"]
         assert asked == ["/replicas?version=7"]
 
 
-def test_not_yet_is_asked_again_for_as_long_as_it_takes():
+def test_a_call_is_repeated_while_the_answer_is_not_ready():
     answers = [(204, b"")] * 20 + [(200, orjson.dumps({"reward": 1.0}))]
     with answering(*answers) as (address, asked):
         assert RolloutClient(address, reconnect_s=0.0, silent_s=0.0).evaluate(3, "greedy") == {"reward": 1.0}
@@ -104,7 +104,7 @@ def test_not_yet_is_asked_again_for_as_long_as_it_takes():
 
 
 @pytest.mark.parametrize("ask", [lambda client: client.next_batch(2), lambda client: client.evaluate(2, "greedy")])
-def test_whoever_waits_for_the_trainers_weights_says_so(ask):
+def test_weights_needed_is_raised_from_http_409(ask):
     answer = (409, b'{"error": "a server waits for policy version 2"}')
     with answering(answer) as (address, _), pytest.raises(WeightsNeeded, match="policy version 2"):
         ask(RolloutClient(address))

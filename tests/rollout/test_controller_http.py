@@ -18,7 +18,7 @@ from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
-from areal.rollout.share_codec import decode_share, decode_update, encode_update
+from areal.rollout.share_codec import decode_share, decode_update
 from areal.system.discovery import FileNameRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
 from tests.rollout import rollout_kit
@@ -147,7 +147,7 @@ async def test_shares_of_all_ranks_make_the_batch(tmp_path):
         assert share.group_index.tolist() == sorted(share.group_index.tolist())
 
 
-async def test_not_yet_is_204_and_the_client_asks_again(tmp_path):
+async def test_not_ready_is_204_and_the_client_repeats_the_call(tmp_path):
     gate = asyncio.Event()
 
     class Workflow(rollout_kit.ScriptedWorkflow):
@@ -199,7 +199,7 @@ async def test_a_token_is_required_where_one_is_set(tmp_path):
 
 
 @pytest.mark.parametrize("outcome", ["fail", "reject"])
-async def test_a_producer_without_any_success_stops_with_its_reason(tmp_path, outcome):
+async def test_a_run_whose_episodes_all_fail_stops_with_the_reason(tmp_path, outcome):
     workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome=outcome, token_s=0.0))
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
     async with running(controller) as address:
@@ -316,7 +316,7 @@ async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
 
 
-def test_a_weight_update_survives_the_wire():
+def test_a_weight_update_is_unchanged_by_encoding():
     sent = WeightUpdate(
         version=3,
         kind="collective",
@@ -327,10 +327,10 @@ def test_a_weight_update_survives_the_wire():
         group_name="g1",
         replicas=["server-0"],
     )
-    assert decode_update(orjson.loads(encode_update(sent))) == sent
+    assert decode_update(orjson.loads(orjson.dumps(sent))) == sent
 
 
-async def test_a_trainer_is_asked_for_weights_that_only_it_has(tmp_path):
+async def test_the_controller_requests_weights_that_only_the_trainer_has(tmp_path):
     """All servers died under collective publication: the batch waits for the trainer, which waits for the batch."""
 
     class Fleet(rollout_kit.FakeFleet):

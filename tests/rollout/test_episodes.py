@@ -58,7 +58,7 @@ def test_a_payload_without_baselines_is_byte_for_byte_the_old_one():
     assert np.isnan(np.frombuffer(join_columns([old])["baselines"], "<f4")).tolist() == [True]
 
 
-def test_reward_parts_travel_and_mix_with_groups_of_other_functions():
+def test_reward_parts_of_different_functions_share_a_batch():
     scored = [dataclasses.replace(GOOD, reward_parts=parts) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
     other = dataclasses.replace(GOOD, reward_parts={"c": 4.0}, baseline=0.25)
     groups = [[GOOD], scored, [other]]
@@ -82,7 +82,7 @@ def test_reward_parts_travel_and_mix_with_groups_of_other_functions():
     assert caught.value.code == "workflow.not_finite"
 
 
-def test_baselines_travel_with_their_trajectories_and_mix_with_groups_that_have_none():
+def test_groups_with_and_without_baselines_share_a_batch():
     drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
     payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload
     check_payload(3, payload)
@@ -166,7 +166,7 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
     ledger.state.check_integrity()
 
 
-async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count():
+async def test_results_of_a_cancelled_attempt_are_ignored():
     """Workflows that ignore a cancellation, or raise another error for it, run again."""
 
     class Workflow(rollout_kit.ScriptedWorkflow):
@@ -199,7 +199,7 @@ async def test_what_a_dropped_attempt_still_returns_or_raises_does_not_count():
     await controller.close()
 
 
-async def test_the_filter_rejects_and_another_prompt_takes_the_place():
+async def test_another_prompt_replaces_a_filtered_group():
     ledger = rollout_kit.memory_ledger()
     blob = await run_one_batch(
         rollout_kit.ScriptedWorkflow(), ledger, accept=lambda group: group.trajectories[0].reward % 2 == 0
@@ -211,7 +211,7 @@ async def test_the_filter_rejects_and_another_prompt_takes_the_place():
 @pytest.mark.parametrize(
     ("values", "code"), [([1.0], "trajectory_lengths"), ([1.0, float("nan")], "not_finite"), ([1.0, 2.0], "")]
 )
-def test_what_filters_look_at_is_one_finite_number_a_trajectory(values, code):
+def test_filter_rewards_are_one_finite_number_per_trajectory(values, code):
     group = TrajectoryGroup(trajectories=[GOOD, GOOD], filter_rewards=values)
     if code:
         with pytest.raises(TrajectoryError) as error:
@@ -250,7 +250,7 @@ async def test_a_workflow_may_change_its_row_without_changing_the_dataset():
     assert ledger.state.counts[3] == 0
 
 
-async def test_nothing_runs_before_a_trainer_attached_nor_beyond_the_end_of_the_run():
+async def test_no_episode_starts_before_attach_or_after_the_last_step():
     ledger = rollout_kit.memory_ledger()
     controller = rollout_kit.make_controller(ledger, total_steps=3)
     await controller.start()
@@ -262,7 +262,7 @@ async def test_nothing_runs_before_a_trainer_attached_nor_beyond_the_end_of_the_
     assert ledger.state.num_admitted == 3 * 4
 
 
-async def test_a_recovered_trainer_with_a_new_ledger_does_not_open_a_burst():
+async def test_a_recovered_trainer_with_a_new_ledger_keeps_the_staleness_limit():
     """Its version counts as if the steps before had been accepted here."""
     ledger = rollout_kit.memory_ledger()
     fleet = rollout_kit.FakeFleet(version=5)

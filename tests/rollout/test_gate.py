@@ -3,7 +3,7 @@ from areal.rollout.gate import GateLimits, room, why_closed
 LIMITS = GateLimits(batch_size=4, max_concurrent=6, max_staleness=1, total_episodes=40)
 
 
-def test_room_by_hand():
+def test_room_examples():
     # (max_staleness + version + 1) * batch_size = 8 at version 0, 12 at version 1
     assert room(LIMITS, running=0, accepted=0, version=0) == 6  # concurrency decides
     assert room(LIMITS, running=6, accepted=0, version=0) == 0
@@ -12,7 +12,7 @@ def test_room_by_hand():
     assert room(LIMITS, running=3, accepted=5, version=1) == 3  # min(6 - 3, 12 - 5 - 3)
 
 
-def test_a_rejection_gives_its_room_back_at_once():
+def test_a_rejection_frees_its_room_immediately():
     before = room(LIMITS, running=4, accepted=4, version=0)
     assert before == 0
     assert room(LIMITS, running=3, accepted=4, version=0) == 1
@@ -29,7 +29,7 @@ def test_room_is_never_negative_after_a_recovery():
     assert room(LIMITS, running=9, accepted=30, version=0) == 0
 
 
-def test_the_last_steps_admit_no_more_than_they_need():
+def test_the_last_steps_admit_only_what_they_need():
     assert room(LIMITS, running=1, accepted=38, version=9) == 1
     assert room(LIMITS, running=2, accepted=38, version=9) == 0
 

@@ -35,7 +35,7 @@ def test_the_limit_is_what_one_train_step_may_reject():
     assert "mixed_rewards" in message
 
 
-def test_the_next_step_counts_anew():
+def test_each_train_step_has_its_own_count():
     rejections = counts(limit=3)
     for _ in range(5):
         for _ in range(3):
@@ -45,7 +45,7 @@ def test_the_next_step_counts_anew():
         assert not rejections.exceeded_limit()
 
 
-def test_without_a_limit_a_hundred_batches_in_a_row_end_the_run_and_one_accepted_group_goes_on():
+def test_a_hundred_rejected_batches_in_a_row_end_the_run():
     rejections = counts(filter_name="")
     for _ in range(199):
         rejections.count_rejected("workflow")
@@ -61,7 +61,7 @@ def test_without_a_limit_a_hundred_batches_in_a_row_end_the_run_and_one_accepted
     assert "should_accept_fn" not in rejections.exceeded_limit()
 
 
-def test_an_epoch_in_a_row_when_that_is_more():
+def test_a_long_epoch_raises_the_limit_of_rejections_in_a_row():
     rejections = counts(rows_per_epoch=300)
     for _ in range(299):
         rejections.count_rejected("filter")
@@ -70,7 +70,7 @@ def test_an_epoch_in_a_row_when_that_is_more():
     assert rejections.exceeded_limit()
 
 
-def test_a_step_that_accepts_less_than_one_in_ten_is_warned_of_once():
+def test_low_acceptance_warns_once_per_step():
     rejections = counts()
     warnings = [rejections.count_rejected("filter") for _ in range(60)]
     assert [bool(warning) for warning in warnings] == [False] * 18 + [True] + [False] * 41  # 2 of 21 are below 1/10
@@ -99,7 +99,7 @@ def test_a_run_that_filters_everything_warns_and_ends_at_its_limit(caplog):
     assert [text for text in caplog.messages if " one group in 10 " in text]
 
 
-def test_batches_tell_which_share_was_accepted_and_every_step_has_the_whole_limit():
+def test_batches_report_the_accepted_fraction():
     async def main():
         ledger = rollout_kit.memory_ledger()
         config = rollout_kit.make_config(batch_size=2, max_staleness=0, rejections=6)

@@ -44,7 +44,7 @@ def test_the_producer_stops_after_few_failures_when_each_takes_long(limit_s, exp
     rollout_kit.run_virtual(main())
 
 
-def test_an_evaluation_of_nothing_but_failures_ends_early_and_quotes_one():
+def test_an_evaluation_with_only_failures_ends_early():
     async def main():
         hangs = HangsUntilItsLimit(15.0)
         controller = rollout_kit.make_controller(

@@ -114,7 +114,7 @@ def test_wait_consumes_in_order_of_admission(run):
 
 @settings(max_examples=40, deadline=None)
 @given(run=runs())
-def test_eta_zero_trains_on_its_own_version_only(run):
+def test_max_staleness_zero_trains_only_on_its_own_version(run):
     _, steps = play(run | {"max_staleness": 0}, "train")
     for shares in steps:
         assert set(trained_ages(shares)) <= {0}
@@ -129,7 +129,7 @@ def test_eta_zero_trains_on_its_own_version_only(run):
         ("wait", 0),
     ],
 )
-def test_a_straggler_is_old_under_train_and_dealt_with_by_the_others(on_stale, num_dropped):
+def test_a_slow_episode_under_each_stale_policy(on_stale, num_dropped):
     """Style guide, appendix B: admission alone does not bound the age of one episode."""
 
     class Workflow(rollout_kit.ScriptedWorkflow):
