@@ -207,21 +207,14 @@ def _attend_prompts(
         return states[:, group.start : end].unflatten(1, (group.num_sequences, group.count)).transpose(0, 1)
 
     queries, keys, values = split(query), _repeat(split(key), query), _repeat(split(value), query)
-    if window is None or window >= group.count:
-        result = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
-    else:
-        mask = _causal_mask(group.count, 0, window, query)
-        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    is_full = window is None or window >= group.count
+    mask = None if is_full else _causal_mask(group.count, 0, window, query)
+    result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_full, scale=scaling)
     output[group.start : end] = result.transpose(1, 2).reshape(end - group.start, query.shape[0], -1)
 
 
 def _attend_later(
-    chunk: LaterChunk,
-    cache: LayerCache,
-    query: Tensor,
-    output: Tensor,
-    scaling: float | None,
-    window: int | None,
+    chunk: LaterChunk, cache: LayerCache, query: Tensor, output: Tensor, scaling: float | None, window: int | None
 ) -> None:
     total = chunk.num_before + chunk.count
     found = cache.blocks.index_select(0, chunk.blocks).flatten(0, 1)[:total].transpose(0, 1)[None]

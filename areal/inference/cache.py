@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 
@@ -15,10 +14,6 @@ class BlockPool:
         self._references = [0] * num_blocks
         # A stack: the block released last is used next, so that memory beyond the peak is never touched.
         self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -54,19 +49,3 @@ class BlockPool:
             references[block] -= 1
             if references[block] == 0:
                 self._free.append(block)
-
-    def check_integrity(self, holders: Iterable[list[int]]) -> None:
-        """AssertionError unless the references equal those of `holders`, one list of blocks each."""
-        held = Counter[int]()
-        for blocks in holders:
-            if len(set(blocks)) != len(blocks):
-                raise AssertionError(f"a sequence holds a block twice: {blocks}")
-            held.update(blocks)
-        if len(set(self._free)) != len(self._free):
-            raise AssertionError("a block is on the free list twice")
-        free = set(self._free)
-        for block, count in enumerate(self._references):
-            if count != held[block]:
-                raise AssertionError(f"block {block} counts {count} holders, but {held[block]} sequences hold it")
-            if (count == 0) != (block in free):
-                raise AssertionError(f"block {block} has {count} holders and is{'' if block in free else ' not'} free")

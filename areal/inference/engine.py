@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from areal.api.errors import RequestError
 from areal.inference.model_runner import ModelRunner
@@ -23,22 +23,29 @@ from areal.observe.log import get_logger
 
 _LOG = get_logger(__name__)
 _T = TypeVar("_T")
-PauseMode = Literal["abort", "retract", "in_place"]
 STUCK_S = 60.0
 """A step that takes longer hangs: native.chunked_prefill_size limits the work of a step."""
-PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "in_place"}
-
-
-class Delivery(Protocol):
-    """Called in the engine thread with finished sequences, and streaming ones whose next event is due."""
-
-    def __call__(self, finished: list[Sequence], progressed: list[Sequence]) -> None: ...
+PAUSE_MODES = ("abort", "retract", "in_place")
+Delivery = Callable[[list[Sequence], list[Sequence]], None]
+"""Called in the engine thread with finished sequences, and streaming ones whose next event is due."""
 
 
 class Detokenizer(Protocol):
     """Converts token ids to text, for stop strings."""
 
     def decode(self, token_ids: list[int]) -> str: ...
+
+
+def run_into(future: Future[_T], command: Callable[[], _T]) -> None:
+    """Run `command` and give its result or its error to `future`, unless the caller has cancelled that."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = command()
+    except Exception as error:  # noqa: BLE001 - one control request fails, the server continues
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 @dataclass(slots=True)
@@ -76,8 +83,7 @@ class Engine:
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
-        self._last_active_s = time.monotonic()
-        """When the thread last started a step or was woken by a command."""
+        self._last_active_s = time.monotonic()  # when the thread last started a step or was woken by a command
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -106,7 +112,6 @@ class Engine:
         return self.stuck_s > STUCK_S
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request."""
         self._commands.put(lambda: self.scheduler.add(sequence))
 
     def abort(self, sequence: Sequence, message: str) -> None:
@@ -116,24 +121,14 @@ class Engine:
     def call(self, command: Callable[[], _T]) -> Future[_T]:
         """Run `command` in the engine thread between two steps; the future has its result or its error."""
         future: Future[_T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # the caller has cancelled the future
-            try:
-                result = command()
-            except Exception as error:  # noqa: BLE001 - one control request fails, the engine continues
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._commands.put(run)
+        self._commands.put(lambda: run_into(future, command))
         return future
 
     # ---- commands, run in the engine thread through `call`
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stop computing. abort: started requests end with their tokens; retract: they wait without their cache."""
+    def pause(self, mode: str) -> None:
+        """Stop computing. abort: started requests end with their tokens; retract: they wait without their cache;
+        in_place: they keep it."""
         self.is_paused = True
         if mode == "abort":
             started = [sequence for sequence in self.scheduler.waiting if sequence.num_output]
@@ -146,10 +141,6 @@ class Engine:
 
     def abort_all(self, message: str = "abort_all was requested") -> None:
         self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
-
-    def flush_cache(self) -> None:
-        """Discard all keys and values; running requests compute theirs again."""
-        self.scheduler.retract_all()
 
     def replace_weights(self, write: Callable[[], None], version: str | None, *, abort_running: bool) -> None:
         """Change the model in place with `write`, and discard all keys and values of the old weights.

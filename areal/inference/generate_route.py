@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
@@ -36,23 +36,9 @@ _MAX_KNOWN_PARAMS = 256
 _GENERATE_FIELDS = frozenset(
     {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
 )
-_SAMPLING_FIELDS = frozenset(
-    {
-        "max_new_tokens",
-        "min_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "stop_token_ids",
-        "frequency_penalty",
-        "repetition_penalty",
-        "ignore_eos",
-        "sampling_seed",
-        "num_prior_output_tokens",
-        "stream_interval",
-    }
-)
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init) | {
+    *("ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +49,6 @@ class _Call:
     with_logprobs: bool
     with_text: bool
     """Off by default, because decoding takes most of the time of a short request."""
-
-    @property
-    def is_streaming(self) -> bool:
-        return self.sequence.stream_interval > 0
 
 
 class GenerateRoute:
@@ -121,7 +103,7 @@ class GenerateRoute:
         try:
             waiter = self._waiters[sequence] = self._loop.create_future()
             self._engine.submit(sequence)
-            if call.is_streaming:
+            if sequence.stream_interval:
                 return await self._stream(request, call, waiter)
             await waiter
             return json_response(self._part(call, 0)[0])
@@ -182,8 +164,7 @@ class GenerateRoute:
 
     def abort(self, request_id: str) -> None:
         """End a request with its tokens so far. No effect when it has already ended."""
-        sequence = self._by_id.get(request_id)
-        if sequence is not None:
+        if (sequence := self._by_id.get(request_id)) is not None:
             self._engine.abort(sequence, "abort_request was called")
 
     def _parse(self, body: Any, request_id: str) -> _Call:
@@ -222,19 +203,15 @@ class GenerateRoute:
             group_id=text_field(body, "group_id", ""),
             stream_interval=stream_interval,
         )
-        return _Call(
-            sequence=sequence,
-            with_logprobs=bool_field(body, "return_logprob", False),
-            with_text=with_text,
-        )
+        return _Call(sequence=sequence, with_logprobs=bool_field(body, "return_logprob", False), with_text=with_text)
 
     def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
         """Remove and return the fields that differ between requests: seed and number of prior output tokens."""
-        seed = sampling.pop("sampling_seed", None)
-        if seed is None:
+        if sampling.get("sampling_seed") is None:
             seed = self._draw_seed()
         else:
-            seed = int_field({"sampling_seed": seed}, "sampling_seed", None, 0, _MAX_SEED)
+            seed = int_field(sampling, "sampling_seed", None, 0, _MAX_SEED)
+        sampling.pop("sampling_seed", None)
         num_prior = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
         sampling.pop("num_prior_output_tokens", None)
         return seed, num_prior

@@ -255,20 +255,15 @@ def _sampled_rows(chunks: list[Chunk]) -> tuple[list[int], list[int] | None, lis
     rows: list[int] = []
     expand: list[int] = []
     sequences: list[Sequence] = []
-    has_siblings = False
     row = 0
     for chunk in chunks:
         row += chunk.count
         if not chunk.is_last:
             continue
-        expand.append(len(rows))
+        expand += [len(rows)] * (1 + len(chunk.siblings))
         rows.append(row - 1)
-        sequences.append(chunk.sequence)
-        if chunk.siblings:
-            has_siblings = True
-            expand += [len(rows) - 1] * len(chunk.siblings)
-            sequences += chunk.siblings
-    return rows, expand if has_siblings else None, sequences
+        sequences += [chunk.sequence, *chunk.siblings]
+    return rows, expand if len(expand) > len(rows) else None, sequences
 
 
 def _zeros(num_blocks: int, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> Tensor:

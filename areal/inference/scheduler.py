@@ -17,7 +17,7 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
-    siblings: list[Sequence] | None = None
+    siblings: list[Sequence] = field(default_factory=list[Sequence])
     """Sequences with the same prompt; their first token is sampled from the last logits of this chunk."""
 
     @property
@@ -99,10 +99,8 @@ class Scheduler:
             if blocks is not None:
                 sequence.blocks += blocks
                 return True
-            youngest = self.running[-1]
             self.num_preemptions += 1
-            self._retract(youngest)
-            if youngest is sequence:
+            if self._retract_youngest() is sequence:
                 return False
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -128,8 +126,6 @@ class Scheduler:
         if not self._take_blocks(sequence, leader.sequence, length, length, plan.copies_after):
             return False
         self._mark_running(sequence, length)
-        if leader.siblings is None:
-            leader.siblings = []
         leader.siblings.append(sequence)
         return True
 
@@ -150,12 +146,7 @@ class Scheduler:
         return self._plan_chunk(plan, sequence, count)
 
     def _take_blocks(
-        self,
-        sequence: Sequence,
-        source: Sequence | None,
-        shared: int,
-        total: int,
-        copies: list[tuple[int, int]],
+        self, sequence: Sequence, source: Sequence | None, shared: int, total: int, copies: list[tuple[int, int]]
     ) -> bool:
         """Blocks for `total` tokens; of the `shared` ones, whole blocks of `source` are shared, the last is copied."""
         num_whole = shared // self._pool.block_size
@@ -207,14 +198,15 @@ class Scheduler:
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
         while self.running:
-            self._retract(self.running[-1])
+            self._retract_youngest()
 
-    def _retract(self, youngest: Sequence) -> None:
-        self.running.pop()
+    def _retract_youngest(self) -> Sequence:
+        youngest = self.running.pop()
         self._free(youngest)
         youngest.status = Status.WAITING
         youngest.num_retractions += 1
         self.waiting.appendleft(youngest)
+        return youngest
 
     def _free(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
@@ -225,17 +217,6 @@ class Scheduler:
             members.remove(sequence)
             if not members:
                 del self._groups[sequence.group_id]
-
-    def check_integrity(self) -> None:
-        """AssertionError unless queues, statuses, groups and blocks are consistent."""
-        assert all(sequence.status is Status.RUNNING for sequence in self.running)
-        assert all(sequence.status is Status.WAITING and not sequence.blocks for sequence in self.waiting)
-        grouped = [sequence for members in self._groups.values() for sequence in members]
-        assert set(grouped) == {sequence for sequence in self.running if sequence.group_id}
-        assert len(self.running) <= self._max_running
-        for sequence in self.running:
-            assert len(sequence.blocks) >= self._pool.blocks_for(sequence.num_computed)
-        self._pool.check_integrity(sequence.blocks for sequence in self.running)
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:

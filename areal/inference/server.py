@@ -166,16 +166,6 @@ def _activity(engine: Engine) -> str | None:
     return f"{paused} {len(scheduler.running)} requests, {len(scheduler.waiting)} queued, version {engine.version}"
 
 
-def announce(options: ServerOptions, address: str) -> None:
-    """Register the address with the run, or print it when the server was started by hand."""
-    _LOG.info("serving %s on %s", options.native.model_path, address)
-    if options.registry is None:
-        sys.stdout.write(f"{address}\n")
-        sys.stdout.flush()
-        return
-    announce_server(options.registry, options.index, options.process_name, address)
-
-
 async def serve_until_signal(options: ServerOptions) -> BaseException | None:
     """Serve until SIGTERM or Ctrl-C."""
     stopped = asyncio.Event()
@@ -185,7 +175,12 @@ async def serve_until_signal(options: ServerOptions) -> BaseException | None:
     def ready(address: str) -> None:
         gc.collect()
         gc.freeze()  # otherwise each full collection scans all objects of torch and transformers
-        announce(options, address)
+        _LOG.info("serving %s on %s", options.native.model_path, address)
+        if options.registry is None:  # started by hand
+            sys.stdout.write(f"{address}\n")
+            sys.stdout.flush()
+        else:
+            announce_server(options.registry, options.index, options.process_name, address)
 
     return await serve(options, stopped, ready)
 

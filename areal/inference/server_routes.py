@@ -15,12 +15,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.inference.engine import PAUSE_MODES, Detokenizer, Engine
 from areal.inference.generate_route import GenerateRoute
 from areal.inference.json_answers import error_response, json_response, ok, read_json
-from areal.inference.request_parser import (
-    RequestLimits,
-    bool_field,
-    check_fields,
-    text_field,
-)
+from areal.inference.request_parser import RequestLimits, bool_field, check_fields, text_field
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
 
@@ -99,10 +94,9 @@ class ServerApp:
         return ok()
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
-        wanted = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
-        mode = PAUSE_MODES.get(wanted)
-        if mode is None:
-            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {wanted!r}"
+        mode = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
+        if mode not in PAUSE_MODES:
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}"
             raise RequestError(message, code="request.invalid_field")
         await self._run(lambda: self._engine.pause(mode))
         return ok()
@@ -114,7 +108,7 @@ class ServerApp:
 
     async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
         check_fields(await read_json(request), set())
-        await self._run(self._engine.flush_cache)
+        await self._run(self._engine.scheduler.retract_all)  # running requests compute their keys and values again
         return ok()
 
     # ---- observation

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.inference.engine import Engine
+from areal.inference.engine import Engine, run_into
 from areal.inference.json_answers import ok, read_json
 from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
 from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
@@ -124,33 +124,23 @@ class WeightRoutes:
 def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
     """Run a function that may wait for minutes. Unlike an executor, the thread does not delay the process's exit."""
     future: Future[None] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001 - one control request fails
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="join-update-group", daemon=True).start()
+    threading.Thread(target=run_into, args=(future, function), name="join-update-group", daemon=True).start()
     return future
 
 
 def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:
-    names, dtypes, shapes = body.get("names"), body.get("dtypes"), body.get("shapes")
+    names, dtypes, shapes = (body.get(field) for field in ("names", "dtypes", "shapes"))
     if not (isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)):
-        raise RequestError("names, dtypes and shapes must be lists", code="weights.invalid_request")
-    if not names or not len(names) == len(dtypes) == len(shapes):
-        message = f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes: the counts must be equal"
-        raise RequestError(message, code="weights.invalid_request")
-    if any(not isinstance(text, str) for text in [*names, *dtypes]):
-        raise RequestError("names and dtypes must contain strings", code="weights.invalid_request")
-    if any(not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape) for shape in shapes):
-        raise RequestError("shapes must contain lists of integers >= 0", code="weights.invalid_request")
-    return [
-        WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-    ]
+        problem = "must be lists"
+    elif not names or not len(names) == len(dtypes) == len(shapes):
+        problem = f"have {len(names)}, {len(dtypes)} and {len(shapes)} items: the counts must be equal, and not 0"
+    elif any(not isinstance(text, str) for text in [*names, *dtypes]):
+        problem = "must contain strings, strings and lists of sizes"
+    elif any(not isinstance(one, list) or any(type(size) is not int or size < 0 for size in one) for one in shapes):
+        problem = "must contain strings, strings and lists of integers >= 0"
+    else:
+        return [
+            WeightSpec(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+    raise RequestError(f"names, dtypes and shapes {problem}", code="weights.invalid_request")

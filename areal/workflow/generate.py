@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
-from uuid import uuid4
 
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
@@ -37,11 +36,6 @@ def settings_for_length(
     if room >= settings.max_new_tokens:
         return settings
     return replace(settings, max_new_tokens=room, min_new_tokens=min(settings.min_new_tokens, room))
-
-
-def new_group_id() -> str:
-    """An id of fixed length for the requests of one episode."""
-    return uuid4().hex
 
 
 def new_request(

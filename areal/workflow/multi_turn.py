@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
@@ -12,14 +13,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt, tokens_between_turns
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.generate import (
-    answer_text,
-    gather_or_cancel,
-    group_stats,
-    new_group_id,
-    new_request,
-    settings_for_length,
-)
+from areal.workflow.generate import answer_text, gather_or_cancel, group_stats, new_request, settings_for_length
 from areal.workflow.scored import ScoredWorkflow
 from areal.workflow.scoring import Score
 
@@ -32,22 +26,17 @@ RETRY_MESSAGE = (
 class _Dialogue:
     """A growing conversation. Tokens are only appended; an answer of the policy is never tokenised again."""
 
-    text: str
-    token_ids: list[int]
-    loss_mask: list[int]
-    rollout_logprobs: list[float]
-    output_versions: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    loss_mask: list[int] = field(default_factory=list[int])
+    rollout_logprobs: list[float] = field(default_factory=list[float])
+    output_versions: list[int] = field(default_factory=list[int])
     num_turns: int = 0
     finished: bool = False
     scores: list[Score] = field(default_factory=list[Score])
     """One per attempt."""
     discount: float = 1.0
     """Factor of the score of the last attempt."""
-
-    @classmethod
-    def start(cls, text: str, prompt_ids: list[int]) -> _Dialogue:
-        size = len(prompt_ids)
-        return cls(text, list(prompt_ids), [0] * size, [0.0] * size, [-1] * size)
 
     def add_answer(self, response: GenerationResponse, text: str) -> None:
         size = len(response.output_ids)
@@ -115,8 +104,10 @@ class MultiTurnWorkflow(ScoredWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         """One group of dialogues on row `data`."""
         prompt = self._prompt(data)
-        group_id = new_group_id()
-        dialogues = [_Dialogue.start(prompt.text, prompt.token_ids) for _ in range(self._num_samples)]
+        group_id = uuid4().hex
+        dialogues = [_Dialogue() for _ in range(self._num_samples)]
+        for dialogue in dialogues:
+            dialogue.add_fixed(prompt.token_ids, prompt.text)
         await gather_or_cancel(
             [
                 self._converse(engine, dialogue, data, group_id=group_id, first_number=index * self._max_turns)
@@ -132,13 +123,7 @@ class MultiTurnWorkflow(ScoredWorkflow):
         return TrajectoryGroup(trajectories=trajectories, stats=stats, filter_rewards=filter_rewards)
 
     async def _converse(
-        self,
-        engine: InferenceEngine,
-        dialogue: _Dialogue,
-        row: dict[str, Any],
-        *,
-        group_id: str,
-        first_number: int,
+        self, engine: InferenceEngine, dialogue: _Dialogue, row: dict[str, Any], *, group_id: str, first_number: int
     ) -> None:
         """Run one dialogue to its end."""
         while True:
@@ -152,19 +137,14 @@ class MultiTurnWorkflow(ScoredWorkflow):
             scores = await self._scorer.score(context_text, context_ids, [(text, response.output_ids)], row)
             dialogue.scores += scores
             dialogue.discount = self._turn_discount ** (dialogue.num_turns - 1)
-            if scores[0].filter_reward != 0 or dialogue.num_turns >= self._max_turns or not self._has_room(dialogue):
+            if scores[0].filter_reward != 0 or dialogue.num_turns >= self._max_turns:
                 return
-            dialogue.add_fixed(self._retry_ids(response), self._retry_text)
-
-    def _retry_ids(self, response: GenerationResponse) -> list[int]:
-        """The tokens between two answers, without the end token if the policy generated it."""
-        fixed = self._between_turns
-        if response.output_ids and fixed and response.output_ids[-1] == fixed[0]:
-            return fixed[1:]
-        return fixed
-
-    def _has_room(self, dialogue: _Dialogue) -> bool:
-        return len(dialogue.token_ids) + len(self._between_turns) < self._settings.max_tokens
+            retry_ids = self._between_turns
+            if len(dialogue.token_ids) + len(retry_ids) >= self._settings.max_tokens:
+                return
+            if retry_ids and response.output_ids[-1:] == retry_ids[:1]:  # the policy generated the end token
+                retry_ids = retry_ids[1:]
+            dialogue.add_fixed(retry_ids, self._retry_text)
 
     def _prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if "messages" not in row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
+from uuid import uuid4
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import TrajectoryGroup
@@ -16,7 +17,6 @@ from areal.workflow.generate import (
     answer_text,
     gather_or_cancel,
     group_stats,
-    new_group_id,
     new_request,
     settings_for_length,
     single_turn_trajectory,
@@ -55,7 +55,7 @@ class RLVRWorkflow(ScoredWorkflow):
         prompt = self._prompt(data)
         prompt_ids = prompt.token_ids
         settings = settings_for_length(self._settings, len(prompt_ids), list(data))
-        group_id = new_group_id()
+        group_id = uuid4().hex
         each = [settings] * self._num_samples
         if self._greedy_baseline:
             each.append(dataclasses.replace(settings, greedy=True))

@@ -92,10 +92,7 @@ class Scorer:
                     self._handle_failure(term.function, result)
             return results
 
-        if len(terms) == 1:  # the usual case, without the cost of tasks
-            columns = [await results_of(terms[0])]
-        else:
-            columns = await gather_or_cancel([results_of(term) for term in terms])
+        columns = await gather_or_cancel([results_of(term) for term in terms])
         return [self._score(terms, results) for results in zip(*columns, strict=True)]
 
     def _score(self, terms: Sequence[WeightedReward], results: Sequence[RewardResult]) -> Score:
@@ -113,13 +110,8 @@ class Scorer:
                 parts[term.metric] = result.value
             if result.metrics:
                 metrics |= {f"{term.metric}/{name}": value for name, value in result.metrics.items()}
-        return Score(
-            reward=reward,
-            filter_reward=filter_reward,
-            num_errors=num_errors,
-            parts=parts,
-            metrics=parts | metrics,
-        )
+        metrics = parts | metrics
+        return Score(reward=reward, filter_reward=filter_reward, num_errors=num_errors, parts=parts, metrics=metrics)
 
     def stats(self, row: Mapping[str, Any], scores: Sequence[Score], *, reward: float) -> dict[str, float]:
         """Mean of each metric over the scores that have it, and the `reward` of the group under its source."""

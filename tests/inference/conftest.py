@@ -36,6 +36,7 @@ from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import SamplingParams, Sequence
 from areal.inference.server import ServerOptions, serve
 from areal.system.network import Host
+from tests.inference.integrity import check_scheduler
 
 VOCABULARY = 50
 PROMPT = [3, 4, 5, 6, 7]
@@ -91,7 +92,7 @@ class Driver:
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.engine.step()
-            self.engine.scheduler.check_integrity()
+            check_scheduler(self.engine.scheduler)
 
     def run(self) -> None:
         """Until nothing is left; then the cache must be free to the last block."""

@@ -11,6 +11,7 @@ import torch
 from areal.api.errors import RequestError
 from areal.inference.sequence import Sequence, Status
 from areal.inference.weight_update import load_weights_from_folder
+from tests.inference.integrity import check_scheduler
 
 
 def answers(driver) -> list[list[int]]:
@@ -44,7 +45,7 @@ def test_an_answer_ends_at_a_stop_token_or_at_its_length(build_model, drive, pro
     assert stopped.answer_ids == free.answer_ids[: first + 1]
 
 
-def test_min_new_tokens_holds_the_end_back(build_model, drive, prompts):
+def test_min_new_tokens_delays_stop_tokens(build_model, drive, prompts):
     model = build_model("qwen3-gqa")
     driver = drive(model)
     everything = frozenset(range(49))
@@ -95,7 +96,7 @@ def test_siblings_share_the_prefill_and_free_it(build_model, drive, prompts):
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5])
-def test_late_siblings_answer_as_if_alone(delay, build_model, drive, prompts, reference_logprobs):
+def test_late_siblings_do_not_change_answers(delay, build_model, drive, prompts, reference_logprobs):
     model = build_model("qwen2-tied")
     driver = drive(model, max_prefill_tokens=16)
     driver.add(prompts[3], group_id="g")
@@ -107,7 +108,7 @@ def test_late_siblings_answer_as_if_alone(delay, build_model, drive, prompts, re
     assert all(sequence.num_cached > 0 for sequence in late)
 
 
-def test_preemption_changes_nothing_but_time(build_model, drive, prompts):
+def test_preemption_does_not_change_answers(build_model, drive, prompts):
     model = build_model("qwen3-gqa")
     wide, narrow = drive(model), drive(model, num_blocks=7)
     for driver in (wide, narrow):
@@ -124,7 +125,9 @@ def test_preemption_changes_nothing_but_time(build_model, drive, prompts):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", None])
-def test_kept_requests_go_on_under_the_new_weights(mode, build_model, drive, prompts, checkpoint, reference_logprobs):
+def test_retracted_requests_continue_with_the_new_weights(
+    mode, build_model, drive, prompts, checkpoint, reference_logprobs
+):
     old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
     driver = drive(old, version="7")
     sequences = [driver.add(prompts[3], temperature=1.0, seed=n, max_new_tokens=10, group_id="g") for n in range(4)]
@@ -133,7 +136,7 @@ def test_kept_requests_go_on_under_the_new_weights(mode, build_model, drive, pro
         driver.engine.pause(mode)
         assert driver.engine._is_blocked
     load(driver, checkpoint(1), "8")
-    driver.engine.scheduler.check_integrity()
+    check_scheduler(driver.engine.scheduler)
     assert driver.engine.scheduler.num_used_tokens == 0  # nothing computed under the old weights is left
     if mode:
         driver.engine.resume()
@@ -145,7 +148,7 @@ def test_kept_requests_go_on_under_the_new_weights(mode, build_model, drive, pro
         expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 4, 10)
 
 
-def test_interrupted_requests_return_what_they_have(build_model, drive, prompts, checkpoint, reference_logprobs):
+def test_interrupted_requests_return_their_tokens(build_model, drive, prompts, checkpoint, reference_logprobs):
     old, new = build_model("qwen3-gqa", 0), build_model("qwen3-gqa", 1)
     driver = drive(old, version="7", max_running=1)
     started = driver.add(prompts[0], temperature=1.0, max_new_tokens=10)
@@ -164,7 +167,7 @@ def test_interrupted_requests_return_what_they_have(build_model, drive, prompts,
         expect_logprobs(sequence, reference_logprobs(new, sequence.token_ids), 0, sequence.num_output)
 
 
-def test_an_interrupted_answer_goes_on_with_the_numbers_it_would_have_drawn(build_model, drive, prompts):
+def test_a_continued_answer_uses_the_same_random_numbers(build_model, drive, prompts):
     model = build_model("qwen3-gqa")
     driver = drive(model)
     whole = driver.add(prompts[0], temperature=1.0, seed=5, max_new_tokens=10)
@@ -185,7 +188,7 @@ def test_a_refused_update_leaves_everything_as_it_was(build_model, drive, prompt
     assert sequence.version_spans(0, 8) == [("0", 0, 8)]
 
 
-def test_half_replaced_weights_compute_nothing(build_model, drive, prompts, checkpoint):
+def test_nothing_is_computed_with_partial_weights(build_model, drive, prompts, checkpoint):
     driver = drive(build_model("qwen3-gqa"))
     driver.add(prompts[0])
     driver.engine.replace_weights(lambda: None, None, abort_running=False)  # the first bucket of two
@@ -250,7 +253,7 @@ def test_a_failing_step_is_reported_not_swallowed(build_model, drive, prompts):
     assert "no room" in str(failures[0])
 
 
-def test_a_stream_is_due_an_event_every_so_many_tokens_exactly(build_model, drive, prompts):
+def test_a_stream_has_an_event_every_stream_interval_tokens(build_model, drive, prompts):
     driver = drive(build_model("qwen3-gqa"), num_blocks=9)  # so few that some are preempted
     made: list[tuple[Sequence, int]] = []
     driver.engine._deliver = lambda finished, progressed: made.extend((one, one.num_output) for one in progressed)

@@ -105,7 +105,7 @@ def test_logprobs_ignore_penalties_and_restrictions():
     assert logprobs == pytest.approx([reference[token].item() for token in tokens])
 
 
-def test_a_row_is_drawn_alike_alone_and_in_a_crowd():
+def test_sampling_does_not_depend_on_other_rows():
     rows = [sequence(seed, temperature=1.0 + seed % 3, top_k=-1 if seed % 2 else 3) for seed in range(50)]
     together, _ = sample(LOGITS.expand(50, -1), rows)
     alone = [sample(LOGITS[None], [row])[0][0] for row in rows]

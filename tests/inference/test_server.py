@@ -53,7 +53,7 @@ async def test_a_stream_is_incremental_and_equals_the_plain_answer(served):
         assert part["meta_info"]["weight_versions"] == ([{"version": "0", "start": 0, "end": length}] if length else [])
 
 
-async def test_a_stream_costs_an_event_per_interval_and_a_short_answer_one(served):
+async def test_number_of_stream_events(served):
     async def sizes(num_tokens: int, interval: int) -> list[int]:
         sampling = {"max_new_tokens": num_tokens, "stream_interval": interval}
         events = [event async for event in served.events(sampling_params=sampling)]
@@ -66,7 +66,7 @@ async def test_a_stream_costs_an_event_per_interval_and_a_short_answer_one(serve
     assert await sizes(20, 32) == await sizes(20, 20) == [20]
 
 
-async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
+async def test_a_stuck_engine_is_not_healthy(served, monkeypatch):
     await served.get("/health")
     step, go_on = served.engine.step, threading.Event()
     served.engine.step = lambda: (go_on.wait(200), step())
@@ -87,7 +87,7 @@ async def test_an_engine_that_makes_no_step_is_not_healthy(served, monkeypatch):
     await waiting
 
 
-async def test_an_engine_that_makes_no_step_gives_no_sign_of_life(options, serve_with, monkeypatch, tmp_path):
+async def test_a_stuck_engine_sends_no_heartbeat(options, serve_with, monkeypatch, tmp_path):
     path, reported, activity = tmp_path / "alive.json", [], server._activity
     monkeypatch.setattr(server, "launched_heartbeat", lambda: heartbeat.Heartbeat(path))
     monkeypatch.setattr(server, "_activity", lambda engine: reported.append(activity(engine)) or reported[-1])
@@ -213,7 +213,7 @@ async def test_bodies_that_are_not_json_objects_are_refused(served):
     assert (await refused(served.post("/abort_request", {}, 400)))[0] == "request.invalid_field"
 
 
-async def test_a_client_that_goes_frees_its_place(served):
+async def test_a_disconnected_client_aborts_its_request(served):
     await served.post("/pause_generation", {"mode": "in_place"})
     for stream in (False, True):
         task = asyncio.create_task(served.generate(stream=stream, sampling_params={"max_new_tokens": 100}))
@@ -314,7 +314,7 @@ def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path)
     assert options.registry is None
 
 
-def test_a_missing_model_is_one_clear_line(options):
+def test_a_missing_model_is_a_config_error(options):
     missing = replace(options, native=replace(options.native, model_path="/nowhere/model"))
 
     async def run() -> None:

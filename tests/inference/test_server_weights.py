@@ -132,7 +132,7 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
 
 
-async def test_leaving_the_group_ends_a_receive_that_nobody_serves(served, build_model):
+async def test_leaving_the_group_ends_a_waiting_receive(served, build_model):
     store = open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
     groups: list[UpdateGroup] = []
 

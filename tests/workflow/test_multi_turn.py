@@ -62,7 +62,7 @@ async def test_wrong_answers_are_followed_by_a_retry_and_discounted(workflow_of,
         assert (logprob < 0, version) == ((True, 7) if mask else (False, -1))
 
 
-async def test_no_more_than_max_turns(workflow_of, engine_of):
+async def test_a_dialogue_has_at_most_max_turns(workflow_of, engine_of):
     engine = engine_of(["5<e>"] * 9)
     group = await workflow_of(max_turns=2).arun_episode(engine, ROW)
     assert len(engine.requests) == 2
@@ -77,7 +77,7 @@ async def test_a_dialogue_stays_within_max_tokens(workflow_of, engine_of):
     assert len(group.trajectories[0].token_ids) <= limit
 
 
-async def test_samples_are_dialogues_of_their_own(workflow_of, engine_of, tokenizer):
+async def test_each_sample_is_a_separate_dialogue(workflow_of, engine_of, tokenizer):
     engine = engine_of(["4<e>", "5<e>", "4<e>"])
     group = await workflow_of(n_samples=2).arun_episode(engine, ROW)
     assert [t.reward for t in group.trajectories] == [1.0, 0.5]
@@ -109,7 +109,7 @@ async def test_several_functions_score_the_last_attempt_and_the_filter_sees_its_
     assert unknown.value.code == "reward.unknown_source"
 
 
-async def test_a_wrong_answer_in_good_form_is_tried_again(workflow_of, engine_of, tmp_path):
+async def test_a_wrong_answer_with_a_format_reward_is_retried(workflow_of, engine_of, tmp_path):
     form = tmp_path / "form.py"
     form.write_text("def good_form(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n")
     fns = {"exact": 1.0, f"{form}:good_form": 0.25}

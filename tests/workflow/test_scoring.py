@@ -93,7 +93,7 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
     assert error.value.code == "reward.unknown_source"
 
 
-async def test_null_is_no_source(scorer_of):
+async def test_a_null_source_counts_as_none(scorer_of):
     with pytest.raises(InputError, match="null") as error:
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"data_source": None})
     assert error.value.code == "reward.unknown_source"
@@ -166,7 +166,7 @@ async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_pa
     assert (await score(scorer_of(LENGTH), "abc"))[0].reward == 3.0
 
 
-def test_what_does_not_say_what_scores_an_answer_is_refused():
+def test_a_configuration_without_reward_functions_is_refused():
     for reward_fn, config, message in [
         ("", RewardConfig(), "reward_fn and reward.fns"),
         ("exact", RewardConfig(fns={"gsm8k": 1.0}), "^reward_fn: "),

@@ -29,7 +29,7 @@ def test_functions_with_weights_take_the_place_of_the_short_form(tokenizer):
         build_workflow(config(reward=RewardConfig(by_source={"a": {"exactt": 1.0}})), tokenizer)
 
 
-def test_remax_has_a_greedy_answer_drawn(tokenizer):
+def test_remax_generates_a_greedy_answer(tokenizer):
     remax = PPOActorConfig(adv_estimator="remax")
     assert build_workflow(config(reward_fn="exact", actor=remax), tokenizer)._greedy_baseline
     assert not build_workflow(config(reward_fn="exact"), tokenizer)._greedy_baseline
@@ -81,7 +81,7 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
         ({"reward_fn": "exact", "workflow": "multi_turn"}, "workflow_args.max_turns", "workflow.invalid_args"),
     ],
 )
-def test_wrong_names_say_what_to_do(fields, value, code, tokenizer):
+def test_wrong_names_are_config_errors(fields, value, code, tokenizer):
     with pytest.raises(ConfigError, match=value) as error:
         build_workflow(config(**fields), tokenizer)
     assert error.value.code == code
@@ -92,7 +92,7 @@ def group(*rewards):
     return TrajectoryGroup(trajectories=[Trajectory(reward=reward, **fields) for reward in rewards])
 
 
-def test_mixed_rewards_rejects_groups_that_teach_nothing():
+def test_mixed_rewards_rejects_groups_with_equal_rewards():
     accept = resolve_accept_fn("mixed_rewards")
     assert accept is mixed_rewards
     assert accept(group(0.0, 1.0))
