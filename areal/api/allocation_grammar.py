@@ -98,9 +98,7 @@ class _Parser:
     def _evaluation(self, components: list[list[Part]]) -> Syntax:
         parts = [part for component in components for part in component]
         if len(parts) != 1 or parts[0].backend not in INFERENCE_BACKENDS:
-            self._fail(
-                f"{self._word()!r} needs exactly one inference part before it", "write for example native:d2+eval"
-            )
+            self._fail(f"{self._word()!r} needs exactly one inference part before it", "write native:d2+eval")
         return Syntax(components, evaluation=self._take())
 
     def _component(self) -> list[Part]:
@@ -181,7 +179,8 @@ class _Parser:
                 digits += characters[place][0]
             if not digits or digits[0] == "0" or len(digits) > 6:
                 problem = f"{letter}{digits} is not a size" if digits else f"a number is missing after {letter!r}"
-                raise AllocationError(self.text, column, problem, f"write {letter}1 or more, without a leading zero")
+                hint = f"write {letter}1 to {letter}999999, without a leading zero"
+                raise AllocationError(self.text, column, problem, hint)
             sizes[letter] = int(digits)
         return sizes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters
-from areal.api.config.relevance import given, satisfies, unless, when
+from areal.api.config.relevance import Condition, given, satisfies, unless, when
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ ADV_ESTIMATORS = (
 _WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 _WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
 
-REWARDS = unless("/teacher.rl_weight", 0)
+REWARDS = Condition("/teacher.rl_weight", lambda weight: weight != 0, "is not 0 (or teacher is null)")
 """The advantages from rewards are used."""
 _COMPOSED = REWARDS & when("adv_estimator", "gae")
 _SUMMED = REWARDS & unless("adv_estimator", "gdpo")

@@ -69,13 +69,17 @@ def _weight_problems(path: str, fns: Mapping[str, float]) -> Problems:
         yield path, "gives every function the weight 0, so every reward is 0: raise one"
 
 
+def _tables(config: RewardConfig, short_form: str) -> dict[str, dict[str, float]]:
+    """Absolute path -> functions and weights, `reward_fn` included."""
+    tables = {f"reward.{path}": fns for path, fns in config.tables()}
+    return tables | ({"reward_fn": {short_form: 1.0}} if short_form and not config.fns else {})
+
+
 def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
     """Contradictions between reward.* and reward_fn (`short_form`; empty = not set). Paths are absolute."""
     if short_form and config.fns:
         yield "reward_fn", "and reward.fns both select reward functions: remove one"
-    tables = dict(config.tables())
-    if short_form and not config.fns:
-        tables["reward_fn"] = {short_form: 1.0}
+    tables = _tables(config, short_form)
     known = {name for fns in tables.values() for name in fns}
     for name in config.filter_on:
         if name not in known:
@@ -85,8 +89,9 @@ def selection_problems(config: RewardConfig, *, short_form: str) -> Problems:
         for path, fns in tables.items():
             # Without one of them the filter sees the same number for every answer.
             if not any(fns.get(name) for name in config.filter_on):
-                where = path if path == "reward_fn" else f"reward.{path}"
-                text = f"{where} gives no weight to {', '.join(config.filter_on)}, so all answers pass alike: add one"
+                text = (
+                    f"{path} gives no weight to {', '.join(config.filter_on)}, so the filter value is constant: add one"
+                )
                 yield "reward.filter_on", text
     if config.on_error == "fail" and "math" in known and config.timeout_s < MATH_NEEDS_S:
         text = f"{config.timeout_s:g} s is below the {MATH_NEEDS_S:g} s that the reward math can need"
@@ -110,16 +115,13 @@ def score_weight_problems(weights: Mapping[str, float], config: RewardConfig, *,
     if not config.names_functions:
         yield path, "needs separate scores, and reward_fn is one function: name several in reward.fns, or remove it"
         return
-    tables = dict(config.tables())
-    if short_form and not config.fns:
-        tables["reward_fn"] = {short_form: 1.0}
+    tables = _tables(config, short_form)
     shown = short_names({name for fns in tables.values() for name in fns})
     for name in sorted(set(weights) - set(shown.values())):
         yield f"{path}.{name}", f"is not one of the reward functions ({', '.join(sorted(shown.values()))}): correct it"
     for table, fns in tables.items():
         if not any(weights.get(shown[name]) for name in fns):
-            where = table if table == "reward_fn" else f"reward.{table}"
-            yield path, f"gives no function of {where} a weight other than 0, so nothing is learned there: add one"
+            yield path, f"gives no function of {table} a weight other than 0, so nothing is learned there: add one"
 
 
 def short_names(names: set[str]) -> dict[str, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, TypeVar, cast, get_args
 
 from areal.api.config.fields import Problems
 from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, sections_in, with_defaults
@@ -15,11 +15,6 @@ from areal.api.errors import ConfigError, ConfigProblem
 T = TypeVar("T")
 _MAX_INTEGER = 2**63
 _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-
-
-@runtime_checkable
-class _HasProblems(Protocol):
-    def problems(self) -> Problems: ...
 
 
 def check_config(config: Any) -> None:
@@ -45,10 +40,10 @@ def conflicts(config: Any, prefix: str = "") -> Iterator[ConfigProblem]:
         elif spec.item_section is not None and isinstance(value, list):
             for i, item in enumerate(cast("list[Any]", value)):
                 yield from conflicts(item, f"{prefix}{name}[{i}].")
-    if isinstance(config, _HasProblems):
-        for found in config.problems():
-            problem = ConfigProblem(*found)
-            yield problem._replace(path=f"{prefix}{problem.path}")
+    report: Callable[[], Problems] | None = getattr(config, "problems", None)
+    for found in () if report is None else report():
+        problem = ConfigProblem(*found)
+        yield problem._replace(path=f"{prefix}{problem.path}")
 
 
 def missing_values(cls: type[Any], tree: dict[str, Any]) -> Iterator[ConfigProblem]:
@@ -57,7 +52,11 @@ def missing_values(cls: type[Any], tree: dict[str, Any]) -> Iterator[ConfigProbl
         for name in [name for name, value in values.items() if value == MISSING]:
             del values[name]
             path = f"{section}.{name}" if section else name
-            yield ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
+            yield _required(path)
+
+
+def _required(path: str) -> ConfigProblem:
+    return ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
 
 
 def raise_problems(problems: Sequence[ConfigProblem], source: str = "") -> None:
@@ -129,10 +128,8 @@ def _problem(
             break
         cls = cast("type[Any]", below)
     if spec is None or kind in ("missing", "missing_keyword_only_argument"):
-        problem = ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
-    else:
-        problem = _problem_of_value(path, value, spec, kind)
-    return tuple(location), problem
+        return tuple(location), _required(path)
+    return tuple(location), _problem_of_value(path, value, spec, kind)
 
 
 def _is_list(value: Any) -> bool:
