@@ -18,77 +18,69 @@ log = logging.getLogger("vllm.areal")
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; `self` is the worker."""
+    """Mixed into vLLM's worker class; `self` is that worker."""
 
-    def areal_state(self) -> dict[str, Any]:
+    def areal_state(self: Any) -> dict[str, Any]:
         """State that the client needs and vLLM's endpoints do not report."""
-        worker: Any = self
-        model = worker.model_config
+        model = self.model_config
         return {
             "vocab_size": model.get_vocab_size(),
             "context_length": model.max_model_len,
             "weights_whole": self._areal_engine().weights_whole,
             "first_folder": self._areal_engine().first_folder,
-            "has_dummy_weights": worker.vllm_config.load_config.load_format == "dummy",
+            "has_dummy_weights": self.vllm_config.load_config.load_format == "dummy",
         }
 
-    def areal_join(self, info: dict[str, Any]) -> dict[str, str]:
+    def areal_join(self: Any, info: dict[str, Any]) -> dict[str, str]:
         """Join the update group of a trainer; `info` is a `transfer.GroupInfo`."""
-        worker: Any = self
-        return _outcome(lambda: worker.init_weight_transfer_engine(info))
+        return _outcome(lambda: self.init_weight_transfer_engine(info))
 
-    def areal_start_update(self) -> dict[str, str]:
+    def areal_start_update(self: Any) -> dict[str, str]:
         """Start a collective update."""
-        worker: Any = self
 
         def start() -> None:
             self._areal_end_open_update()
-            worker.start_weight_update()
+            self.start_weight_update()
 
         return _outcome(start)
 
-    def areal_receive(self, bucket: dict[str, Any]) -> dict[str, str]:
+    def areal_receive(self: Any, bucket: dict[str, Any]) -> dict[str, str]:
         """Receive one bucket of the update; `info` is a `transfer.BucketInfo`."""
-        worker: Any = self
-        return _outcome(lambda: worker.update_weights(bucket))
+        return _outcome(lambda: self.update_weights(bucket))
 
-    def areal_finish_update(self) -> dict[str, str]:
+    def areal_finish_update(self: Any) -> dict[str, str]:
         """End the update when all weights were received."""
-        worker: Any = self
-        return _outcome(worker.finish_weight_update)
+        return _outcome(self.finish_weight_update)
 
-    def areal_load_folder(self, path: str) -> dict[str, str]:
+    def areal_load_folder(self: Any, path: str) -> dict[str, str]:
         """Load all weights from a checkpoint folder. A failure leaves complete tensors of two policies."""
         return _outcome(lambda: self._areal_reload(path))
 
-    def _areal_reload(self, path: str) -> None:
-        worker: Any = self
+    def _areal_reload(self: Any, path: str) -> None:
         engine = self._areal_engine()
         self._areal_end_open_update()
-        load_config = worker.vllm_config.load_config
+        load_config = self.vllm_config.load_config
         if load_config.load_format == "dummy":  # the server started with random weights: now there are weights to read
             load_config.load_format = "auto"
         engine.weights_whole = False
         try:
-            worker.reload_weights(weights_path=path)
+            self.reload_weights(weights_path=path)
             engine.repack_tied_weights()
         except BaseException:
-            with set_current_vllm_config(worker.vllm_config):
+            with set_current_vllm_config(self.vllm_config):
                 engine.give_up()
             raise
         engine.weights_whole = True
 
-    def _areal_end_open_update(self) -> None:
+    def _areal_end_open_update(self: Any) -> None:
         """End an update whose controller died: vLLM would count its weights as part of the next update."""
-        worker: Any = self
-        if worker._weight_update_active:
-            with set_current_vllm_config(worker.vllm_config):
+        if self._weight_update_active:
+            with set_current_vllm_config(self.vllm_config):
                 self._areal_engine().give_up()
-            worker._weight_update_active = False
+            self._weight_update_active = False
 
-    def _areal_engine(self) -> transfer.ArealTransferEngine:
-        worker: Any = self
-        engine = worker.weight_transfer_engine
+    def _areal_engine(self: Any) -> transfer.ArealTransferEngine:
+        engine = self.weight_transfer_engine
         if not isinstance(engine, transfer.ArealTransferEngine):
             raise RuntimeError('this vLLM server lacks --weight-transfer-config \'{"backend":"areal"}\'')
         return engine
