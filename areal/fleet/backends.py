@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 from areal.api.errors import ConfigError
-from areal.fleet.native_server import NATIVE
-from areal.fleet.replica import Replica, ReplicaFactory
+from areal.fleet.native import NATIVE
+from areal.fleet.replica import ReplicaFactory
 from areal.fleet.server_backend import ServerBackend
 from areal.fleet.sglang_server import SGLANG
 from areal.fleet.vllm_server import VLLM
@@ -27,8 +25,5 @@ def backend_named(name: str) -> ServerBackend:
 
 def replica_factory(name: str) -> ReplicaFactory:
     """Makes clients of the servers of a backend, with the token that the launcher gives to every process of a run."""
-    return functools.partial(_make_replica, backend_named(name), run_token())
-
-
-def _make_replica(backend: ServerBackend, token: str, name: str, address: str) -> Replica:
-    return backend.client(name, address, token)
+    make_client, token = backend_named(name).client, run_token()
+    return lambda replica_name, address: make_client(replica_name, address, token)

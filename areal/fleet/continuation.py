@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, GenerationPart, PartChunk, ReplicaInfo
+from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, ReplicaInfo
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
@@ -72,15 +73,13 @@ class Answer:
             _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")
         if num_prompt >= context:
             raise RequestError(
-                f"a prompt of {num_prompt} tokens leaves no room for an answer in the servers' context length of "
-                f"{context}: shorten the prompt, or give the servers a longer context",
+                f"a prompt of {num_prompt} tokens exceeds the servers' context length of {context}: shorten it",
                 code="request.too_long",
             )
         if num_prompt + self._budget > context:
             raise RequestError(
-                f"prompt ({num_prompt} tokens) and answer (up to {self._budget}) exceed the servers' context length of "
-                f"{context}: set gconfig.max_new_tokens to at most {context - num_prompt}, or gconfig.max_tokens to "
-                f"{context}, which limits both together",
+                f"prompt ({num_prompt} tokens) and answer (up to {self._budget}) exceed the servers' context length: "
+                f"set gconfig.max_new_tokens to at most {context - num_prompt}, or gconfig.max_tokens={context}",
                 code="request.too_long",
             )
 
@@ -112,9 +111,8 @@ class Answer:
         """
         count = len(chunk.token_ids)
         if len(chunk.logprobs) != count or len(chunk.versions) != count:
-            raise self._broken(
-                f"sent {count} tokens with {len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
-            )
+            others = f"{len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
+            raise self._broken(f"sent {count} tokens with {others}")
         if len(self._token_ids) + count > self._budget:
             raise self._broken("sent more tokens than requested")
         self._token_ids += chunk.token_ids
@@ -137,9 +135,7 @@ class Answer:
         self._versions += versions[:rising]
         if rising < len(versions):
             self._cut(first + rising)
-            raise self._broken(
-                f"continued under policy version {versions[rising]}, after version {self.newest_version}"
-            )
+            raise self._broken(f"continued under version {versions[rising]}, after version {self.newest_version}")
 
     def _cut(self, num_tokens: int) -> None:
         del self._token_ids[num_tokens:]
@@ -153,17 +149,12 @@ class Answer:
         """The part ended early, by an abort or a failure: finish the answer if it is complete nevertheless."""
         if self._stop_reason is None and len(self._token_ids) >= self._budget:
             self._stop_reason = "length"
-        if self._stop_reason is None and self._ends_with_stop_token():
+        gconfig = self._request.gconfig
+        may_stop = self._token_ids and not gconfig.ignore_eos and len(self._token_ids) >= gconfig.min_new_tokens
+        if self._stop_reason is None and may_stop and self._token_ids[-1] in gconfig.stop_token_ids:
             self._stop_reason = "stop"
 
-    def _ends_with_stop_token(self) -> bool:
-        gconfig = self._request.gconfig
-        if not self._token_ids or gconfig.ignore_eos or len(self._token_ids) < gconfig.min_new_tokens:
-            return False
-        return self._token_ids[-1] in gconfig.stop_token_ids
-
     def response(self, *, latency_s: float, ttft_s: float) -> GenerationResponse:
-        """The finished answer."""
         return GenerationResponse(
             request_id=self._request.request_id,
             input_ids=self._request.input_ids,
@@ -181,11 +172,9 @@ class Answer:
 def _check_ids(ids: list[int], vocab_size: int, where: str, fix: str) -> None:
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
-        raise RequestError(
-            f"{where} has token id {low if low < 0 else high}, outside of the servers' vocabulary (0 to "
-            f"{vocab_size - 1}): {fix}",
-            code="request.token_id",
-        )
+        wrong = low if low < 0 else high
+        text = f"{where} has token id {wrong}, outside of the servers' vocabulary (0 to {vocab_size - 1}): {fix}"
+        raise RequestError(text, code="request.token_id")
 
 
 def prior_output_bias(part: GenerationPart) -> dict[int, float]:
@@ -210,6 +199,13 @@ def _num_rising(versions: list[int], floor: int | None) -> int:
             return index
         floor = version
     return len(versions)
+
+
+def checked_reason(reason: Any) -> FinishReason | None:
+    """ValueError for a finish reason that is not one of the protocol."""
+    if reason not in (None, "stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    return reason
 
 
 def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:

@@ -117,7 +117,7 @@ class Fleet:
         return answer.response(latency_s=ended - started, ttft_s=(first_token or ended) - started)
 
     async def _run_part(self, answer: Answer, slot: Slot, replica: Replica, on_chunk: OnChunk) -> str:
-        """Let one replica add to the answer; returns what failed, or ''."""
+        """Let one replica add to the answer. The result is the error, or ''."""
         part = answer.next_part(slot.name)
         version = self.version
         slot.num_running += 1
@@ -131,9 +131,8 @@ class Fleet:
             return str(error)
         except TimeoutError:
             slot.num_failures += 1
-            return (
-                f"{slot.name} gave no complete answer in {self._config.request_timeout:g} s (rollout.request_timeout)"
-            )
+            limit = f"{self._config.request_timeout:g} s (rollout.request_timeout)"
+            return f"{slot.name} gave no complete answer in {limit}"
         finally:
             slot.num_running -= 1
         is_expected = self._updater.updating_to is not None or version != self.version
@@ -142,57 +141,42 @@ class Fleet:
         return ""
 
     async def _pick(self, request: GenerationRequest, newest_version: int | None, avoid: str) -> tuple[Slot, Replica]:
-        """A serving replica; waits for one. ServerUnavailable after request_timeout without any."""
+        """A serving replica; waits for one, and without a time limit for the version of the answer's newest token.
+
+        ServerUnavailable after request_timeout without a serving replica.
+        """
+        limit_s = self._config.request_timeout
+        deadline = time.monotonic() + limit_s
         while True:
-            if newest_version is not None and self._is_behind(newest_version):
-                await self._wait_for_version(newest_version)
-            if serving := self._serving():
+            awaited = [newest_version] if newest_version is not None and self._is_behind(newest_version) else []
+            is_switching = self._updater.is_switching
+            serving = [] if awaited or is_switching else self._replicas.serving
+            if serving:
                 break
-            await self._wait_for_serving(request.request_id)  # the version may decrease meanwhile
+            if self._replicas.is_closed:
+                raise ServerUnavailable("the fleet is closed", code="fleet.closed")
+            if awaited or is_switching:  # an update has its own time limits
+                deadline = time.monotonic() + limit_s
+            elif time.monotonic() >= deadline:
+                raise ServerUnavailable(
+                    f"request {request.request_id} found no serving replica for {limit_s:g} s "
+                    f"(rollout.request_timeout): {self._replicas.describe()}",
+                    code="fleet.no_live_replica",
+                )
+            self._num_waiting += 1
+            self._awaited_versions.update(awaited)
+            try:
+                await self._replicas.wait_for_change(deadline - time.monotonic())
+            finally:
+                self._num_waiting -= 1
+                self._awaited_versions.subtract(awaited)
         slot = self._router.pick(serving, request, avoid)
         assert slot.replica is not None  # a serving slot has a connection
         return slot, slot.replica
 
-    def _serving(self) -> list[Slot]:
-        return [] if self._updater.is_switching else self._replicas.serving
-
     def _is_behind(self, newest_version: int | None) -> bool:
         """Whether the fleet serves an older policy than the one that generated the newest token of an answer."""
         return newest_version is not None and self.version < newest_version
-
-    async def _wait_for_version(self, version: int) -> None:
-        """Until the trainer has made the version again, without a time limit."""
-        self._awaited_versions[version] += 1
-        self._num_waiting += 1
-        try:
-            while self._is_behind(version):
-                self._require_open()
-                await self._replicas.wait_for_change(None)
-        finally:
-            self._num_waiting -= 1
-            self._awaited_versions[version] -= 1
-
-    def _require_open(self) -> None:
-        if self._replicas.is_closed:
-            raise ServerUnavailable("the fleet is closed", code="fleet.closed")
-
-    async def _wait_for_serving(self, request_id: str) -> None:
-        self._num_waiting += 1
-        try:
-            deadline = time.monotonic() + self._config.request_timeout
-            while not self._serving():
-                self._require_open()
-                if self._updater.is_switching:  # which has its own time limits
-                    deadline = time.monotonic() + self._config.request_timeout
-                elif time.monotonic() >= deadline:
-                    raise ServerUnavailable(
-                        f"request {request_id} found no serving replica for {self._config.request_timeout:g} s "
-                        f"(rollout.request_timeout): {self._replicas.describe()}",
-                        code="fleet.no_live_replica",
-                    )
-                await self._replicas.wait_for_change(deadline - time.monotonic())
-        finally:
-            self._num_waiting -= 1
 
     # Status
 
@@ -205,9 +189,7 @@ class Fleet:
         elif not self._replicas.serving:
             waiting_for = f"a serving replica: {self._replicas.describe()}"
         elif awaited:
-            waiting_for = (
-                f"version {max(awaited)}, which {awaited.total()} answers have tokens of; {self.version} is served"
-            )
+            waiting_for = f"version {max(awaited)}, for {awaited.total()} unfinished answers; {self.version} is served"
         return {
             "version": self.version,
             "replicas": [slot.status() for slot in self._replicas.slots],

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import ArealError, ServerUnavailable
 
 _MAX_HEAD_BYTES = 65536
 
@@ -65,11 +65,8 @@ class Connection(asyncio.Protocol):
             if self._until_close:
                 self._finish()
             else:
-                self._fail(
-                    ServerUnavailable(
-                        str(exc) if exc else "the connection was lost during the answer", code="fleet.no_answer"
-                    )
-                )
+                text = str(exc) if exc else "the connection was lost during the answer"
+                self._fail(ServerUnavailable(text, code="fleet.no_answer"))
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
@@ -77,8 +74,10 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parse(data)
+        except ArealError as error:  # of on_data
+            self._fail(error)
         except Exception as error:  # noqa: BLE001 - of the parser or of on_data: the caller gets it
-            self._fail(error if isinstance(error, ServerUnavailable) else _unreadable(error))
+            self._fail(ServerUnavailable(f"the answer cannot be read: {error!r}", code="server.unreadable_answer"))
 
     # The answer
 
@@ -111,7 +110,7 @@ class Connection(asyncio.Protocol):
         else:
             self._remaining -= len(data)
             if self._remaining < 0:
-                raise ValueError("the answer is longer than it said")
+                raise ValueError("the answer is longer than its content-length")
             self._deliver(data)
             if self._remaining == 0:
                 self._finish()
@@ -162,11 +161,9 @@ class Connection(asyncio.Protocol):
             self._deliver(piece)
 
     def _deliver(self, piece: bytes) -> None:
-        if not piece:
-            return
-        if self._on_data is not None and self._status == 200:
+        if piece and self._on_data is not None and self._status == 200:
             self._on_data(piece)
-        else:
+        elif piece:
             self._pieces.append(piece)
 
     def _finish(self) -> None:
@@ -174,11 +171,7 @@ class Connection(asyncio.Protocol):
         if self._answer is not None:
             self._answer.set_result((self._status, b"".join(self._pieces)))
 
-    def _fail(self, error: ServerUnavailable) -> None:
+    def _fail(self, error: ArealError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self.abort()
-
-
-def _unreadable(error: Exception) -> ServerUnavailable:
-    return ServerUnavailable(f"the answer cannot be read: {error!r}", code="server.unreadable_answer")

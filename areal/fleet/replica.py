@@ -15,6 +15,8 @@ from areal.api.data import WeightUpdate
 PauseMode = Literal["abort", "retract"]
 """abort: running requests return their tokens so far. retract: they stay and continue later with a new cache."""
 FinishReason = Literal["stop", "length", "abort"]
+ALL_TOKENS = 100_000_000
+"""The default of gconfig.top_k, which means no limit; the servers have other values for it."""
 NO_VERSION = -1
 """Version of a server without weights, and target of a fleet before its first replicas: it never serves."""
 
@@ -38,6 +40,10 @@ class GenerationPart:
     seed: int | None
     stream_interval: int
     """Tokens per chunk. A part that is limited to fewer is not streamed."""
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.max_new_tokens > self.stream_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,10 @@ class Replica(Protocol):
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Install `update.version`. `rank` is the first of the server's ranks in the group of a collective."""
+        """Install `update.version` from a folder, or join the update group if it is new and receive all buckets.
+
+        `rank` is the first of the server's ranks in the group.
+        """
         ...
 
     async def abandon_update(self) -> None:
@@ -105,10 +114,7 @@ class Replica(Protocol):
         """The call of a health check. A healthy server answers it during a weight update too: silence is a hang."""
         ...
 
-    async def load(self) -> ReplicaLoad:
-        """How busy the server is now."""
-        ...
-
+    async def load(self) -> ReplicaLoad: ...
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter, a folder in PEFT's format, under a new name. RequestError without LoRA."""
         ...

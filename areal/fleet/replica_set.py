@@ -9,6 +9,7 @@ watch waits for another replica. `areal.fleet.replica_states` has the transition
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -117,12 +118,9 @@ class ReplicaSet:
 
     async def wait_for_change(self, limit_s: float | None) -> None:
         """Until a slot changes its state, the target changes, or `limit_s` seconds are over."""
-        changed = self._changed
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await changed.wait()
-        except TimeoutError:
-            pass
+                await self._changed.wait()
 
     def announce(self) -> None:
         """Wake every waiter of `wait_for_change`."""
@@ -196,20 +194,18 @@ class ReplicaSet:
             async with asyncio.timeout(self._config.weight_update_timeout_s):
                 await replica.update_weights(update, rank=rank)
         except RequestError as error:
-            if update.kind == "disk":  # a folder is checked before the first copy
-                if slot.replica is replica:
-                    self._apply(slot, Event.UPDATE_REFUSED, str(error))
-            else:
+            if update.kind == "collective":
                 await self._failed_midway(slot, replica, str(error))
+            elif slot.replica is replica:  # a folder is checked before the first copy
+                self._apply(slot, Event.UPDATE_REFUSED, str(error))
             raise
         except (ServerUnavailable, TimeoutError) as error:
             reason = str(error) or f"no weights after {self._config.weight_update_timeout_s:g} s"
             await self._failed_midway(slot, replica, reason)
             raise ServerUnavailable(f"{slot.name}: {reason}", code="fleet.update_failed") from error
         if slot.replica is not replica:
-            raise ServerUnavailable(
-                f"{slot.name} was replaced during the update to version {update.version}", code="fleet.replica_lost"
-            )
+            text = f"{slot.name} was replaced during the update to version {update.version}"
+            raise ServerUnavailable(text, code="fleet.replica_lost")
         slot.version, slot.weights = update.version, Weights.VALID
         self._apply(slot, Event.UPDATE_DONE)
 
@@ -237,14 +233,12 @@ class ReplicaSet:
             await self._drop(slot, "its name is no longer registered")
         known = {slot.index: slot for slot in self.slots}
         for index, registration in found.items():
-            slot = known.get(index) or self._add(index)
+            slot = known.get(index)
+            if slot is None:
+                slot = Slot(index)
+                self.slots = sorted([*self.slots, slot], key=lambda slot: slot.index)
+                self._watches[slot] = asyncio.create_task(self._watch(slot), name=f"watch {slot.name}")
             slot.registered = registration
-
-    def _add(self, index: int) -> Slot:
-        slot = Slot(index)
-        self.slots = sorted([*self.slots, slot], key=lambda slot: slot.index)
-        self._watches[slot] = asyncio.create_task(self._watch(slot), name=f"watch {slot.name}")
-        return slot
 
     async def _drop(self, slot: Slot, reason: str) -> None:
         """Remove a slot. Its requests continue on other replicas and do not count as failed."""
@@ -261,14 +255,11 @@ class ReplicaSet:
                 await self._check(slot)
             except Exception:  # one failed check must not end the watch
                 log.exception("checking %s failed", slot.name)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_check_interval_s):
                     await slot.wake.wait()
-            except TimeoutError:
-                pass
 
     async def _check(self, slot: Slot) -> None:
-        """One health check and its consequences."""
         if slot.state is not State.UPDATING:
             await self._connect(slot)
         replica, changes = slot.replica, slot.changes
@@ -283,8 +274,9 @@ class ReplicaSet:
                     await replica.resume()  # an earlier controller may have paused it
         except (ArealError, TimeoutError) as error:
             if slot.replica is replica:
-                reason = str(error) or f"no answer to a health check in {limit_s:g} s"
-                await self.disconnect(slot, Event.CHECK_FAILED, reason)
+                await self.disconnect(
+                    slot, Event.CHECK_FAILED, str(error) or f"no answer to a health check in {limit_s:g} s"
+                )
             return
         if slot.info is None and slot.weights is Weights.VALID and info.version in self._abandoned:
             slot.weights = Weights.ABANDONED

@@ -3,7 +3,7 @@
 Requests with the same group id (the samples of a group, the turns of an episode) stay on one replica as long as it
 serves, and share cached prefixes there. The policy places the first request of a group and requests without one: on
 the least loaded replica, in turn, or by `prefix_affinity` on the replica that was sent the longest prefix of the
-prompt. A replica that is much busier than the least busy one is skipped (`_is_overloaded`), so a prefix that all
+prompt, except replicas that are much busier than the least busy one (`OVERLOAD_FACTOR`), so that a prefix that all
 prompts share spreads over the fleet.
 """
 
@@ -46,7 +46,6 @@ class PrefixMemory:
         return bisect_left(blocks, True, key=lambda block: block not in self._blocks)
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Remember a prompt that is sent to the replica."""
         known = self._blocks
         for block in reversed(blocks[: self._max_blocks]):
             known[block] = None
@@ -70,24 +69,20 @@ def prefix_blocks(request: GenerationRequest) -> list[int]:
 
 
 class Candidate(Protocol):
-    """The properties of a replica that routing uses."""
+    """The attributes of a replica that routing uses."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def prefixes(self) -> PrefixMemory: ...
+    name: str
+    num_running: int
+    prefixes: PrefixMemory
 
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 class Router:
-    """Chooses among serving replicas."""
+    """Chooses among serving replicas; `policy` as in rollout.schedule_policy."""
 
     def __init__(self, policy: str, max_groups: int = MAX_GROUPS) -> None:
-        """`policy` as in rollout.schedule_policy."""
         self._policy = policy
         self._max_groups = max_groups
         self._turn = 0
@@ -98,15 +93,16 @@ class Router:
         if len(candidates) > 1 and avoid:
             candidates = [candidate for candidate in candidates if candidate.name != avoid]
         group_id = request.group_id
-        if group_id:
-            bound = self._replica_of.get(group_id)
-            for candidate in candidates:
-                if candidate.name == bound:
-                    self._replica_of.move_to_end(group_id)
-                    return candidate
-        chosen = self._choose(candidates, request)
-        if group_id:
-            self._remember(group_id, chosen.name)
+        if not group_id:
+            return self._choose(candidates, request)
+        bound = self._replica_of.get(group_id)
+        chosen = next((candidate for candidate in candidates if candidate.name == bound), None)
+        if chosen is None:
+            chosen = self._choose(candidates, request)
+        self._replica_of[group_id] = chosen.name
+        self._replica_of.move_to_end(group_id)
+        if len(self._replica_of) > self._max_groups:
+            self._replica_of.popitem(last=False)
         return chosen
 
     def _choose(self, candidates: Sequence[CandidateT], request: GenerationRequest) -> CandidateT:
@@ -123,20 +119,10 @@ class Router:
         return min((*candidates[shift:], *candidates[:shift]), key=lambda candidate: candidate.num_running)
 
     def _by_prefix(self, candidates: Sequence[CandidateT], blocks: list[int]) -> CandidateT:
-        least = min(candidate.num_running for candidate in candidates)
-        able = [candidate for candidate in candidates if not _is_overloaded(candidate.num_running, least)]
+        limit = OVERLOAD_FACTOR * min(candidate.num_running for candidate in candidates) + OVERLOAD_SLACK
+        able = [candidate for candidate in candidates if candidate.num_running <= limit]
         known = [candidate.prefixes.num_known(blocks) for candidate in able]
         longest = max(known)  # the least busy one is never overloaded
         chosen = self._least_loaded([one for one, count in zip(able, known, strict=True) if count == longest])
         chosen.prefixes.add(blocks)
         return chosen
-
-    def _remember(self, group_id: str, name: str) -> None:
-        self._replica_of[group_id] = name
-        self._replica_of.move_to_end(group_id)
-        if len(self._replica_of) > self._max_groups:
-            self._replica_of.popitem(last=False)
-
-
-def _is_overloaded(num_running: int, least: int) -> bool:
-    return num_running > OVERLOAD_FACTOR * least + OVERLOAD_SLACK

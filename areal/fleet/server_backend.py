@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import Replica
@@ -24,17 +24,14 @@ class ServerCommand:
     """Weights and KV cache of one server, all its devices together; None when the model is not on this machine."""
 
 
-class SamplingLimits(Protocol):
-    """The sampling settings that a server with these flags does not apply exactly: (field of gconfig, sentence)."""
-
-    def __call__(self, gconfig: GenerationHyperparameters, flags: Flags, *, needs_logprobs: bool = True) -> Problems:
-        """`needs_logprobs`: the answers are trained on, unlike the answers of an evaluation."""
-        ...
+SamplingLimits = Callable[[GenerationHyperparameters, Flags, bool], Problems]
+"""(settings, the server's flags, whether answers are trained on) -> (field, sentence) for each setting that the server
+does not apply exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerBackend:
-    """One kind of inference server. `areal.fleet.backends` lists all of them."""
+    """One row of `areal.fleet.backends`."""
 
     name: str
     """In `allocation_mode`; also the name of its config section."""
@@ -78,21 +75,16 @@ class ServerBackend:
             yield from flag_problems(self.name, self.flags, getattr(config, self.name))
             load_format = given.get("load_format", "dummy")
             if config.actor.init_from_scratch and load_format != "dummy":
-                yield (
-                    f"{self.name}.load_format",
-                    f"{load_format!r} makes the servers load other weights than actor.init_from_scratch draws: remove "
-                    "it",
-                )
+                text = f"{load_format!r} loads other weights than actor.init_from_scratch draws: remove it"
+                yield f"{self.name}.load_format", text
         limit = given.get(self.context_key)
         for path, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
             if gconfig is None:
                 continue
             if isinstance(limit, int) and 0 < limit <= min(gconfig.max_new_tokens, gconfig.max_tokens - 1):
-                yield (
-                    f"{path}.max_new_tokens",
-                    f"{gconfig.max_new_tokens} leaves no room for a prompt in {self.name}.{self.context_key}={limit}: "
-                    "lower it",
-                )
+                limited = f"{self.name}.{self.context_key}={limit}"
+                text = f"{gconfig.max_new_tokens} leaves no room for a prompt in {limited}: lower it"
+                yield f"{path}.max_new_tokens", text
             if self.sampling_problems is not None:
-                found = self.sampling_problems(gconfig, given, needs_logprobs=path == "gconfig")
+                found = self.sampling_problems(gconfig, given, path == "gconfig")
                 yield from ((f"{path}.{name}", text) for name, text in found)

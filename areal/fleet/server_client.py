@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.http_connection import Connection, OnData
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -35,9 +36,8 @@ class ServerClient:
         """`name` and `address` appear in errors. RequestError unless the address is http://host:port."""
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
-            raise RequestError(
-                f"server address {address!r} is not of the form http://host:port", code="fleet.invalid_address"
-            )
+            text = f"server address {address!r} is not of the form http://host:port"
+            raise RequestError(text, code="fleet.invalid_address")
         self.name = name
         self.address = address
         self._host = parts.hostname
@@ -50,11 +50,10 @@ class ServerClient:
         self._closed = False
 
     async def get(self, path: str) -> bytes:
-        """The body of the answer."""
         return await self.request("GET", path)
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """Send JSON; the body of the answer."""
+        """Send JSON; returns the body of the answer."""
         return await self.request("POST", path, orjson.dumps(body))
 
     async def stream(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
@@ -99,9 +98,8 @@ class ServerClient:
                 else:
                     connection.abort()
         except ServerUnavailable as error:
-            raise ServerUnavailable(
-                f"{self.name} at {self.address} did not answer {path}: {error}", code=error.code
-            ) from error
+            text = f"{self.name} at {self.address} did not answer {path}: {error}"
+            raise ServerUnavailable(text, code=error.code) from error
 
     async def _acquire(self) -> Connection:
         if self._closed:
@@ -127,25 +125,25 @@ class ServerClient:
 
     def refusal(self, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
         """The error for a status other than 200. The code of a native server's error is kept."""
-        message, code = _message(answer), _code(answer)
+        message, code = _message_and_code(answer)
         if 400 <= status < 500 and status not in _TRY_ELSEWHERE:
             return RequestError(f"{self.name} refused {path}: {message}", code=code or "server.request_refused")
-        return ServerUnavailable(
-            f"{self.name} failed {path} with status {status}: {message}", code=code or "server.request_failed"
-        )
+        text = f"{self.name} failed {path} with status {status}: {message}"
+        return ServerUnavailable(text, code=code or "server.request_failed")
 
     def parsed(self, payload: bytes, parse: Callable[[Any], _Found]) -> _Found:
         """The result of `parse` for the JSON of an answer. ServerUnavailable when a field is missing or wrong."""
         try:
             return parse(orjson.loads(payload))
+        except ArealError:
+            raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ServerUnavailable:
         """The error for an answer that does not follow the server's protocol."""
-        return ServerUnavailable(
-            f"{self.name} sent an answer that cannot be read: {error!r}", code="server.unreadable_answer"
-        )
+        text = f"{self.name} sent an answer that cannot be read: {error!r}"
+        return ServerUnavailable(text, code="server.unreadable_answer")
 
     def close(self) -> None:
         """Drop all connections: every running call fails with ServerUnavailable. The client cannot be used again."""
@@ -155,23 +153,64 @@ class ServerClient:
             connection.abort()
 
 
-def _message(answer: bytes) -> str:
-    """The message in an error body of any kind of server."""
+class HttpReplica:
+    """The base class of the clients of all servers: the connections, and the update group."""
+
+    def __init__(self, name: str, address: str, token: str = "") -> None:
+        self.name = name
+        self._client = ServerClient(name, address, token=token)
+        self._group_name = ""
+        """The update group that the server has joined; empty without one."""
+
+    async def _send_part(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
+        """Send the request of a part; `on_event` gets the answer, or each event of a stream."""
+        if body["stream"]:
+            await self._client.stream(path, body, on_event)
+        else:
+            on_event(await self._client.post(path, body))
+
+    def _unfinished(self) -> ServerUnavailable:
+        text = f"{self.name} ended an answer without a finish reason"
+        return ServerUnavailable(text, code="server.unreadable_answer")
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+def group_body(update: WeightUpdate, rank: int) -> dict[str, Any]:
+    """The fields of a request to join the update group with ranks from `rank`."""
+    return {
+        "master_address": update.master_address,
+        "master_port": update.master_port,
+        "rank_offset": rank,
+        "world_size": update.world_size,
+        "group_name": update.group_name,
+        "backend": update.backend,
+    }
+
+
+def flat_bucket(bucket: list[WeightSpec], group_name: str, *, is_last: bool) -> dict[str, Any]:
+    """The body of /update_weights_from_distributed, without the version: it is valid once all weights have arrived."""
+    return {
+        "names": [spec.name for spec in bucket],
+        "dtypes": [spec.dtype for spec in bucket],
+        "shapes": [spec.shape for spec in bucket],
+        "group_name": group_name,
+        "flush_cache": is_last,
+        "load_format": "flattened_bucket",
+    }
+
+
+def _message_and_code(answer: bytes) -> tuple[str, str]:
+    """The message in the error body of any kind of server, and areal's error code; empty for servers without one."""
+    message, code = "", ""
     try:
         found = orjson.loads(answer)
+        code = found.get("code", "")
         error = next(found[name] for name in ("error", "message", "detail", "error_message") if found.get(name))
-        text = error["message"] if isinstance(error, dict) else error
-        if isinstance(text, str):
-            return text
+        message = error["message"] if isinstance(error, dict) else error
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         pass
-    return answer[:200].decode(errors="replace") or "no message"
-
-
-def _code(answer: bytes) -> str:
-    """The error code of areal in the body of an error; empty for other servers, whose codes are numbers."""
-    try:
-        code = orjson.loads(answer)["code"]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return code if isinstance(code, str) and "." in code else ""
+    if not isinstance(message, str) or not message:
+        message = answer[:200].decode(errors="replace") or "no message"
+    return message, code if isinstance(code, str) and "." in code else ""  # the codes of other servers are numbers

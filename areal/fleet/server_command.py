@@ -48,8 +48,8 @@ def foreign_command(
     """
     if not is_loopback(host.bind):
         raise ConfigError(
-            f"allocation_mode: {backend.name} servers cannot listen on {host.bind}, because the run's token does not "
-            "protect them there: use native servers, or start the servers yourself (rollout.server_addrs)",
+            f"allocation_mode: no token protects {backend.name} servers on {host.bind}: use native servers, or start "
+            "the servers yourself (rollout.server_addrs)",
             code="launch.server_unprotected",
         )
     rules, given, model = backend.flags, backend.given(config), backend.model(config)

@@ -23,8 +23,20 @@ ONE_PROCESS = "areal uses one HTTP process of each server"
 ONE_GROUP = "areal stops a server as one process group"
 OWN_GPUS = "areal assigns the GPUs of each server"
 NO_KEY = "servers that areal starts listen on loopback only and require no key"
-NO_TLS = "areal speaks plain HTTP to its servers"
-NO_FILE = "write the flags of that file here"
+COMMON_OWNED = {
+    **dict.fromkeys(("host", "port"), LISTENS),
+    **dict.fromkeys(("tp", "tensor_parallel_size", "node_rank"), ALLOCATED),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), "areal speaks plain HTTP to its servers"),
+    "grpc_port": ONE_PROCESS,
+    "api_key": NO_KEY,
+    "config": "write the flags of that file here",
+}
+"""`FlagRules.owned` of every foreign server."""
+COMMON_FIXED = {
+    **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), (1, ALLOCATED)),
+    "nnodes": (1, "a server runs on one machine"),
+}
+"""`FlagRules.fixed` of every foreign server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

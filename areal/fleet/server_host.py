@@ -32,7 +32,7 @@ from areal.api.config.load import load_experiment
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_log import end_reason, last_error, met_taken_port
+from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
@@ -65,8 +65,6 @@ _TAIL_BYTES = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """The options of a host."""
-
     backend: str
     command: tuple[str, ...]
     """The command of the foreign server, with placeholders."""
@@ -88,24 +86,18 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
     """Options from flags, and from the run's config and the launcher's context if there are any."""
     parser = argparse.ArgumentParser(
         prog="python -m areal.fleet.server_host",
-        description="Hosts one foreign inference server: starts COMMAND on free ports, announces it when it is ready, "
-        "and ends with it. In COMMAND, {port} becomes the port it must serve HTTP on, {port_NAME} a further one, "
-        "{index} and {index+N} the index of this server in the run, and N more.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --backend NAME [--config RUN/config.yaml] -- COMMAND ... {port} ...",
     )
-    parser.add_argument(
-        "--backend",
-        choices=sorted(name for name, one in BACKENDS.items() if one.flags),
-        required=True,
-        help="which server COMMAND starts",
-    )
+    foreign = sorted(name for name, one in BACKENDS.items() if one.flags)
+    parser.add_argument("--backend", choices=foreign, required=True, help="which server COMMAND starts")
     parser.add_argument("--config", help="the run's config.yaml; without it the server belongs to no run")
     at = argv.index("--") if "--" in argv else len(argv)
     args, command = parser.parse_args(argv[:at]), argv[at + 1 :]
     if not any("{port}" in word for word in command):
-        raise ConfigError(
-            "give -- and the server's command, with {port} for the port that it serves on", code="fleet.host_command"
-        )
+        text = "give -- and the server's command, with {port} for the port that it serves on"
+        raise ConfigError(text, code="fleet.host_command")
     context = ProcessContext.from_env()
     registry = None
     launcher, rollout = LauncherConfig(), InferenceEngineConfig()
@@ -170,7 +162,6 @@ class Health:
         self._engine_answered_s = self._clock()
 
     def failed(self, call: str, error: str) -> None:
-        """A call failed."""
         if call not in self._failing and self._phase == "serves":
             _LOG.warning("the %s server fails: %s", self._backend, error)
         self._failing.add(call)
@@ -239,7 +230,9 @@ class ServerHost:
             if stopped.is_set():
                 code = None
                 self._health.ends()
-                await self._terminate(process, end)
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                await asyncio.wait({end}, timeout=self._options.stop_grace_s)
             self._health.has_ended()
             await asyncio.to_thread(kill_rest_of_group)
             for task in (stop, watch):
@@ -261,30 +254,29 @@ class ServerHost:
                 *command, stdin=asyncio.subprocess.DEVNULL, preexec_fn=tied_to_this_process()
             )
         except OSError as error:
-            raise LaunchError(
-                f"cannot start {command[0]}: {error.strerror or error}", code="launch.cannot_start"
-            ) from error
+            text = f"cannot start {command[0]}: {error.strerror or error}"
+            raise LaunchError(text, code="launch.cannot_start") from error
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Wait until the server is ready, announce it, then poll its health."""
-        while not await self._is_ready():
-            await asyncio.sleep(_ASK_INTERVAL_S / 2)
-        self._was_ready = True
+        while not self._was_ready:
+            try:
+                async with asyncio.timeout(_ANSWER_LIMIT_S):
+                    self._health.got_info(await self._replica.info())
+                self._was_ready = True
+            except (ArealError, TimeoutError):
+                await asyncio.sleep(_ASK_INTERVAL_S / 2)
         self._health.got_ready()
-        self._announce()
-        # During a weight update, of which this client knows nothing, "info" has no answer. It has no time limit:
-        # repeated calls would only queue up.
+        _LOG.info("%s serves on %s", self._options.backend, self._address)
+        if self._options.registry is None:
+            sys.stdout.write(f"{self._address}\n")
+            sys.stdout.flush()
+        else:
+            announce_server(self._options.registry, self._options.index, self._options.process_name, self._address)
+        # "info" has no time limit: it gets no answer during a weight update, and repeated calls would only queue up.
         await asyncio.gather(
             self._poll("load", _ANSWER_LIMIT_S), self._poll("info", None), self._kill_when_refusing(process)
         )
-
-    async def _is_ready(self) -> bool:
-        try:
-            async with asyncio.timeout(_ANSWER_LIMIT_S):
-                self._health.got_info(await self._replica.info())
-        except (ArealError, TimeoutError):
-            return False
-        return True
 
     async def _poll(self, call: Literal["load", "info"], limit_s: float | None) -> None:
         while True:
@@ -320,21 +312,6 @@ class ServerHost:
             process.kill()
         await process.wait()
 
-    def _announce(self) -> None:
-        options = self._options
-        _LOG.info("%s serves on %s", options.backend, self._address)
-        if options.registry is None:
-            sys.stdout.write(f"{self._address}\n")
-            sys.stdout.flush()
-        else:
-            announce_server(options.registry, options.index, options.process_name, self._address)
-
-    async def _terminate(self, process: asyncio.subprocess.Process, end: asyncio.Task[int]) -> None:
-        """SIGTERM, then wait for the end up to stop_grace_s."""
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await asyncio.wait({end}, timeout=self._options.stop_grace_s)
-
     def report(self, code: int) -> tuple[int, str]:
         """The host's exit code and error after the server ended by itself.
 
@@ -346,15 +323,14 @@ class ServerHost:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if self._refused_connections:
             how = f"accepted no connection for {_REFUSAL_LIMIT_S:g} s and was killed"
-        text = f"the {self._options.backend} server {how}" + (f": {reason}" if reason else "") + self._hint(reason)
-        is_transient = not self._was_ready and (met_taken_port(lines) or (code < 0 and not last_error(lines)))
+        text = f"the {self._options.backend} server {how}" + (f": {reason}" if reason else "")
+        pattern = r"--{}(?![\w-])"
+        section = self._options.section
+        if named := [name for name in section if re.search(pattern.format(name.replace("_", "-")), reason)]:
+            text += f" (set by {', '.join(f'{self._options.backend}.{name}' for name in named)})"
+        met_taken_port = any(map(PORT_TAKEN.search, lines))
+        is_transient = not self._was_ready and (met_taken_port or (code < 0 and not last_error(lines)))
         return (TRANSIENT_EXIT if is_transient else 1), text
-
-    def _hint(self, reason: str) -> str:
-        """The options of the backend's section that an error names."""
-        options = self._options
-        named = [name for name in options.section if re.search(rf"--{name.replace('_', '-')}(?![\w-])", reason)]
-        return f" (set by {', '.join(f'{options.backend}.{name}' for name in named)})" if named else ""
 
     def _log_lines(self) -> list[str]:
         """The lines written since the start, at most the last `_TAIL_BYTES`."""

@@ -18,7 +18,8 @@ _POINTER = re.compile(r"root cause")
 """In an error that only refers to an earlier line, of another process."""
 _MAX_DETAILS = 3
 """Indented lines after an error that belong to it, as pydantic writes them."""
-_PORT_TAKEN = ("address already in use", "eaddrinuse")
+PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
+"""The server found a port in use. It chose that port itself, and chooses another one next time."""
 
 
 def last_error(lines: Sequence[str]) -> str:
@@ -49,8 +50,3 @@ def _details(lines: Sequence[str]) -> Iterator[str]:
 
 def _plain(line: str) -> str:
     return _SGLANG.sub("", _VLLM.sub("", line, count=1), count=1)
-
-
-def met_taken_port(lines: Sequence[str]) -> bool:
-    """Whether the server found a port in use. It chose that port itself, and chooses another one next time."""
-    return any(sign in line.lower() for line in lines for sign in _PORT_TAKEN)

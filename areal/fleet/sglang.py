@@ -7,6 +7,7 @@ server's answer, with the connection, or with its caller's time limit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import GenerationPart, OnChunk, PauseMode, ReplicaInfo, ReplicaLoad
-from areal.fleet.server_client import ServerClient
+from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
+from areal.fleet.server_client import HttpReplica, group_body
 from areal.fleet.sglang_wire import (
     PartReader,
     ServerFacts,
@@ -28,26 +29,23 @@ from areal.fleet.sglang_wire import (
     parse_vocabulary,
     vocabulary_probe,
 )
-from areal.fleet.stop_gate import generate_across_a_boundary
+from areal.fleet.stop_gate import generate_with_stops
 from areal.system.checkpoint_files import folder_problem
 
 DRAIN_S = 1.0
 """How long a pause waits until aborted requests return; SGLang itself checks for them once a second."""
 
 
-class SGLangReplica:
+class SGLangReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`."""
 
-    def __init__(self, name: str, address: str, *, token: str = "") -> None:
-        self.name = name
-        self.address = address
-        self._client = ServerClient(name, address, token=token)
+    def __init__(self, name: str, address: str, token: str = "") -> None:
+        super().__init__(name, address, token)
         self._version = 0
         """From the last report of the server or the last update."""
         self._facts: ServerFacts | None = None
         self._vocab_size = 0
         """0: not known yet."""
-        self._group_name = ""
         self._is_updating = False
         self._num_updates = 0
         """Started so far."""
@@ -63,12 +61,7 @@ class SGLangReplica:
         self._num_running += 1
         self._drained.clear()
         try:
-            if part.num_prior_output_tokens and part.gconfig.stop:
-                await generate_across_a_boundary(
-                    part, functools.partial(self._generate, part, facts), self._texts, on_chunk
-                )
-            else:
-                await self._generate(part, facts, on_chunk)
+            await generate_with_stops(part, functools.partial(self._generate, part, facts), self._texts, on_chunk)
         finally:
             self._num_running -= 1
             if self._num_running == 0:
@@ -76,32 +69,19 @@ class SGLangReplica:
 
     async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
         reader = PartReader(self._version)
-        refusals: list[RequestError] = []
 
         def on_event(event: bytes) -> None:
-            try:
-                answer = orjson.loads(event)
+            def read(answer: dict[str, Any]) -> PartChunk:
                 if "error" in answer:  # the status of a stream is sent before the error occurs
                     status = answer["error"].get("code", 400)
                     raise self._client.refusal("/generate", status if isinstance(status, int) else 500, event)
-                chunk = reader.read(answer, self._version)
-            except RequestError as error:
-                refusals.append(error)
-                return
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise self._client.unreadable(error) from error
-            on_chunk(chunk)
+                return reader.read(answer, self._version)
 
-        if part.max_new_tokens <= part.stream_interval:
-            on_event(await self._client.post("/generate", generate_body(part, facts, stream=False)))
-        else:
-            await self._client.stream("/generate", generate_body(part, facts, stream=True), on_event)
-        if refusals:
-            raise refusals[0]
+            on_chunk(self._client.parsed(event, read))
+
+        await self._send_part("/generate", generate_body(part, facts, stream=part.is_streamed), on_event)
         if not reader.finished:
-            raise ServerUnavailable(
-                f"{self.name} ended an answer without a finish reason", code="server.unreadable_answer"
-            )
+            raise self._unfinished()
 
     async def _texts(self, token_lists: list[list[int]]) -> list[str]:
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
@@ -113,11 +93,9 @@ class SGLangReplica:
         """abort: the server checks once a second whether all requests have returned, so they are awaited here first."""
         if mode == "abort":
             await self._client.post("/abort_request", {"abort_all": True})
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._drained.wait()
-            except TimeoutError:
-                pass
         await self._client.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -128,8 +106,7 @@ class SGLangReplica:
 
         That process does not answer during a weight update: then only the HTTP process is asked.
         """
-        if self._facts is None or not self._is_updating:
-            self._facts = await self._ask_facts()
+        facts = await self._known_facts(again=not self._is_updating)
         if not self._vocab_size:
             self._vocab_size = await self._ask_vocab_size()
         asked_at = None if self._is_updating else self._num_updates
@@ -137,19 +114,13 @@ class SGLangReplica:
         if asked_at == self._num_updates:  # otherwise an update has set it, or will
             self._version = version
         return ReplicaInfo(
-            version=version,
-            vocab_size=self._vocab_size,
-            context_length=self._facts.context_length,
-            weights_whole=None,
+            version=version, vocab_size=self._vocab_size, context_length=facts.context_length, weights_whole=None
         )
 
-    async def _known_facts(self) -> ServerFacts:
-        if self._facts is None:
-            self._facts = await self._ask_facts()
+    async def _known_facts(self, *, again: bool = False) -> ServerFacts:
+        if self._facts is None or again:
+            self._facts = self._client.parsed(await self._client.get("/server_info"), parse_facts)
         return self._facts
-
-    async def _ask_facts(self) -> ServerFacts:
-        return self._client.parsed(await self._client.get("/server_info"), parse_facts)
 
     async def _ask_vocab_size(self) -> int:
         """A paused server would not answer, so it is resumed first: this new client did not pause it."""
@@ -161,9 +132,8 @@ class SGLangReplica:
         try:
             return parse_vocabulary(answer)
         except ValueError as error:
-            raise ServerUnavailable(
-                f"{self.name} does not report the size of its vocabulary: {error}", code="server.unreadable_answer"
-            ) from error
+            text = f"{self.name} does not report the size of its vocabulary: {error}"
+            raise ServerUnavailable(text, code="server.unreadable_answer") from error
 
     async def load(self) -> ReplicaLoad:
         answer = await self._client.get("/v1/loads")
@@ -183,7 +153,6 @@ class SGLangReplica:
     # Weights
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Disk: load the folder. Collective: join the group if it is new, then receive one bucket after another."""
         facts = await self._known_facts()
         self._is_updating = True
         self._num_updates += 1
@@ -218,7 +187,9 @@ class SGLangReplica:
 
     async def _receive(self, update: WeightUpdate, facts: ServerFacts, rank: int) -> None:
         if self._group_name != update.group_name:
-            await self._join_group(update, rank)
+            await self.abandon_update()
+            await self._client.post("/init_weights_update_group", group_body(update, rank))
+            self._group_name = update.group_name
         if facts.has_update_sessions:
             await self._begin_session()
         last = len(update.buckets) - 1
@@ -238,21 +209,6 @@ class SGLangReplica:
         elif status != 200:
             raise self._client.refusal(path, status, answer)
 
-    async def _join_group(self, update: WeightUpdate, rank: int) -> None:
-        await self.abandon_update()
-        await self._client.post(
-            "/init_weights_update_group",
-            {
-                "master_address": update.master_address,
-                "master_port": update.master_port,
-                "rank_offset": rank,
-                "world_size": update.world_size,
-                "group_name": update.group_name,
-                "backend": update.backend,
-            },
-        )
-        self._group_name = update.group_name
-
     async def abandon_update(self) -> None:
         """Leave the group. A server that waits for a bucket reads this only after its wait: it ends with the trainer's
         connection, or with torch's time limit."""
@@ -270,6 +226,3 @@ class SGLangReplica:
 
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/unload_lora_adapter", {"lora_name": name})
-
-    async def close(self) -> None:
-        self._client.close()

@@ -1,77 +1,27 @@
-"""SGLang as a backend: its command, its flags, and the sampling settings that it does not apply exactly.
-
-Measured with SGLang 0.5.23. Its log-probabilities are those of the logits it samples from, at the request's temperature
-and before top-k and top-p. That is what training needs, as long as nothing else changes the logits. Its penalties count
-the last token of the prompt instead of the newest token of the answer; penalties and the minimum length start again
-when a request is put back into the queue.
-"""
+"""SGLang as a backend: its command and its flags."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from areal.api.config import GenerationHyperparameters, PPOConfig
-from areal.fleet.replica import Replica
+from areal.api.config import PPOConfig
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import CPU_REQUESTS, cpu_cache_tokens, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
+    COMMON_FIXED,
+    COMMON_OWNED,
     LISTENS,
-    NO_FILE,
     NO_KEY,
-    NO_TLS,
     ONE_GROUP,
     ONE_PROCESS,
     OWN_GPUS,
     FlagRules,
-    Flags,
-    Problems,
-)
+)  # fmt: skip
+from areal.fleet.sglang import SGLangReplica
+from areal.fleet.sglang_wire import sampling_problems
 from areal.system.network import Host
-
-_LOWEST_TEMPERATURE = 1e-6
-"""SGLang treats a lower temperature as greedy and reports log-probabilities of temperature 1."""
-_MAX_STOP_STRINGS = 32
-_STREAMS = "areal sets how answers are streamed"
-
-
-def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, *, needs_logprobs: bool = True) -> Problems:
-    """See `SamplingLimits`."""
-    if not gconfig.greedy and gconfig.temperature < _LOWEST_TEMPERATURE:
-        yield (
-            "temperature",
-            f"{gconfig.temperature:g} is too low for SGLang: set it to at least {_LOWEST_TEMPERATURE:g}, or set "
-            "greedy: true for the likeliest tokens",
-        )
-    if gconfig.frequency_penalty:
-        yield (
-            "frequency_penalty",
-            f"{gconfig.frequency_penalty:g} would be applied one token late by SGLang: set it to 0, or use native or "
-            "vllm servers",
-        )
-    if gconfig.repetition_penalty != 1:
-        yield (
-            "repetition_penalty",
-            f"{gconfig.repetition_penalty:g} would skip the prompt and the newest token on SGLang: set it to 1, or use "
-            "native or vllm servers",
-        )
-    if gconfig.min_new_tokens and not (gconfig.ignore_eos and not gconfig.stop):
-        yield (
-            "min_new_tokens",
-            f"{gconfig.min_new_tokens} would change SGLang's log-probabilities, and is counted from zero again after a "
-            "pause: set it to 0, or use native servers",
-        )
-    if gconfig.stop and flags.get("skip_tokenizer_init"):
-        yield "stop", "needs the server's tokenizer: remove sglang.skip_tokenizer_init, or use stop_token_ids"
-    if gconfig.stop and len(gconfig.stop) > _MAX_STOP_STRINGS:
-        yield "stop", f"has {len(gconfig.stop)} strings, and SGLang accepts {_MAX_STOP_STRINGS}: remove some"
-    if needs_logprobs and flags.get("rl_on_policy_target"):
-        yield (
-            "temperature",
-            "is applied in bfloat16 under sglang.rl_on_policy_target, and so are the log-probabilities: remove that "
-            "flag",
-        )
 
 
 def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
@@ -114,16 +64,10 @@ def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> 
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in ranks)}
 
 
-def _client(name: str, address: str, token: str) -> Replica:
-    from areal.fleet.sglang import SGLangReplica  # the launcher reads this record and needs no client
-
-    return SGLangReplica(name, address, token=token)
-
-
 SGLANG = ServerBackend(
     name="sglang",
     title="SGLang",
-    client=_client,
+    client=SGLangReplica,
     command=_command,
     model_key="model_path",
     context_key="context_length",
@@ -137,20 +81,19 @@ SGLANG = ServerBackend(
         seed="random_seed",
         tokenizer="tokenizer_path",
         owned={
-            **dict.fromkeys(("host", "port", "nccl_port", "dist_init_addr", "nccl_init_addr"), LISTENS),
-            **dict.fromkeys(("grpc_port", "grpc_mode", "smg_grpc_mode"), ONE_PROCESS),
-            **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "node_rank"), ALLOCATED),
+            **COMMON_OWNED,
+            **dict.fromkeys(("nccl_port", "dist_init_addr", "nccl_init_addr"), LISTENS),
+            **dict.fromkeys(("grpc_mode", "smg_grpc_mode"), ONE_PROCESS),
             **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step"), OWN_GPUS),
-            **dict.fromkeys(("stream_output", "incremental_streaming_output"), _STREAMS),
-            **dict.fromkeys(("api_key", "admin_api_key"), NO_KEY),
-            **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), NO_TLS),
+            **dict.fromkeys(("stream_output", "incremental_streaming_output"), "areal sets how answers are streamed"),
+            "tp_size": ALLOCATED,
+            "admin_api_key": NO_KEY,
             "weight_version": "areal counts the versions of the weights",
-            "config": NO_FILE,
         },
         fixed={
+            **COMMON_FIXED,
+            **dict.fromkeys(("dp_size", "pp_size"), (1, ALLOCATED)),
             "enable_metrics": (True, "areal reads them"),
-            **dict.fromkeys(("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"), (1, ALLOCATED)),
-            "nnodes": (1, "a server runs on one machine"),
             "tokenizer_worker_num": (1, ONE_PROCESS),
             "use_ray": (False, ONE_GROUP),
             "disaggregation_mode": ("null", "each server computes both prompts and answers"),

@@ -1,4 +1,10 @@
-"""The JSON of SGLang's servers: pure functions between it and the records of `areal.fleet.replica`."""
+"""SGLang's dialect: pure functions between its JSON and the records of `areal.fleet.replica`, and its sampling limits.
+
+Measured with SGLang 0.5.23. Its log-probabilities are those of the logits it samples from, at the request's temperature
+and before top-k and top-p. That is what training needs, as long as nothing else changes the logits. Its penalties count
+the last token of the prompt instead of the newest token of the answer; penalties and the minimum length start again
+when a request is put back into the queue.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,17 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.config import GenerationHyperparameters
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
-from areal.fleet.continuation import version_number, versions_of
-from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk
-from areal.fleet.sglang_server import sampling_problems
+from areal.fleet.continuation import checked_reason, version_number, versions_of
+from areal.fleet.replica import ALL_TOKENS, NO_VERSION, GenerationPart, PartChunk
+from areal.fleet.server_client import flat_bucket
+from areal.fleet.server_flags import Flags, Problems
 
-_ALL_TOKENS = 100_000_000
-"""The default of gconfig.top_k, which means no limit; SGLang's value is -1."""
+_LOWEST_TEMPERATURE = 1e-6
+"""SGLang treats a lower temperature as greedy and reports log-probabilities of temperature 1."""
+_MAX_STOP_STRINGS = 32
 _ONLY_THE_LIKELIEST = 1e-9
 """A top_p that keeps one token."""
 _HAS_SESSIONS = (0, 5, 21)
@@ -22,13 +31,6 @@ _HAS_SESSIONS = (0, 5, 21)
 
 _VOCABULARY = re.compile(rb"\[0, (\d+)\]")
 _IMPOSSIBLE_TOKEN = 2**31 - 1
-_OFF = {
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,34 @@ class ServerFacts:
     is_deterministic: bool
     first_folder: str
     """Folder or hub name of the weights it started with."""
+
+
+def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_logprobs: bool = True) -> Problems:
+    """See `areal.fleet.server_backend.SamplingLimits`."""
+    other_servers = "or use native or vllm servers"
+    if not gconfig.greedy and gconfig.temperature < _LOWEST_TEMPERATURE:
+        minimum = f"SGLang's minimum of {_LOWEST_TEMPERATURE:g}"
+        yield "temperature", f"{gconfig.temperature:g} is below {minimum}: raise it, or set greedy: true"
+    if penalty := gconfig.frequency_penalty:
+        yield "frequency_penalty", f"{penalty:g} is applied one token late by SGLang: set it to 0, {other_servers}"
+    if (penalty := gconfig.repetition_penalty) != 1:
+        text = f"{penalty:g} skips the prompt and the newest token on SGLang: set it to 1, {other_servers}"
+        yield "repetition_penalty", text
+    if gconfig.min_new_tokens and not (gconfig.ignore_eos and not gconfig.stop):
+        yield (
+            "min_new_tokens",
+            f"{gconfig.min_new_tokens} changes SGLang's log-probabilities, and its count restarts after a pause: set "
+            "it to 0, or use native servers",
+        )
+    if gconfig.stop and flags.get("skip_tokenizer_init"):
+        yield "stop", "needs the server's tokenizer: remove sglang.skip_tokenizer_init, or use stop_token_ids"
+    if gconfig.stop and len(gconfig.stop) > _MAX_STOP_STRINGS:
+        yield "stop", f"has {len(gconfig.stop)} strings, and SGLang accepts {_MAX_STOP_STRINGS}: remove some"
+    if needs_logprobs and flags.get("rl_on_policy_target"):
+        yield (
+            "temperature",
+            "is rounded to bfloat16 by sglang.rl_on_policy_target, log-probabilities too: remove that flag",
+        )
 
 
 def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> dict[str, Any]:
@@ -60,8 +90,7 @@ def generate_body(part: GenerationPart, facts: ServerFacts, *, stream: bool) -> 
         body["sampling_params"]["sampling_seed"] = seed
     elif part.seed is not None:
         raise RequestError(
-            "the server ignores seeds: start it with sglang.enable_deterministic_inference=true, which needs a GPU, or "
-            "send requests without a seed",
+            "the server ignores seeds: set sglang.enable_deterministic_inference=true (GPU only), or send no seed",
             code="server.unsupported_sampling",
         )
     if part.adapter:
@@ -79,8 +108,12 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         "ignore_eos": gconfig.ignore_eos,
         "temperature": gconfig.temperature,
         "top_p": gconfig.top_p,
-        "top_k": -1 if gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
-        **_OFF,
+        "top_k": -1 if gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
+        "min_p": 0.0,
+        "min_new_tokens": 0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
     }
     if gconfig.greedy or gconfig.top_k == 1:
         # When all running requests have top_k=1, SGLang reports log-probabilities without the temperature.
@@ -107,7 +140,10 @@ class PartReader:
     def read(self, answer: dict[str, Any], known_version: int) -> PartChunk:
         """KeyError, TypeError or ValueError when a field is missing or wrong; RequestError when the server refuses."""
         meta = answer["meta_info"]
-        reason = _finish_reason(meta["finish_reason"])
+        finish: dict[str, Any] = meta["finish_reason"] or {"type": None}
+        reason = checked_reason(finish["type"])
+        if reason == "abort" and finish.get("status_code") == 400:
+            raise RequestError(finish["message"], code="server.request_refused")
         total = meta.get("completion_tokens", 0)
         # Ids and log-probabilities come from one list: output_ids repeats a token of a request aborted in the queue.
         entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
@@ -135,17 +171,6 @@ def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:
     return entries[len(entries) - total + num_seen :]
 
 
-def _finish_reason(finish: dict[str, Any] | None) -> FinishReason | None:
-    if finish is None:
-        return None
-    reason = finish["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason!r}")
-    if reason == "abort" and finish.get("status_code") == 400:
-        raise RequestError(finish["message"], code="server.request_refused")
-    return reason
-
-
 def parse_version(model_info: dict[str, Any]) -> int:
     """The policy version in /model_info. KeyError or ValueError when a field is missing or wrong."""
     return version_number(model_info["weight_version"], has_dummy_weights=model_info.get("load_format") == "dummy")
@@ -155,18 +180,14 @@ def parse_facts(server_info: dict[str, Any]) -> ServerFacts:
     """From /server_info. KeyError, TypeError or ValueError when a field is missing or wrong."""
     if not server_info["internal_states"]:
         raise ValueError("no scheduler answered")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", str(server_info["version"]))[:3])
     return ServerFacts(
-        has_update_sessions=_has_sessions(str(server_info["version"])),
+        # A server built from source may have no version number: it is treated as new.
+        has_update_sessions=numbers[:2] == (0, 0) or numbers >= _HAS_SESSIONS,
         context_length=int(server_info["max_req_input_len"]),
         is_deterministic=bool(server_info.get("enable_deterministic_inference")),
         first_folder=str(server_info["model_path"]),
     )
-
-
-def _has_sessions(version: str) -> bool:
-    """A server built from source may have no version number: it is treated as new."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    return numbers[:2] == (0, 0) or numbers >= _HAS_SESSIONS
 
 
 def vocabulary_probe() -> dict[str, Any]:
@@ -188,17 +209,8 @@ def bucket_body(bucket: list[WeightSpec], group_name: str, version: int | None) 
 
     Until then the server has a mixture of weights, which it reports as no version.
     """
-    return {
-        "names": [spec.name for spec in bucket],
-        "dtypes": [spec.dtype for spec in bucket],
-        "shapes": [spec.shape for spec in bucket],
-        "group_name": group_name,
-        # One flush at the end is enough; the version is valid once all weights have arrived.
-        "flush_cache": version is not None,
-        "abort_all_requests": False,
-        "weight_version": str(NO_VERSION if version is None else version),
-        "load_format": "flattened_bucket",
-    }
+    body = flat_bucket(bucket, group_name, is_last=version is not None)
+    return {**body, "abort_all_requests": False, "weight_version": str(NO_VERSION if version is None else version)}
 
 
 def generated_tokens(metrics: str) -> int:

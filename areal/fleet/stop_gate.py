@@ -51,34 +51,34 @@ class BoundaryGate:
             return False
         ids = self._new_ids()[:count]
         logprobs = [logprob for chunk in self._held for logprob in chunk.logprobs][:count]
-        versions = [version for chunk in self._held for version in chunk.versions][:count]
         reported = self._held[-1].part_versions
-        if reported is not None:
-            versions = reported[:count]
-        self._on_chunk(PartChunk(ids, logprobs, versions, "stop", None if reported is None else versions))
+        versions = reported or [version for chunk in self._held for version in chunk.versions]
+        self._on_chunk(PartChunk(ids, logprobs, versions[:count], "stop", reported and reported[:count]))
         return True
 
     def _ends_at(self, count: int, texts: list[str]) -> bool:
-        """Whether new token number `count` completes a stop string. One that an earlier token completed, when the
-        answer was still shorter than min_new_tokens, does not count."""
-        if count < self._min_new_tokens:
-            return False
-        return any(texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops)
+        """Whether new token number `count` completes a stop string, other than one within the first min_new_tokens."""
+        return count >= self._min_new_tokens and any(
+            texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops
+        )
 
     def _new_ids(self) -> list[int]:
         return [token for chunk in self._held for token in chunk.token_ids]
 
 
-async def generate_across_a_boundary(
+async def generate_with_stops(
     part: GenerationPart,
     generate: Callable[[OnChunk], Awaitable[None]],
     to_texts: Callable[[list[list[int]]], Awaitable[list[str]]],
     on_chunk: OnChunk,
 ) -> None:
-    """Let `generate` run a part that continues an earlier one, and end it where a stop string that started there ends.
+    """Let `generate` run a part, and end it where a stop string ends that started in an earlier part.
 
-    Waits for the first tokens or the end of the part.
+    A part that can have none runs as it is. Otherwise the first tokens or the end of the part are awaited.
     """
+    if not (part.num_prior_output_tokens and part.gconfig.stop):
+        await generate(on_chunk)
+        return
 
     async def run() -> None:
         await generate(gate.take)

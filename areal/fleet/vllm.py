@@ -17,6 +17,7 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
+from areal.fleet.continuation import versions_of
 from areal.fleet.replica import (
     NO_VERSION,
     FinishReason,
@@ -27,8 +28,8 @@ from areal.fleet.replica import (
     ReplicaInfo,
     ReplicaLoad,
 )
-from areal.fleet.server_client import ServerClient
-from areal.fleet.stop_gate import generate_across_a_boundary
+from areal.fleet.server_client import HttpReplica, group_body
+from areal.fleet.stop_gate import generate_with_stops
 from areal.fleet.vllm_wire import (
     Piece,
     WorkerState,
@@ -36,7 +37,6 @@ from areal.fleet.vllm_wire import (
     parse_load,
     parse_piece,
     parse_worker_state,
-    part_versions,
     version_number,
     worker_errors,
 )
@@ -51,13 +51,11 @@ _EXTENSION_HELP = (
 )
 
 
-class VLLMReplica:
+class VLLMReplica(HttpReplica):
     """See `areal.fleet.replica.Replica`."""
 
-    def __init__(self, name: str, address: str, *, token: str = "") -> None:
-        self.name = name
-        self.address = address
-        self._client = ServerClient(name, address, token=token)
+    def __init__(self, name: str, address: str, token: str = "") -> None:
+        super().__init__(name, address, token)
         self._version = 0
         """From the last report of the server."""
         self._num_updates = 0
@@ -65,51 +63,29 @@ class VLLMReplica:
         self._is_updating = False
         self._info: ReplicaInfo | None = None
         """From the last health check."""
-        self._group_name = ""
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """See the protocol. A cancelled call drops its connection, and the server then aborts the request."""
-        if part.num_prior_output_tokens and part.gconfig.stop:
-            await generate_across_a_boundary(
-                part,
-                functools.partial(self._generate, part),
-                functools.partial(self._texts, stops=part.gconfig.stop or []),
-                on_chunk,
-            )
-        else:
-            await self._generate(part, on_chunk)
+        to_texts = functools.partial(self._texts, part.gconfig.stop or [])
+        await generate_with_stops(part, functools.partial(self._generate, part), to_texts, on_chunk)
 
     async def _generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         path = "/inference/v1/generate"
         collector = _PartCollector(self.name, on_chunk)
-        if part.max_new_tokens <= part.stream_interval:
-            answer = await self._client.post(path, generate_body(part, stream=False))
-            collector.add(self._client.parsed(answer, parse_piece), None)
-        else:
-            await self._stream(path, part, collector)
-        if collector.finish_reason is None:
-            raise ServerUnavailable(
-                f"{self.name} ended an answer without a finish reason", code="server.unreadable_answer"
-            )
-
-    async def _stream(self, path: str, part: GenerationPart, collector: _PartCollector) -> None:
         version, num_updates = self._version, self._num_updates
-        errors: list[bytes] = []
 
         def on_event(event: bytes) -> None:
             if event.startswith(b'{"error"'):  # a stream can end with an error
-                errors.append(event)
-                return
-            collector.add(
-                self._client.parsed(event, parse_piece), version if self._num_updates == num_updates else None
-            )
+                status = self._client.parsed(event, lambda found: int(found["error"]["code"]))
+                raise self._client.refusal(path, status, event)
+            piece = self._client.parsed(event, parse_piece)
+            collector.add(piece, version if self._num_updates == num_updates else None)
 
-        await self._client.stream(path, generate_body(part, stream=True), on_event)
-        if errors:
-            status = self._client.parsed(errors[0], lambda found: int(found["error"]["code"]))
-            raise self._client.refusal(path, status, errors[0])
+        await self._send_part(path, generate_body(part, stream=part.is_streamed), on_event)
+        if collector.finish_reason is None:
+            raise self._unfinished()
 
-    async def _texts(self, token_lists: list[list[int]], stops: list[str]) -> list[str]:
+    async def _texts(self, stops: list[str], token_lists: list[list[int]]) -> list[str]:
         """The texts of lists, each a prefix of the next. If the last has no stop string, the others stay empty."""
         whole = await self._text(token_lists[-1])
         if not any(stop in whole for stop in stops):
@@ -129,26 +105,29 @@ class VLLMReplica:
         await self._client.post("/resume", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        """Disk: load the folder. Collective: join the group if it is new, then receive one bucket after another."""
         self._is_updating = True
         try:
-            await (self._load_folder(update) if update.kind == "disk" else self._receive(update, rank))
+            if update.kind == "disk":
+                state = await self._worker_state()
+                if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(state.first_folder)):
+                    raise RequestError(f"{self.name} cannot load these weights: {problem}", code="weights.bad_folder")
+            elif self._group_name != update.group_name:
+                self._group_name = ""
+                await self._call_workers("areal_join", {**group_body(update, rank), "timeout_s": BUCKET_TIMEOUT_S})
+                self._group_name = update.group_name
+            # The server has no version until the end: an update that fails never counts as the version before.
+            self._num_updates += 1
+            await self._client.post("/update_weight_version", {"new_version": str(NO_VERSION)})
+            if update.kind == "disk":
+                await self._call_workers("areal_load_folder", update.path)
+            else:
+                await self._receive(update)
+            await self._use_weights(update.version)
         finally:
             self._is_updating = False
         self._version = update.version
 
-    async def _load_folder(self, update: WeightUpdate) -> None:
-        state = await self._worker_state()
-        if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(state.first_folder)):
-            raise RequestError(f"{self.name} cannot load these weights: {problem}", code="weights.bad_folder")
-        await self._begin_change()
-        await self._call_workers("areal_load_folder", update.path)
-        await self._use_weights(update.version)
-
-    async def _receive(self, update: WeightUpdate, rank: int) -> None:
-        if self._group_name != update.group_name:
-            await self._join_group(update, rank)
-        await self._begin_change()
+    async def _receive(self, update: WeightUpdate) -> None:
         await self._call_workers("areal_start_update")
         for bucket in update.buckets:
             info = {
@@ -158,42 +137,17 @@ class VLLMReplica:
             }
             await self._call_workers("areal_receive", info)
         await self._call_workers("areal_finish_update")
-        await self._use_weights(update.version)
-
-    async def _join_group(self, update: WeightUpdate, rank: int) -> None:
-        self._group_name = ""
-        info = {
-            "master_address": update.master_address,
-            "master_port": update.master_port,
-            "rank_offset": rank,
-            "world_size": update.world_size,
-            "group_name": update.group_name,
-            "backend": update.backend,
-            "timeout_s": BUCKET_TIMEOUT_S,
-        }
-        await self._call_workers("areal_join", info)
-        self._group_name = update.group_name
-
-    async def _begin_change(self) -> None:
-        """The server has no version until `_use_weights`: an update that fails in between never counts as the version
-        before."""
-        self._num_updates += 1
-        await self._client.post("/update_weight_version", {"new_version": str(NO_VERSION)})
 
     async def _use_weights(self, version: int) -> None:
         """Clear the cache, then set the version: no request may continue with keys and values of the old weights."""
         try:
-            await self._drop_cache()
+            answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
+            if not self._client.parsed(answer, lambda found: found["success"]):
+                text = f"{self.name} did not clear the KV cache of the old weights"
+                raise ServerUnavailable(text, code="server.request_failed")
             await self._client.post("/update_weight_version", {"new_version": str(version)})
         except RequestError as error:  # RequestError would mean that the weights are unchanged
             raise ServerUnavailable(str(error), code="server.request_failed") from error
-
-    async def _drop_cache(self) -> None:
-        answer = await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
-        if not self._client.parsed(answer, lambda found: found["success"]):
-            raise ServerUnavailable(
-                f"{self.name} did not clear the KV cache of the old weights", code="server.request_failed"
-            )
 
     async def abandon_update(self) -> None:
         """A server that waits for a bucket reads no call: its wait ends with the trainer's connection, or after
@@ -201,7 +155,7 @@ class VLLMReplica:
         self._group_name = ""
 
     async def info(self) -> ReplicaInfo:
-        """During a weight update the process that computes does not answer, so the HTTP process is asked instead."""
+        """Only the HTTP process answers during a weight update."""
         if self._is_updating and self._info is not None:
             await self._client.get("/health")
             return self._info
@@ -229,9 +183,8 @@ class VLLMReplica:
         path = "/collective_rpc"
         status, answer = await self._client.exchange("POST", path, orjson.dumps({"method": method, "args": list(args)}))
         if status == 404 or b"has no attribute 'areal_" in answer:
-            raise ServerUnavailable(
-                f"{self.name} runs without areal's extension: {_EXTENSION_HELP}", code="server.no_extension"
-            )
+            text = f"{self.name} runs without areal's extension: {_EXTENSION_HELP}"
+            raise ServerUnavailable(text, code="server.no_extension")
         if status != 200:
             raise self._client.refusal(path, status, answer)
         if errors := self._client.parsed(answer, worker_errors):
@@ -247,17 +200,12 @@ class VLLMReplica:
 
     async def load_adapter(self, name: str, path: str) -> None:
         if not await asyncio.to_thread((Path(path) / "adapter_config.json").is_file):  # vLLM's workers would disagree
-            raise RequestError(
-                f"{self.name} cannot load the LoRA adapter {path}: it has no adapter_config.json",
-                code="server.adapter_folder",
-            )
+            text = f"{self.name} cannot load the LoRA adapter {path}: it has no adapter_config.json"
+            raise RequestError(text, code="server.adapter_folder")
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     async def unload_adapter(self, name: str) -> None:
         await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def close(self) -> None:
-        self._client.close()
 
 
 @dataclass
@@ -291,9 +239,7 @@ class _PartCollector:
 
     def _reported_versions(self, last: Piece) -> list[int]:
         try:
-            return part_versions(last.spans, self.num_passed_on + len(self.token_ids))
+            return versions_of(last.spans or [], self.num_passed_on + len(self.token_ids))
         except ValueError as error:
-            raise ServerUnavailable(
-                f"{self.replica_name} did not report the versions of an answer: {error}",
-                code="server.unreadable_answer",
-            ) from error
+            text = f"{self.replica_name} did not report the versions of an answer: {error}"
+            raise ServerUnavailable(text, code="server.unreadable_answer") from error

@@ -10,32 +10,29 @@ from __future__ import annotations
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig
-from areal.fleet.replica import Replica
+from areal.fleet.replica import ALL_TOKENS
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import CPU_REQUESTS, SERVER_SIDE, cpu_cache_tokens, element_bytes, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
+    COMMON_FIXED,
+    COMMON_OWNED,
     LISTENS,
-    NO_FILE,
-    NO_KEY,
-    NO_TLS,
     ONE_GROUP,
     ONE_PROCESS,
     OWN_GPUS,
     FlagRules,
     Flags,
     Problems,
-)
+)  # fmt: skip
+from areal.fleet.vllm import VLLMReplica
+from areal.fleet.vllm_wire import MAX_BIASED_TOKENS
 from areal.system.model_shape import ModelShape
 from areal.system.network import Host
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-_ALL_TOKENS = 100_000_000
-"""The default of top_k, which means no limit."""
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature and refuses a higher one."""
-MAX_BIASED_TOKENS = 1024
-"""A request with more entries in its logit bias ends a server on GPU."""
 _MAX_STOP_IDS = 100
 """On GPU a request can have 128, including the model's own end tokens."""
 _CPU_CACHE_BYTES = 2**30
@@ -47,89 +44,67 @@ def logprobs_mode(gconfig: GenerationHyperparameters) -> str:
     return RAW if gconfig.temperature == 1 or gconfig.greedy else PROCESSED
 
 
-def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, *, needs_logprobs: bool = True) -> Problems:
+def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_logprobs: bool = True) -> Problems:
     """See `SamplingLimits`."""
     if not gconfig.greedy and not _LOWEST_TEMPERATURE <= gconfig.temperature <= _HIGHEST_TEMPERATURE:
+        accepted = f"{_LOWEST_TEMPERATURE:g} to {_HIGHEST_TEMPERATURE:g}"
         yield (
             "temperature",
-            f"{gconfig.temperature:g} is outside the range of vLLM, {_LOWEST_TEMPERATURE:g} to "
-            f"{_HIGHEST_TEMPERATURE:g}: use a temperature in this range, or set greedy: true for the likeliest tokens",
+            f"{gconfig.temperature:g} is outside the range of vLLM, {accepted}: change it, or set greedy",
         )
     if needs_logprobs:
         yield from _logprob_problems(gconfig)
     yield from _penalty_problems(gconfig, flags)
-    yield from _stop_problems(gconfig, flags)
-
-
-def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
-    if gconfig.greedy and gconfig.temperature != 1:
-        yield (
-            "temperature",
-            f"{gconfig.temperature:g} has no effect on greedy answers of vLLM, and their log-probabilities would be "
-            "those of temperature 1: set temperature: 1, or greedy: false",
-        )
-        return
-    changed = _changes(gconfig)
-    if logprobs_mode(gconfig) == PROCESSED and changed:
-        yield (
-            "temperature",
-            f"{gconfig.temperature:g} cannot be used with {' and '.join(changed)} on vLLM servers, which then report "
-            "no log-probability that training can use: set temperature: 1, set the others to their defaults, or use "
-            "native servers",
-        )
-
-
-def _changes(gconfig: GenerationHyperparameters) -> list[str]:
-    """Settings other than the temperature that change the distribution that tokens are sampled from."""
-    facts = {
-        "top_p": gconfig.top_p < 1,
-        "top_k": gconfig.top_k < _ALL_TOKENS,
-        "frequency_penalty": gconfig.frequency_penalty != 0,
-        "repetition_penalty": gconfig.repetition_penalty != 1,
-        "min_new_tokens": gconfig.min_new_tokens > 0 and not gconfig.ignore_eos,  # end tokens are masked until then
-    }
-    return [name for name, is_used in facts.items() if is_used]
-
-
-def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Problems:
-    if not gconfig.frequency_penalty:
-        return
-    if gconfig.repetition_penalty != 1:
-        yield (
-            "frequency_penalty",
-            f"{gconfig.frequency_penalty:g} cannot be used with repetition_penalty={gconfig.repetition_penalty:g} on "
-            "vLLM servers: an answer that continues after an interruption would be penalised differently; use one of "
-            "them, or native servers",
-        )
-    if gconfig.max_new_tokens > MAX_BIASED_TOKENS + 1:  # the last token has none after it
-        yield (
-            "frequency_penalty",
-            f"{gconfig.frequency_penalty:g} can be continued after an interruption only for up to {MAX_BIASED_TOKENS} "
-            f"different tokens on vLLM servers, and max_new_tokens is {gconfig.max_new_tokens}: set it to 0, or "
-            f"max_new_tokens to at most {MAX_BIASED_TOKENS + 1}, or use native servers",
-        )
-    if flags.get("speculative_config"):
-        yield (
-            "frequency_penalty",
-            f"{gconfig.frequency_penalty:g} cannot be continued after an interruption when vLLM decodes speculatively: "
-            "set it to 0, or remove vllm.speculative_config",
-        )
-
-
-def _stop_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Problems:
     if gconfig.stop and flags.get("skip_tokenizer_init"):
         yield "stop", "needs the server's tokenizer: remove vllm.skip_tokenizer_init, or use stop_token_ids"
     if gconfig.stop and gconfig.ignore_eos and gconfig.min_new_tokens:
         yield (
             "min_new_tokens",
-            f"{gconfig.min_new_tokens} with ignore_eos and stop would mask the end token in vLLM until that length: "
-            "remove one of the three",
+            f"{gconfig.min_new_tokens} with ignore_eos and stop masks the end token in vLLM: remove one of the three",
         )
     if len(gconfig.stop_token_ids) > _MAX_STOP_IDS:
+        yield "stop_token_ids", f"has {len(gconfig.stop_token_ids)} ids, and vLLM accepts {_MAX_STOP_IDS}: remove some"
+
+
+def _logprob_problems(gconfig: GenerationHyperparameters) -> Problems:
+    changes_distribution = {
+        "top_p": gconfig.top_p < 1,
+        "top_k": gconfig.top_k < ALL_TOKENS,
+        "frequency_penalty": gconfig.frequency_penalty != 0,
+        "repetition_penalty": gconfig.repetition_penalty != 1,
+        "min_new_tokens": gconfig.min_new_tokens > 0 and not gconfig.ignore_eos,  # end tokens are masked until then
+    }
+    changed = [name for name, is_used in changes_distribution.items() if is_used]
+    if gconfig.greedy and gconfig.temperature != 1:
         yield (
-            "stop_token_ids",
-            f"has {len(gconfig.stop_token_ids)} ids, and vLLM accepts {_MAX_STOP_IDS}: remove some",
+            "temperature",
+            f"{gconfig.temperature:g} has no effect on greedy answers of vLLM, nor on their log-probabilities: set it "
+            "to 1, or greedy to false",
         )
+    elif logprobs_mode(gconfig) == PROCESSED and changed:
+        yield (
+            "temperature",
+            f"{gconfig.temperature:g} with {' and '.join(changed)} makes vLLM report log-probabilities that training "
+            "cannot use: set it to 1, set the others to their defaults, or use native servers",
+        )
+
+
+def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Problems:
+    """An answer that continues after an interruption must be penalised like one that was not interrupted."""
+    if not gconfig.frequency_penalty:
+        return
+    given = f"{gconfig.frequency_penalty:g} cannot be continued exactly on vLLM after an interruption"
+    if gconfig.repetition_penalty != 1:
+        other = f"repetition_penalty={gconfig.repetition_penalty:g}"
+        yield "frequency_penalty", f"{given} together with {other}: use one of them, or native servers"
+    if gconfig.max_new_tokens > MAX_BIASED_TOKENS + 1:  # the last token has none after it
+        yield (
+            "frequency_penalty",
+            f"{given} with max_new_tokens={gconfig.max_new_tokens}: set it to 0, max_new_tokens to at most "
+            f"{MAX_BIASED_TOKENS + 1}, or use native servers",
+        )
+    if flags.get("speculative_config"):
+        yield "frequency_penalty", f"{given} with speculation: set it to 0, or remove vllm.speculative_config"
 
 
 def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
@@ -165,16 +140,10 @@ def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
     return foreign_command(config, host, VLLM, program=program, defaults=defaults, owned=owned, env=env)
 
 
-def _client(name: str, address: str, token: str) -> Replica:
-    from areal.fleet.vllm import VLLMReplica  # the launcher reads this record and needs no client
-
-    return VLLMReplica(name, address, token=token)
-
-
 VLLM = ServerBackend(
     name="vllm",
     title="vLLM",
-    client=_client,
+    client=VLLMReplica,
     command=_command,
     model_key="model",
     context_key="max_model_len",
@@ -186,24 +155,19 @@ VLLM = ServerBackend(
         seed="seed",
         tokenizer="tokenizer",
         owned={
-            **dict.fromkeys(("host", "port", "uds", "master_addr", "master_port"), LISTENS),
-            **dict.fromkeys(("grpc", "grpc_port", "headless"), ONE_PROCESS),
-            **dict.fromkeys(("tensor_parallel_size", "tp", "node_rank"), ALLOCATED),
-            **dict.fromkeys(("ssl_keyfile", "ssl_certfile"), NO_TLS),
+            **COMMON_OWNED,
+            **dict.fromkeys(("uds", "master_addr", "master_port"), LISTENS),
+            **dict.fromkeys(("grpc", "headless"), ONE_PROCESS),
             "enable_scale_out": "areal needs it",
             "tokens_only": "areal needs the other endpoints too",
             "weight_transfer_config": "areal sets its own",
             "logprobs_mode": "areal derives it from gconfig",
             "device_ids": OWN_GPUS,
-            "api_key": NO_KEY,
             "root_path": "areal calls the server directly",
-            "config": NO_FILE,
         },
         fixed={
-            **dict.fromkeys(
-                ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"), (1, ALLOCATED)
-            ),
-            "nnodes": (1, "a server runs on one machine"),
+            **COMMON_FIXED,
+            "prefill_context_parallel_size": (1, ALLOCATED),
             "distributed_executor_backend": ("mp", ONE_GROUP),
             "api_server_count": (1, ONE_PROCESS),
             "disable_log_stats": (False, "areal reads the metrics"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import RequestError
-from areal.fleet.continuation import prior_output_bias, version_number, versions_of
-from areal.fleet.replica import FinishReason, GenerationPart, ReplicaLoad
-from areal.fleet.vllm_server import MAX_BIASED_TOKENS
+from areal.fleet.continuation import checked_reason, prior_output_bias, version_number
+from areal.fleet.replica import ALL_TOKENS, FinishReason, GenerationPart, ReplicaLoad
 
-_ALL_TOKENS = 100_000_000
-"""The default of gconfig.top_k, which means no limit; vLLM's value is 0."""
+MAX_BIASED_TOKENS = 1024
+"""A request with more entries in its logit bias ends a server on GPU."""
 
 
 def generate_body(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
         "min_tokens": 0 if gconfig.ignore_eos and not gconfig.stop else part.min_new_tokens,
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
         "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
-        "top_k": 0 if gconfig.greedy or gconfig.top_k >= _ALL_TOKENS else gconfig.top_k,
+        "top_k": 0 if gconfig.greedy or gconfig.top_k >= ALL_TOKENS else gconfig.top_k,
         "repetition_penalty": gconfig.repetition_penalty,
         "frequency_penalty": gconfig.frequency_penalty,
         "ignore_eos": gconfig.ignore_eos,
@@ -53,8 +51,8 @@ def _sampling(part: GenerationPart, *, stream: bool) -> dict[str, Any]:
     if bias := prior_output_bias(part):
         if len(bias) > MAX_BIASED_TOKENS:
             raise RequestError(
-                f"an answer of {len(bias)} different tokens cannot continue with a frequency_penalty on a vLLM server, "
-                f"which accepts {MAX_BIASED_TOKENS}: set gconfig.frequency_penalty to 0, or use native servers",
+                f"vLLM continues an answer with a frequency_penalty only up to {MAX_BIASED_TOKENS} different tokens, "
+                f"and this one has {len(bias)}: set gconfig.frequency_penalty to 0, or use native servers",
                 code="server.unsupported_sampling",
             )
         sampling["logit_bias"] = {str(token): value for token, value in bias.items()}
@@ -88,17 +86,9 @@ def parse_piece(answer: dict[str, Any]) -> Piece:
     choice = answer["choices"][0]
     token_ids: list[int] = choice["token_ids"] or []
     logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if token_ids else []
-    reason = choice["finish_reason"]
-    if reason not in (None, "stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason!r}")
     found = choice["weight_versions"]
     spans = None if found is None else [(version_number(s["version"]), s["start"], s["end"]) for s in found]
-    return Piece(token_ids, logprobs, reason, spans)
-
-
-def part_versions(spans: list[tuple[int, int, int]] | None, num_tokens: int) -> list[int]:
-    """One version per token of a whole part. ValueError unless the server reported all of them."""
-    return versions_of(spans or [], num_tokens)
+    return Piece(token_ids, logprobs, checked_reason(choice["finish_reason"]), spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,30 +126,15 @@ def worker_errors(answer: dict[str, Any]) -> list[str]:
 
 def parse_load(metrics: str) -> ReplicaLoad:
     """From /metrics, summed over the engines of a data-parallel server. KeyError when a metric is missing."""
-    sums = _metric_sums(
-        metrics.splitlines(),
-        {
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "vllm:kv_cache_usage_perc",
-            "vllm:generation_tokens_total",
-        },
-    )
-    usage, num_engines = sums["vllm:kv_cache_usage_perc"]
+    values: dict[str, list[float]] = {}
+    for line in metrics.splitlines():
+        if line.startswith("vllm:"):
+            name = line.partition("{")[0].partition(" ")[0]
+            values.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+    usage = values["vllm:kv_cache_usage_perc"]
     return ReplicaLoad(
-        running=int(sums["vllm:num_requests_running"][0]),
-        queued=int(sums["vllm:num_requests_waiting"][0]),
-        cache_usage=usage / num_engines,
-        generated_tokens=int(sums["vllm:generation_tokens_total"][0]),
+        running=int(sum(values["vllm:num_requests_running"])),
+        queued=int(sum(values["vllm:num_requests_waiting"])),
+        cache_usage=sum(usage) / len(usage),
+        generated_tokens=int(sum(values["vllm:generation_tokens_total"])),
     )
-
-
-def _metric_sums(lines: Iterable[str], names: set[str]) -> dict[str, tuple[float, int]]:
-    """Name -> (sum over its label sets, number of label sets)."""
-    sums: dict[str, tuple[float, int]] = {}
-    for line in lines:
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in names:
-            total, count = sums.get(name, (0.0, 0))
-            sums[name] = (total + float(line.rpartition(" ")[2]), count + 1)
-    return sums

@@ -52,10 +52,8 @@ class WeightUpdater:
             if update.version == self._replicas.target_version and self._replicas.serving:
                 await self._supplement(update)
             elif update.kind == "collective" and not update.replicas:
-                raise WeightSyncError(
-                    f"version {update.version} is not served: {self._replicas.describe()}",
-                    code="fleet.no_live_replica",
-                )
+                text = f"version {update.version} is not served: {self._replicas.describe()}"
+                raise WeightSyncError(text, code="fleet.no_live_replica")
             else:
                 await self._switch(update)
         log.info("version %d is served by %d replicas", update.version, len(self._replicas.serving))
@@ -86,9 +84,8 @@ class WeightUpdater:
                 refused = any(isinstance(error, RequestError) for error in errors)
                 if len(errors) == len(slots) and (update.kind == "collective" or refused):
                     reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
-                    raise WeightSyncError(
-                        f"no replica installed version {update.version}: {reasons}", code="fleet.update_failed"
-                    )
+                    text = f"no replica installed version {update.version}: {reasons}"
+                    raise WeightSyncError(text, code="fleet.update_failed")
                 self._replicas.set_target(update.version, update)  # before any of them generates a token
             try:
                 await self._wait_until_served(update)
@@ -131,11 +128,8 @@ class WeightUpdater:
             return ready
         by_id = {slot.incarnation: slot for slot in ready}
         if missing := [name for name in update.replicas if name not in by_id]:
-            raise WeightSyncError(
-                f"version {update.version}: {', '.join(missing)} cannot take part in the update group: "
-                f"{self._replicas.describe()}",
-                code="fleet.replica_lost",
-            )
+            text = f"version {update.version}: {', '.join(missing)} cannot take part: {self._replicas.describe()}"
+            raise WeightSyncError(text, code="fleet.replica_lost")
         return [by_id[name] for name in update.replicas]
 
     @contextlib.asynccontextmanager
@@ -163,9 +157,8 @@ class WeightUpdater:
     async def _update(self, slots: list[Slot], update: WeightUpdate) -> list[ArealError]:
         """All at the same time, as a collective requires. One error for each replica that failed."""
         if update.kind == "collective" and any(slot.replica is None for slot in slots):
-            raise WeightSyncError(
-                f"version {update.version} lost a replica: {self._replicas.describe()}", code="fleet.replica_lost"
-            )
+            text = f"version {update.version} lost a replica: {self._replicas.describe()}"
+            raise WeightSyncError(text, code="fleet.replica_lost")
         tasks: list[asyncio.Task[None]] = []
         for index, slot in enumerate(slots):
             call = self._replicas.update(slot, update, rank=1 + index * update.ranks_per_replica)
@@ -212,8 +205,6 @@ class WeightUpdater:
         deadline = time.monotonic() + self._config.weight_update_timeout_s
         while not self._replicas.serving:
             if time.monotonic() >= deadline:
-                raise WeightSyncError(
-                    f"no replica installed version {update.version}: {self._replicas.describe()}",
-                    code="fleet.update_failed",
-                )
+                text = f"no replica installed version {update.version}: {self._replicas.describe()}"
+                raise WeightSyncError(text, code="fleet.update_failed")
             await self._replicas.wait_for_change(deadline - time.monotonic())

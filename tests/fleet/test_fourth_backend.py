@@ -62,7 +62,7 @@ def echo_command(config: Any, on_gpu: bool, host: Host) -> ServerCommand:
     return foreign_command(config, host, ECHO, program=program, defaults={"loud": True}, owned={}, env={"ECHO": "1"})
 
 
-def echo_limits(gconfig: GenerationHyperparameters, flags: Any, *, needs_logprobs: bool = True) -> Any:
+def echo_limits(gconfig: GenerationHyperparameters, flags: Any, needs_logprobs: bool) -> Any:
     if gconfig.stop:
         yield "stop", "echo has no stop strings: remove it"
 

@@ -164,7 +164,7 @@ async def test_an_answer_waits_for_the_version_of_its_newest_token(kit: FleetKit
     fresh = await fleet.agenerate(a_request("r1"))
     assert fresh.output_versions == [3] * 100  # one without tokens is not held
     await until(lambda: fleet.status()["waiting_requests"] == 1)
-    assert fleet.status()["waiting_for"] == "version 5, which 1 answers have tokens of; 3 is served"
+    assert fleet.status()["waiting_for"] == "version 5, for 1 unfinished answers; 3 is served"
     await fleet.update_weights(kit.disk(4))
     await asyncio.sleep(0.3)  # longer than request_timeout: this wait has no limit
     assert not begun.done()

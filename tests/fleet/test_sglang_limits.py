@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
-from areal.fleet.sglang_server import sampling_problems
+from areal.fleet.sglang_wire import sampling_problems
 
 
 def problems(
