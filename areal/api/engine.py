@@ -32,7 +32,19 @@ class Ranks(Protocol):
         ...
 
 
-class TrainEngine(Protocol):
+class WeightSource(Protocol):
+    """The part of a train engine that a weight channel reads."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by Hugging Face name, gathered one by one; tied weights once. Every rank iterates to the end."""
+        ...
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """Describe what `named_weights` yields, in its order, without communication."""
+        ...
+
+
+class TrainEngine(WeightSource, Protocol):
     """A model, with an optimiser if it is trained, on all trainer ranks. Knows nothing about rollouts or algorithms.
 
     Ranks with the same `dp_rank` form one data-parallel rank: they hold the same share of every batch. Every method is
@@ -61,14 +73,6 @@ class TrainEngine(Protocol):
 
     def reset_optimizer(self) -> None:
         """Clear the optimiser's moments; the schedule continues. Local."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by Hugging Face name, gathered one by one on every rank; tied weights once."""
-        ...
-
-    def weight_specs(self) -> list[WeightSpec]:
-        """Describe what `named_weights` yields, in its order, without communication."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -119,18 +123,6 @@ class InferenceFleet(InferenceEngine, Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class WeightSource(Protocol):
-    """The part of a train engine that a weight channel reads."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `TrainEngine.named_weights`: every rank iterates to the end."""
-        ...
-
-    def weight_specs(self) -> list[WeightSpec]:
-        """As `TrainEngine.weight_specs`."""
-        ...
 
 
 class WeightChannel(Protocol):

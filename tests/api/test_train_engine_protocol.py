@@ -11,7 +11,7 @@ from areal.engine.fsdp import FSDPEngine
 
 
 def members() -> set[str]:
-    return {name for name in vars(TrainEngine) if not name.startswith("_")}
+    return {name for name in dir(TrainEngine) if not name.startswith("_")}
 
 
 def test_a_train_engine_has_at_most_twelve_members():
