@@ -34,7 +34,7 @@ class ServerBackend:
     """One row of `areal.fleet.backends`."""
 
     name: str
-    """In `allocation_mode`; also the name of its config section."""
+    """In `allocation_mode`; also the name of its config section, and of the package of a foreign server."""
     title: str
     client: Callable[[str, str, str], Replica]
     """(name, address, token) -> the client that speaks the server's dialect."""
@@ -48,8 +48,6 @@ class ServerBackend:
     flags: FlagRules | None = None
     """Of a foreign server: its section holds flags, it has a separate environment, and a host process runs it. None:
     the section is a dataclass and the server is a process of areal."""
-    package: str = ""
-    """Distribution package of a foreign server."""
     minimum_version: str = ""
     """The oldest version that accepts the command."""
     tested_version: str = ""

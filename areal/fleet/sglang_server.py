@@ -72,7 +72,6 @@ SGLANG = ServerBackend(
     model_key="model_path",
     context_key="context_length",
     sampling_problems=sampling_problems,
-    package="sglang",
     minimum_version="0.5.10",  # --incremental-streaming-output
     tested_version="0.5.23",
     core_bindings=core_bindings,

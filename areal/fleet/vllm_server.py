@@ -148,7 +148,6 @@ VLLM = ServerBackend(
     model_key="model",
     context_key="max_model_len",
     sampling_problems=sampling_problems,
-    package="vllm",
     minimum_version="0.30.0",  # --enable-scale-out
     tested_version="0.32.0",
     flags=FlagRules(

@@ -60,7 +60,7 @@ def server_problems(
         )
         return problems
     try:
-        versions = environment_versions(python, (backend.package, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
+        versions = environment_versions(python, (backend.name, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
     except _NoVersions as error:
         return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
     if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
@@ -68,7 +68,7 @@ def server_problems(
         problems.append(f"server_python: {python}: {problem}{advice}")
     else:
         nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
-        say(f"areal: {backend.title} {versions[backend.package]}, torch {versions['torch']}{nccl} in {python}")
+        say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
     return problems
 
 
@@ -87,7 +87,7 @@ def notices(config: PPOConfig) -> list[str]:
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
     """Why the installed versions cannot run, or ''. A version that cannot be parsed is accepted as a new one."""
-    version, torch = versions[backend.package], versions["torch"]
+    version, torch = versions[backend.name], versions["torch"]
     if not version:
         return f"{backend.title} is not installed there: install it, or set server_python to another interpreter"
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)

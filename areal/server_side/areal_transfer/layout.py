@@ -21,11 +21,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def weight_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of one weight."""
-    return math.prod(shape) * torch_dtype(dtype).itemsize
-
-
 def widest_first(dtypes: Sequence[str]) -> list[int]:
     """The order in which weights of these dtypes go into a bucket, as indices; equal widths keep theirs."""
     return sorted(range(len(dtypes)), key=lambda index: -torch_dtype(dtypes[index]).itemsize)
@@ -56,6 +51,6 @@ def _places(dtypes: list[str], shapes: list[list[int]]) -> Iterable[tuple[int, i
             raise ValueError(
                 f"weight {index} of a bucket, {dtype}, would start at byte {end}: put the widest dtypes first"
             )
-        size = weight_bytes(dtype, shape)
+        size = math.prod(shape) * width
         yield end, size
         end += size
