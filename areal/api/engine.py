@@ -75,11 +75,15 @@ class TrainEngine(WeightSource, Protocol):
         """Clear the optimiser's moments; the schedule continues. Local."""
         ...
 
+    def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As in `WeightSource`; `stored`: in the type that the optimiser updates, for exact copies."""
+        ...
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy full weights by Hugging Face name into the model, in this engine's types.
 
         Accepts `named_weights` of an engine of any class. Names that the model does not have are ignored. Raises
-        InputError when a weight of the model is missing or has another shape.
+        InputError when a weight of the model is missing or has another shape; other weights may be copied by then.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,21 +13,9 @@ from areal.api.config import DatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
-from areal.data.hub import load_hub_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
-
-__all__ = [
-    "EncodedPair",
-    "EncodedRow",
-    "Row",
-    "encode_sft_row",
-    "gsm8k_row",
-    "load_pairs",
-    "load_rows",
-    "load_sft_rows",
-]
 
 Row = dict[str, Any]
 AnyT = TypeVar("AnyT")
@@ -41,50 +30,80 @@ def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer
     A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
     `load_sft_rows` and `load_pairs` load rows for training without rollouts.
     """
-    rows = _mapped_rows(config, default_split)
-    if config.max_length is not None:
-        if config.type != "rl":
-            raise ValueError(
-                f"max_length of dataset {config.path}: rows of type={config.type} are truncated when encoded"
-            )
-        if tokenizer is None:
-            raise ConfigError(
-                f"max_length={config.max_length} of dataset {config.path} needs a tokenizer: pass one to load_rows",
-                code="data.no_tokenizer",
-            )
-        rows = _short_enough(rows, config, tokenizer, config.max_length)
-    return _first_rows(rows, config)
+    rows, limit = _mapped_rows(config, default_split), config.max_length
+    if limit is None:
+        return _first_rows(rows, config)
+    if config.type != "rl":
+        raise ValueError(f"max_length of dataset {config.path}: rows of type={config.type} are truncated when encoded")
+    if tokenizer is None:
+        message = f"max_length={limit} of dataset {config.path} needs a tokenizer: pass one to load_rows"
+        raise ConfigError(message, code="data.no_tokenizer")
+    kept: list[Row] = []
+    for index, row in enumerate(rows):
+        with _naming(config, index):
+            num_tokens = len(encode_prompt(row, tokenizer).token_ids)
+        if num_tokens <= limit:
+            kept.append(row)
+        elif config.truncation == "error":
+            raise _too_long(config, index, num_tokens, limit)
+    return _first_rows(kept, config)
 
 
 def load_sft_rows(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, train_on: str = "last"
 ) -> list[EncodedRow]:
     """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
-    return _encoded(config, default_split, lambda row: encode_sft_row(row, tokenizer, train_on=train_on), _row_length)
+    return _encoded(config, default_split, lambda row: encode_sft_row(row, tokenizer, train_on=train_on))
 
 
 def load_pairs(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, use_margin: bool = False
 ) -> list[EncodedPair]:
     """Load the encoded pairs of a dataset of type rw, at most max_length tokens per side. Raises InputError."""
-    return _encoded(config, default_split, lambda row: encode_pair(row, tokenizer, use_margin=use_margin), _pair_length)
+    return _encoded(config, default_split, lambda row: encode_pair(row, tokenizer, use_margin=use_margin))
 
 
 def gsm8k_row(row: Row) -> Row:
     """A row of GSM8K as one user message; the last line of the unchanged `answer` contains the number."""
-    return {
-        "messages": [{"role": "user", "content": row["question"] + _GSM8K_INSTRUCTION}],
-        "answer": row["answer"],
-    }
+    message = {"role": "user", "content": row["question"] + _GSM8K_INSTRUCTION}
+    return {"messages": [message], "answer": row["answer"]}
 
 
 def _raw_rows(config: DatasetConfig, split: str) -> list[Row]:
     path = Path(config.path).expanduser()
     if path.suffix not in (".jsonl", ".json"):
-        return load_hub_rows(str(path) if path.exists() else config.path, name=config.name, split=split)
+        return _hub_rows(str(path) if path.exists() else config.path, name=config.name, split=split)
     if not path.is_file():
         raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
     return list(_lines(path)) if path.suffix == ".jsonl" else _whole(path)
+
+
+def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
+    """Rows of a folder that `datasets` saved, or of a hub dataset."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] - optional
+    except ImportError as error:
+        message = (
+            f"dataset {path!r} is no .jsonl or .json file: it needs the datasets library: pip install 'areal[hub]'"
+        )
+        raise ConfigError(message, code="data.no_datasets_library") from error
+    try:
+        if (Path(path) / "dataset_dict.json").is_file() or (Path(path) / "dataset_info.json").is_file():
+            loaded = datasets.load_from_disk(path)
+            if isinstance(loaded, datasets.DatasetDict):
+                if split not in loaded:
+                    message = f"dataset {path} has no split {split!r}, only {sorted(loaded)}: set split"
+                    raise InputError(message, code="data.not_found")
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(path, name or None, split=split)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises many kinds for names, networks and files
+        first_line = str(error).strip().partition("\n")[0]
+        message = f"dataset {path!r} (split {split!r}) cannot be loaded: {first_line}"
+        raise InputError(message, code="data.not_found") from error
+    return [dict(row) for row in loaded]
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -120,62 +139,44 @@ def _object(row: Any, place: str) -> Row:
 
 def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
     rows = _raw_rows(config, config.split or default_split)
-    return _mapped(rows, config) if config.map_fn else rows
-
-
-def _mapped(rows: list[Row], config: DatasetConfig) -> list[Row]:
+    if not config.map_fn:
+        return rows
     function: Callable[[Row], Row | None] = load_function(resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"))
     mapped: list[Row] = []
     for index, row in enumerate(rows):
+        place = f"{config.path}, row {index}"
         try:
             result = function(row)
         except KeyError as error:
-            raise InputError(
-                f"{config.path}, row {index}: map_fn {config.map_fn} needs the column {error}, the row has "
-                f"{sorted(row)}: choose another map_fn or dataset",
-                code="data.map_fn_failed",
-            ) from error
+            message = f"{place}: map_fn {config.map_fn} needs the column {error}, but the row has {sorted(row)}"
+            raise InputError(message, code="data.map_fn_failed") from error
         except Exception as error:  # a user's function on one row
-            raise InputError(
-                f"{config.path}, row {index}: map_fn {config.map_fn} raised {type(error).__name__}: {error}",
-                code="data.map_fn_failed",
-            ) from error
+            message = f"{place}: map_fn {config.map_fn} raised {type(error).__name__}: {error}"
+            raise InputError(message, code="data.map_fn_failed") from error
         if result is not None:
-            mapped.append(_object(result, f"{config.path}, row {index} after map_fn {config.map_fn}"))
+            mapped.append(_object(result, f"{place} after map_fn {config.map_fn}"))
     return mapped
 
 
-def _short_enough(rows: list[Row], config: DatasetConfig, tokenizer: Tokenizer, limit: int) -> list[Row]:
-    def length(index: int, row: Row) -> int:
-        try:
-            return len(encode_prompt(row, tokenizer).token_ids)
-        except InputError as error:
-            raise InputError(f"{config.path}, row {index}: {error}", code=error.code) from error
-
-    kept: list[Row] = []
-    for index, row in enumerate(rows):
-        num_tokens = length(index, row)
-        if num_tokens <= limit:
-            kept.append(row)
-        elif config.truncation == "error":
-            raise _too_long(config, index, num_tokens, limit)
-    return kept
+@contextmanager
+def _naming(config: DatasetConfig, index: int) -> Iterator[None]:
+    """Add the dataset and the row to an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{config.path}, row {index}: {error}", code=error.code) from error
 
 
-def _encoded(
-    config: DatasetConfig, default_split: str, encode: Callable[[Row], EncodedT], length: Callable[[EncodedT], int]
-) -> list[EncodedT]:
+def _encoded(config: DatasetConfig, default_split: str, encode: Callable[[Row], EncodedT]) -> list[EncodedT]:
     """Encode every row and apply `truncation` to those above max_length. Rows without a trained token are dropped."""
     encoded: list[EncodedT] = []
     limit = config.max_length
     for index, row in enumerate(_mapped_rows(config, default_split)):
-        try:
+        with _naming(config, index):
             made = encode(row)
-        except InputError as error:
-            raise InputError(f"{config.path}, row {index}: {error}", code=error.code) from error
-        if limit is not None and length(made) > limit:
+        if limit is not None and made.max_length > limit:
             if config.truncation == "error":
-                raise _too_long(config, index, length(made), limit)
+                raise _too_long(config, index, made.max_length, limit)
             if config.truncation == "drop":
                 continue
             made = made.shortened(limit, keep_end=config.truncation == "left")
@@ -184,20 +185,9 @@ def _encoded(
     return _first_rows(encoded, config)
 
 
-def _row_length(row: EncodedRow) -> int:
-    return len(row.token_ids)
-
-
-def _pair_length(pair: EncodedPair) -> int:
-    return max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))
-
-
 def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) -> InputError:
-    return InputError(
-        f"{config.path}, row {index} has {num_tokens} tokens, more than max_length={limit}: raise it, shorten the row, "
-        "or choose another truncation",
-        code="data.too_long",
-    )
+    message = f"{config.path}, row {index} has {num_tokens} tokens, but max_length={limit}: raise it, or set truncation"
+    return InputError(message, code="data.too_long")
 
 
 def _first_rows(rows: list[AnyT], config: DatasetConfig) -> list[AnyT]:

@@ -20,18 +20,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
     InputError when the arrays of the share have inconsistent lengths.
     """
     lengths = share.lengths.astype(np.int64)
-    per_token = {
-        "loss_mask": share.loss_mask,
-        "rollout_logprobs": share.rollout_logprobs,
-        "output_versions": share.output_versions,
-    }
-    per_sequence = {
-        "rewards": share.rewards,
-        "group_index": share.group_index,
-        "finished": share.finished,
-        "baselines": share.baselines,
-    }
-    _require_lengths(lengths, share.token_ids.size, per_token, per_sequence)
+    _require_lengths(share, lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     return TrainBatch(
         input_ids=_tensor(share.token_ids, torch.int64),
@@ -52,19 +41,17 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
 
 def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]]) -> TrainBatch:
     """Pack rows for supervised training. Masks are aligned with tokens: 1 = train on this token."""
-    if len(token_ids) != len(loss_mask):
-        message = f"{len(token_ids)} rows of token ids, but {len(loss_mask)} rows of masks"
-        raise InputError(message, code="data.inconsistent_batch")
     for row, (ids, mask) in enumerate(zip(token_ids, loss_mask, strict=True)):
         if len(ids) != len(mask):
             message = f"row {row} has {len(ids)} token ids, but {len(mask)} mask entries"
             raise InputError(message, code="data.inconsistent_batch")
-    num_rows, num_tokens = len(token_ids), sum(len(ids) for ids in token_ids)
+    lengths = [len(ids) for ids in token_ids]
+    num_rows, num_tokens = len(lengths), sum(lengths)
     share = BatchShare(
         step=0,
         version=0,
         token_ids=np.fromiter((token for ids in token_ids for token in ids), np.int32, num_tokens),
-        lengths=np.array([len(ids) for ids in token_ids], np.int32),
+        lengths=np.array(lengths, np.int32),
         loss_mask=np.fromiter((flag for mask in loss_mask for flag in mask), np.uint8, num_tokens),
         rollout_logprobs=np.zeros(num_tokens, np.float32),
         output_versions=np.full(num_tokens, -1, np.int32),
@@ -76,23 +63,21 @@ def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[
     return to_train_batch(share)
 
 
-def _require_lengths(
-    lengths: np.ndarray, num_tokens: int, per_token: dict[str, np.ndarray], per_sequence: dict[str, np.ndarray]
-) -> None:
+def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
+    num_tokens = share.token_ids.size
+    per_token = ("loss_mask", "rollout_logprobs", "output_versions")
+    per_sequence = ("rewards", "group_index", "finished", "baselines")
+    problems: list[str] = []
     if lengths.size and lengths.min() < 1:
-        message = f"sequence {int(lengths.argmin())} of a batch has no tokens"
-        raise InputError(message, code="data.inconsistent_batch")
+        problems.append(f"sequence {int(lengths.argmin())} has no tokens")
     if lengths.sum() != num_tokens:
-        message = f"the lengths of a batch sum to {lengths.sum()}, but it has {num_tokens} token ids"
-        raise InputError(message, code="data.inconsistent_batch")
-    for name, values in per_token.items():
-        if values.size != num_tokens:
-            message = f"{name} of a batch has {values.size} entries for {num_tokens} tokens"
-            raise InputError(message, code="data.inconsistent_batch")
-    for name, values in per_sequence.items():
-        if values.size != lengths.size:
-            message = f"{name} of a batch has {values.size} entries for {lengths.size} sequences"
-            raise InputError(message, code="data.inconsistent_batch")
+        problems.append(f"the lengths sum to {lengths.sum()}, but there are {num_tokens} token ids")
+    for names, expected in ((per_token, num_tokens), (per_sequence, lengths.size)):
+        for name in names:
+            if getattr(share, name).size != expected:
+                problems.append(f"{name} has {getattr(share, name).size} entries, not {expected}")
+    if problems:
+        raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")
 
 
 def _next_token(values: np.ndarray, bounds: np.ndarray, last: float, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,11 @@ class EncodedPair:
     def num_tokens(self) -> int:
         return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longer side."""
+        return max(len(self.chosen.token_ids), len(self.rejected.token_ids))
+
     def shortened(self, max_length: int, *, keep_end: bool) -> EncodedPair:
         """Keep at most `max_length` tokens of each answer, from the end or from the beginning."""
         return EncodedPair(

@@ -24,6 +24,12 @@ class EncodedRow:
         return EncodedRow(token_ids=self.token_ids[part], loss_mask=self.loss_mask[part])
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    max_length = num_tokens  # as of a pair, whose longer side counts
+
+    @property
     def is_trainable(self) -> bool:
         """Whether a token is trained on. No position predicts the first token."""
         return any(self.loss_mask[1:])

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from areal.api.errors import InputError
 from areal.engine.mesh import TrainerMesh
@@ -48,9 +48,8 @@ class RecoveryState:
 def export_model(
     final: Path,
     weights: Iterator[tuple[str, Tensor]],
-    model_config: PretrainedConfig,
+    model: PreTrainedModel,
     *,
-    class_name: str,
     dtype: torch.dtype,
     source: Path,
     mesh: TrainerMesh,
@@ -59,8 +58,8 @@ def export_model(
 
     def write(folder: Path) -> None:
         write_weights(folder, weights)
-        config = deepcopy(model_config)
-        config.architectures = [class_name]
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
         config.dtype = dtype
         config.save_pretrained(folder)
         for pattern in _COPIED:
@@ -101,17 +100,13 @@ def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
         facts = json.loads((folder / _STATE).read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
-    if facts["format"] != _FORMAT:
-        raise InputError(
-            f"recovery state in {folder} has format {facts['format']}, this version reads {_FORMAT}",
-            code="checkpoint.other_run",
-        )
-    if facts["world_size"] != mesh.world_size:
-        raise InputError(
-            f"recovery state in {folder} was written by {facts['world_size']} trainer ranks, this run has "
-            f"{mesh.world_size}: use the same allocation_mode",
-            code="checkpoint.other_run",
-        )
+    for key, value in {"format": _FORMAT, "world_size": mesh.world_size}.items():
+        if facts[key] != value:
+            raise InputError(
+                f"recovery state in {folder} has {key} {facts[key]}, but this run needs {value}: use the version of "
+                "areal and the allocation_mode that wrote it",
+                code="checkpoint.other_run",
+            )
     file = folder / _rank_file(mesh.rank, mesh)
     try:
         tensors = load_file(file)

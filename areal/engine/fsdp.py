@@ -84,7 +84,7 @@ class FSDPEngine:
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
         if not denominator > 0:
-            raise ValueError(f"the denominator of a loss must be above 0, got {denominator}")
+            raise ValueError(f"the denominator of a loss must be above 0, but is {denominator}")
         if self._model.spec.candidates and batch.candidate_ids is None:
             raise ValueError("the batch has no candidate_ids: add those that forward returned")
         self._model.train()
@@ -107,21 +107,17 @@ class FSDPEngine:
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self._mesh.dp_all_reduce(values, op)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """In the compute type, except for float32 heads."""
+    def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """In the compute type, except for float32 heads; `stored`: in the type that the optimiser updates."""
         for name, weight in self._model.named_tensors():
             value = weight.detach().to(self._mesh.device)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
-            yield name, value.to(self._dtype_outside(name, value))
+            yield name, value if stored else value.to(self._dtype_outside(name, value))
 
     def weight_specs(self) -> list[WeightSpec]:
         return [
-            WeightSpec(
-                name=name,
-                shape=list(weight.shape),
-                dtype=str(self._dtype_outside(name, weight)).removeprefix("torch."),
-            )
+            WeightSpec(name=name, shape=[*weight.shape], dtype=str(self._dtype_outside(name, weight))[len("torch.") :])
             for name, weight in self._model.named_tensors()
         ]
 
@@ -130,17 +126,8 @@ class FSDPEngine:
 
     def save(self, path: Path, *, with_optimizer: bool) -> None:
         if not with_optimizer:
-            hf_model = self._model.model
-            export_model(
-                path,
-                self.named_weights(),
-                hf_model.config,
-                class_name=type(hf_model).__name__,
-                dtype=self._dtype,
-                source=self._source,
-                mesh=self._mesh,
-            )
-            return
+            weights, dtype = self.named_weights(), self._dtype
+            return export_model(path, weights, self._model.model, dtype=dtype, source=self._source, mesh=self._mesh)
         optimizer = self._optimizer
         state = RecoveryState(
             weights={name: local_part(weight) for name, weight in self._model.named_tensors()},
@@ -178,9 +165,8 @@ class FSDPEngine:
             highest, lowest = int(found[-2]), -int(found[-1])
             if highest >= vocab_size or lowest < 0:
                 raise InputError(
-                    f"the train batch contains token id {highest if highest >= vocab_size else lowest}, but the "
-                    f"model's vocabulary has {vocab_size} tokens: check what the workflow returns, and that the "
-                    "tokenizer belongs to the model",
+                    f"the train batch contains token id {highest if highest >= vocab_size else lowest}, the vocabulary "
+                    f"has {vocab_size} tokens: check the workflow, and that the tokenizer belongs to the model",
                     code="data.token_id",
                 )
             return found[:-2]
@@ -198,21 +184,16 @@ class FSDPEngine:
             if target is None:
                 continue
             if target.shape != value.shape:
-                raise InputError(
-                    f"{source}: weight {given_name} has shape {list(value.shape)}, the model's has "
-                    f"{list(target.shape)}",
-                    code="model.weights_do_not_fit",
-                )
+                message = f"{source}: {given_name} has shape {list(value.shape)}, the model's has {list(target.shape)}"
+                raise InputError(message, code="model.weights_do_not_fit")
             if isinstance(target, DTensor):
                 value = value.to(self._mesh.device, target.dtype)
                 value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(value)
             missing.discard(name)
         if missing:
-            raise InputError(
-                f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}",
-                code="model.weights_do_not_fit",
-            )
+            message = f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}"
+            raise InputError(message, code="model.weights_do_not_fit")
 
     def _require_optimizer(self) -> ScheduledOptimizer:
         if self._optimizer is None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
@@ -31,10 +29,11 @@ def build_fsdp_engine(
     seed: int,
     outputs: OutputSpec | None = None,
 ) -> FSDPEngine:
-    """Implements `areal.engine.build.TrainEngineFactory`.
+    """Load the model that `config` names; a collective over all trainer ranks. Raises ConfigError or InputError.
 
-    A model with an optimiser keeps float32 weights and computes in config.dtype; one without is held in config.dtype.
-    Raises ValueError when `outputs` asks a critic or a reward model for a distribution over tokens.
+    `total_steps`: optimiser steps of the learning-rate schedule. `seed`: of random initial weights. `outputs`: what
+    `forward` returns besides log-probabilities (actor and ref only). A model with an optimiser keeps float32 weights
+    and computes in config.dtype; one without is held in config.dtype.
     """
     if role in ("critic", "reward") and outputs not in (None, OutputSpec()):
         raise ValueError(f"a {role} model has no distribution over tokens, so it cannot compute {outputs}")
@@ -77,17 +76,13 @@ def _shard(
         offload = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
     wrap = config.fsdp.wrap_policy
     units = shard_units(model.model, wrap.transformer_layer_cls_to_wrap if wrap is not None else None)
-    for unit in _without_head(units, model.model):
-        fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
+    head = model.model.get_output_embeddings()
+    head_weights = [] if head is None else [id(weight) for weight in head.parameters()]
+    for unit in units:
+        # the head, and what is tied to it, belong to the outermost unit: they are whole whenever the model runs
+        if not any(id(weight) in head_weights for weight in unit.parameters()):
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
     if isinstance(model, ValueModel):
-        head: nn.Module = model.model.get_submodule("score")
         exact = MixedPrecisionPolicy(reduce_dtype=reduce)
-        fully_shard(head, mesh=device_mesh, mp_policy=exact, offload_policy=offload)
+        fully_shard(model.model.get_submodule("score"), mesh=device_mesh, mp_policy=exact, offload_policy=offload)
     fully_shard(model, mesh=device_mesh, mp_policy=policy, offload_policy=offload)
-
-
-def _without_head(units: list[nn.Module], model: PreTrainedModel) -> list[nn.Module]:
-    """The units without a weight of the output head or one tied to it: those are whole whenever the model runs."""
-    head = model.get_output_embeddings()
-    weights = [] if head is None else [id(weight) for weight in head.parameters()]
-    return [unit for unit in units if not any(id(weight) in weights for weight in unit.parameters())]

@@ -29,10 +29,8 @@ def resolve_model_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise InputError(
-                f"model folder {folder} has no config.json: name a Hugging Face checkpoint folder",
-                code="model.not_found",
-            )
+            message = f"model folder {folder} has no config.json: name a Hugging Face checkpoint folder"
+            raise InputError(message, code="model.not_found")
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -42,9 +40,8 @@ def resolve_model_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (OSError, ValueError, HFValidationError) as error:  # absent, offline, not a name
         reason = str(error).splitlines()[0]
-        raise InputError(
-            f"model {path!r} is neither a local folder nor available from the hub ({reason})", code="model.not_found"
-        ) from error
+        message = f"model {path!r} is neither a local folder nor available from the hub ({reason})"
+        raise InputError(message, code="model.not_found") from error
 
 
 def load_model(
@@ -53,8 +50,10 @@ def load_model(
     """Build the model in `folder` on the CPU, equal on every rank. A trained critic without a head gets a new one."""
     model_config = _read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
-    if config.disable_dropout:
-        _disable_dropout(model_config)
+    text_config = model_config.get_text_config()
+    for name, value in text_config.to_dict().items() if config.disable_dropout else ():
+        if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
+            setattr(text_config, name, 0.0)
     auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
@@ -67,9 +66,8 @@ def load_model(
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
             if isinstance(error, ArealError):
                 raise
-            raise InputError(
-                f"model in {folder} cannot be loaded: {_first_lines(error)}", code="model.not_loadable"
-            ) from error
+            message = f"model in {folder} cannot be loaded: {_first_lines(error)}"
+            raise InputError(message, code="model.not_loadable") from error
     _refuse_unsupported_model(model, is_critic=is_critic)
     return model
 
@@ -82,8 +80,8 @@ def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[n
     if missing and class_names is not None:
         known = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
-            f"fsdp.wrap_policy.transformer_layer_cls_to_wrap names {', '.join(sorted(missing))}, which the model does "
-            f"not have; its classes are {', '.join(known)}",
+            f"fsdp.wrap_policy.transformer_layer_cls_to_wrap names {', '.join(sorted(missing))}, but the model has "
+            f"only {', '.join(known)}",
             code="model.unknown_layer_class",
         )
     return units
@@ -105,9 +103,8 @@ def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"config.json in {folder} cannot be used: {_first_lines(error)}", code="model.not_loadable"
-        ) from error
+        message = f"config.json in {folder} cannot be used: {_first_lines(error)}"
+        raise InputError(message, code="model.not_loadable") from error
     if is_critic:
         config.num_labels = 1
     return config
@@ -127,40 +124,35 @@ def _from_weights(
         ignore_mismatched_sizes=True,  # refused below, in one line
     )
     for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise InputError(
-            f"checkpoint {folder}: {name} has shape {list(found)}, but {list(wanted)} according to config.json",
-            code="model.weights_do_not_fit",
-        )
+        message = f"checkpoint {folder}: {name} has shape {list(found)}, but {list(wanted)} according to config.json"
+        raise InputError(message, code="model.weights_do_not_fit")
     missing = sorted(info["missing_keys"])
     if new_head and missing == ["score.weight"]:
         nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
         missing = []
     if missing:  # transformers would continue with random numbers
-        raise InputError(
-            f"checkpoint {folder}: {len(missing)} weights of the model are missing, among them {missing[0]}",
-            code="model.weights_do_not_fit",
-        )
+        message = f"checkpoint {folder}: {len(missing)} weights of the model are missing, among them {missing[0]}"
+        raise InputError(message, code="model.weights_do_not_fit")
     return model
 
 
 def _refuse_unsupported(config: PretrainedConfig) -> None:
     """Raise ConfigError for models that would train without an error but with wrong results."""
-    text = config.get_text_config()
-    facts = text.to_dict()
+    facts = config.get_text_config().to_dict()
     kinds = sorted(set(facts.get("layer_types") or []) - {"full_attention"})
     if kinds:
         raise _unsupported(f"model type {config.model_type} has {', '.join(kinds)} layers: only full attention works")
     uses_window = facts.get("use_sliding_window", True) and not facts.get("layer_types")
     if facts.get("sliding_window") and uses_window:
         raise _unsupported(f"model type {config.model_type} has sliding-window attention: only full attention works")
-    scalings = {
+    neutral = {
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
         "logit_scale": 1.0,
         "logits_scaling": 1.0,
     }
-    for name, neutral in scalings.items():
-        if facts.get(name, neutral) not in (None, neutral):
+    for name, value in neutral.items():
+        if facts.get(name) not in (None, value):
             raise _unsupported(f"model type {config.model_type} uses {name}, which the FSDP engine does not implement")
 
 
@@ -178,12 +170,6 @@ def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> Non
 
 def _unsupported(message: str) -> ConfigError:
     return ConfigError(message, code="model.unsupported")
-
-
-def _disable_dropout(config: PretrainedConfig) -> None:
-    for name, value in config.get_text_config().to_dict().items():
-        if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
-            setattr(config.get_text_config(), name, 0.0)
 
 
 @contextmanager

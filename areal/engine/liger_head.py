@@ -18,32 +18,22 @@ NO_LABEL = -100  # no token has it: positions that are not valid are masked afte
 
 def require_liger(device: torch.device, outputs: OutputSpec) -> None:
     """Raise ConfigError unless logprob_kernel=liger can compute `outputs` on `device`."""
-    if outputs != OutputSpec():
-        raise ConfigError(
-            "logprob_kernel=liger computes log-probabilities only, but entropy bonuses and full KL divergences need "
-            "more: use logprob_kernel=torch",
-            code="model.liger_unavailable",
-        )
-    if device.type != "cuda":
-        raise ConfigError(
-            f"logprob_kernel=liger needs CUDA, but the device is {device.type}: use logprob_kernel=torch",
-            code="model.liger_unavailable",
-        )
-    wanted = ".".join(map(str, MIN_VERSION))
     try:
         found = metadata.version("liger-kernel")
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"logprob_kernel=liger needs the package liger-kernel: pip install 'liger-kernel>={wanted}', "
-            "or use logprob_kernel=torch",
-            code="model.liger_unavailable",
-        ) from error
-    if tuple(map(int, re.findall(r"\d+", found)[:3])) < MIN_VERSION:
-        raise ConfigError(
-            f"logprob_kernel=liger needs liger-kernel {wanted} or newer; {found} is installed and computes wrong "
-            "gradients: upgrade it",
-            code="model.liger_unavailable",
-        )
+    except metadata.PackageNotFoundError:
+        found = ""
+    wanted = ".".join(map(str, MIN_VERSION))
+    if outputs != OutputSpec():
+        problem = "computes log-probabilities only, but entropy bonuses and full KL divergences need more"
+    elif device.type != "cuda":
+        problem = f"needs CUDA, but the device is {device.type}"
+    elif not found:
+        problem = f"needs the package liger-kernel: pip install 'liger-kernel>={wanted}'"
+    elif tuple(map(int, re.findall(r"\d+", found)[:3])) < MIN_VERSION:
+        problem = f"needs liger-kernel {wanted} or newer, but {found} is installed, which computes wrong gradients"
+    else:
+        return
+    raise ConfigError(f"logprob_kernel=liger {problem}; or use logprob_kernel=torch", code="model.liger_unavailable")
 
 
 def liger_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, valid: Tensor) -> Tensor:

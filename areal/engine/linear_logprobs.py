@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal.api.batch import OutputSpec
+from areal.api.batch import OutputSpec, TokenOutputs
 
 MAX_LOGITS_CPU = 2**22
 """Logits per block on the CPU: 16 MiB in float32, so that a block fits the cache."""
@@ -27,18 +27,6 @@ MAX_ROW_LOGITS = 2**24
 """Minimum logits per block of whole rows, which the clamped entropy needs in the forward pass."""
 MAX_BLOCK_TOKENS = 8192
 """Maximum tokens per block, so that blocks do not become long and narrow."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadOutputs:
-    """Outputs of `linear_logprobs`; 0 at positions that are not valid. float32, or float64 for float64 inputs."""
-
-    logprobs: Tensor  # [T]
-    entropy: Tensor  # [T]
-    clamped_entropy: Tensor | None = None  # [T]
-    candidate_logprobs: Tensor | None = None  # [T, k]
-    candidate_ids: Tensor | None = None  # [T, k] int64; None when all tokens are candidates
-    squared_sums: Tensor | None = None  # [T] sum of p^2, no gradient
 
 
 def linear_logprobs(
@@ -52,13 +40,14 @@ def linear_logprobs(
     candidate_ids: Tensor | None = None,
     valid: Tensor | None = None,
     max_logits: int | None = None,
-) -> HeadOutputs:
+) -> TokenOutputs:
     """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and the other `outputs`.
 
     hidden [T, h], weight [V, h] and bias [V] have one dtype; labels [T] int64 in [0, V); valid [T] bool, false where
     all outputs are 0 without gradient (default: all true). candidate_ids [T, k] int64 are used when outputs.candidates
     is not None; without them the outputs.candidates most likely tokens are used in descending order, or all V tokens if
-    it is 0, the only case that materialises [T, V]. `max_logits` is the size of a block.
+    it is 0, the only case that materialises [T, V] (candidate_ids is None then). `max_logits` is the size of a block.
+    Outputs are float32, or float64 for float64 inputs.
 
     Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
     whose upstream gradients are all 0 (prompts, clipped ratios) are skipped in the backward pass.
@@ -89,7 +78,7 @@ def linear_logprobs(
     found: Any = _LinearLogprobs.apply(hidden, weight, bias, wanted, valid, plan)
     logprobs, entropy, clamped, candidates, top_ids, squared_sums = found
     ids = top_ids if candidate_ids is None else candidate_ids.masked_fill(~valid.unsqueeze(1), 0)
-    return HeadOutputs(
+    return TokenOutputs(
         logprobs=logprobs,
         entropy=entropy,
         clamped_entropy=clamped,

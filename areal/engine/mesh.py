@@ -112,8 +112,9 @@ class TrainerMesh:
         self._store = None
 
     def _join(self, store: Store, timeout_s: float, address: str = LOOPBACK) -> None:
-        if interface := _interface_of(address):  # gloo would take that of the machine's name
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for interface, entries in psutil.net_if_addrs().items():
+            if any(entry.address == address for entry in entries):  # gloo would take that of the machine's name
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=store,
@@ -151,13 +152,9 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
         listening = bind_socket(host.bind)
         listening.listen()
         port = listening.getsockname()[1]
+        listener = listening.detach()
         store = TCPStore(
-            host.advertise,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listening.detach(),
+            host.advertise, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener
         )
         named = PrefixStore(prefix, store)
         named.set(_PRESENT, "")
@@ -171,22 +168,10 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
             store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
             named = PrefixStore(store_prefix(run_token(), STORE_NAME), store)
             if not named.check([_PRESENT]):
-                raise LaunchError(
-                    f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same",
-                    code="launch.token_mismatch",
-                )
+                message = f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same"
+                raise LaunchError(message, code="launch.token_mismatch")
             return named
         if time.monotonic() >= deadline:
-            raise ServerUnavailable(
-                f"trainer-0 of start {context.run_id} did not register its store within {timeout_s:g} s",
-                code="process.rank_missing",
-            )
+            message = f"trainer-0 of start {context.run_id} did not register its store within {timeout_s:g} s"
+            raise ServerUnavailable(message, code="process.rank_missing")
         time.sleep(_POLL_S)
-
-
-def _interface_of(address: str) -> str | None:
-    """Name of the network interface with this address; None when no interface has it."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return None

@@ -14,9 +14,6 @@ from areal.api.errors import ConfigError, InputError
 from areal.data.split import split_by_tokens, take
 from areal.engine.packed_attention import PackedLayout, packed_layout
 
-ReduceMax = Callable[[Tensor], Tensor]
-"""Elementwise maximum of a CPU float64 tensor over all ranks."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
@@ -30,10 +27,12 @@ class ModelInput:
     candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
 
 
-def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: ReduceMax) -> list[list[int]]:
+def plan_micro_batches(
+    lengths: list[int], spec: MicroBatchSpec, reduce_max: Callable[[Tensor], Tensor]
+) -> list[list[int]]:
     """Sequence indices of each micro-batch: equally many lists on every rank, some may be empty. A collective.
 
-    An error on one rank is raised on every rank.
+    `reduce_max`: elementwise maximum of a float64 tensor over all ranks. An error on one rank is raised on every rank.
     """
     granularity, limit = spec.granularity, spec.max_tokens_per_mb
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
@@ -45,17 +44,11 @@ def plan_micro_batches(lengths: list[int], spec: MicroBatchSpec, reduce_max: Red
     facts: list[float] = [len(parts), max(units, default=0), uneven]
     num_parts, longest, uneven = reduce_max(torch.tensor(facts, dtype=torch.float64)).tolist()
     if uneven:
-        raise ConfigError(
-            f"mb_spec.granularity={granularity} does not divide the number of sequences of every rank: "
-            "choose one that does",
-            code="data.uneven_units",
-        )
+        message = f"mb_spec.granularity={granularity} does not divide every rank's sequences: choose one that does"
+        raise ConfigError(message, code="data.uneven_units")
     if limit is not None and longest > limit:
-        raise InputError(
-            f"a sequence of {int(longest)} tokens does not fit into mb_spec.max_tokens_per_mb={limit}: "
-            "raise it, or shorten prompts and answers",
-            code="data.too_long",
-        )
+        message = f"mb_spec.max_tokens_per_mb={limit} is below the {int(longest)} tokens of a sequence: raise it"
+        raise InputError(message, code="data.too_long")
     if len(parts) < num_parts:
         parts = split_by_tokens(lengths, limit, int(num_parts), spec.n_mbs_divisor, granularity)
     return parts

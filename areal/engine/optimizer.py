@@ -14,9 +14,6 @@ from areal.api.config import OptimizerConfig
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
 
-ReduceSum = Callable[[Tensor], Tensor]
-"""Sum of a CPU float64 tensor over all ranks."""
-
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, sharing its memory; any other tensor itself."""
@@ -35,11 +32,15 @@ class ScheduledOptimizer:
         self.num_steps = 0
         """Calls of `step` so far, skipped ones included: the position in the schedule."""
 
-    def step(self, reduce_sum: ReduceSum) -> Metrics:
-        """Clip, update the weights, clear gradients, advance the schedule; a collective."""
+    def step(self, reduce_sum: Callable[[Tensor], Tensor]) -> Metrics:
+        """Clip, update the weights, clear gradients, advance the schedule; a collective.
+
+        `reduce_sum`: sum of a CPU float64 tensor over all ranks.
+        """
         rate = learning_rate(self._config, self.num_steps, self._total_steps)
         gradients = [local_part(p.grad) for p in self._parameters.values() if p.grad is not None]
-        norm = _global_norm(gradients, reduce_sum)
+        squared = get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
+        norm = math.sqrt(reduce_sum(squared.reshape(1).cpu()).item())  # every shard is on exactly one rank
         finite = math.isfinite(norm)
         if finite:
             if norm > self._config.gradient_clipping:
@@ -72,10 +73,8 @@ class ScheduledOptimizer:
             by_parameter.setdefault(name, {})[kind] = value
         unknown = set(by_parameter) - set(self._parameters)
         if unknown:
-            raise InputError(
-                f"the optimiser state belongs to another model: it has the parameter {sorted(unknown)[0]}",
-                code="checkpoint.other_run",
-            )
+            message = f"the optimiser state belongs to another model: it has the parameter {min(unknown)}"
+            raise InputError(message, code="checkpoint.other_run")
         fresh: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in by_parameter.items():
             parameter = self._parameters[name]
@@ -100,22 +99,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr * (step + 1) / num_warmup
     first_full = max(num_warmup - 1, 0)
     progress = min((step - first_full) / max(total_steps - 1 - first_full, 1), 1.0)
-    return config.lr * (
-        config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _schedule_shape(config.lr_scheduler_type, progress)
-    )
-
-
-def _schedule_shape(name: str, progress: float) -> float:
-    """1 at progress 0, 0 at progress 1, except for constant."""
-    match name:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        case _:
-            raise ValueError(f"unknown lr_scheduler_type {name!r}")
+    shapes = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shapes[config.lr_scheduler_type])
 
 
 def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -131,12 +116,6 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
     )
 
 
-def _global_norm(gradients: list[Tensor], reduce_sum: ReduceSum) -> float:
-    """Norm over all parameters and ranks: every shard is on exactly one rank."""
-    squared = get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
-    return math.sqrt(reduce_sum(squared.reshape(1).cpu()).item())
-
-
 def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
     """Convert saved state to the optimiser's own layout."""
     if kind == "step":
@@ -144,9 +123,7 @@ def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:
     state = torch.zeros_like(parameter.detach())
     own = local_part(state)
     if own.shape != value.shape:
-        raise InputError(
-            f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}",
-            code="checkpoint.other_run",
-        )
+        message = f"optimiser state of shape {list(value.shape)} does not fit a parameter of {list(own.shape)}"
+        raise InputError(message, code="checkpoint.other_run")
     own.copy_(value)
     return state

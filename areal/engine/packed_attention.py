@@ -45,11 +45,8 @@ def choose_attention(attn_impl: str, device: torch.device, dtype: torch.dtype) -
     AttentionInterface.register(VARLEN, _varlen)
     can_use_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attn_impl == "varlen" and not can_use_kernel:
-        raise ConfigError(
-            f"attn_impl=varlen needs CUDA and dtype=bfloat16, but the device is {device.type} with "
-            f"{str(dtype).removeprefix('torch.')}: use attn_impl=auto",
-            code="model.attention_unavailable",
-        )
+        message = f"attn_impl=varlen needs CUDA and bfloat16, not {device.type} and {dtype}: use attn_impl=auto"
+        raise ConfigError(message, code="model.attention_unavailable")
     return VARLEN if attn_impl != "sdpa" and can_use_kernel else SDPA
 
 
@@ -101,10 +98,8 @@ def _varlen(
 
     _require_causal(module, attention_mask, sliding_window)
     if dropout:
-        raise ConfigError(
-            "the variable-length kernel has no dropout: set disable_dropout=true or attn_impl=sdpa",
-            code="model.attention_unavailable",
-        )
+        message = "the variable-length kernel has no dropout: set disable_dropout=true or attn_impl=sdpa"
+        raise ConfigError(message, code="model.attention_unavailable")
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
@@ -122,13 +117,6 @@ def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_wi
     """A mask would make transformers ignore the packing without an error; the other options are not implemented."""
     if attention_mask is not None:
         raise RuntimeError("packed rows accept no attention mask")
-    if sliding_window is not None:
-        raise ConfigError(
-            "the model has sliding-window attention layers, which the FSDP engine does not support",
-            code="model.unsupported",
-        )
-    if not getattr(module, "is_causal", True):
-        raise ConfigError(
-            "the model has attention layers that are not causal: only causal language models are supported",
-            code="model.unsupported",
-        )
+    if sliding_window is not None or not getattr(module, "is_causal", True):
+        message = "the model has sliding-window or non-causal attention layers, which the FSDP engine does not support"
+        raise ConfigError(message, code="model.unsupported")

@@ -19,14 +19,11 @@ from areal.engine.micro_batch import ModelInput
 class TokenModel(nn.Module, ABC):
     """A transformers model as the engine uses it. `forward` returns plain tensors because FSDP hooks look for those."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, spec: OutputSpec | None = None) -> None:
+        """`spec`: outputs besides log-probabilities."""
         super().__init__()
         self.model = model
-
-    @property
-    def spec(self) -> OutputSpec:
-        """Outputs besides log-probabilities."""
-        return OutputSpec()
+        self.spec = spec or OutputSpec()
 
     @abstractmethod
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
@@ -67,25 +64,20 @@ class PolicyModel(TokenModel):
         self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None, *, with_liger: bool = False
     ) -> None:
         """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies."""
-        super().__init__(model)
+        super().__init__(model, spec)
         self._temperature = temperature
-        self._spec = spec or OutputSpec()
         self._with_liger = with_liger
-
-    @property
-    def spec(self) -> OutputSpec:
-        return self._spec
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         names = ["logprobs", "entropy"]
-        if self._spec.entropy_clamp > 0:
+        if self.spec.entropy_clamp > 0:
             names.append("clamped_entropy")
-        if self._spec.squared_sums:
+        if self.spec.squared_sums:
             names.append("squared_sums")
-        if self._spec.candidates is not None:
+        if self.spec.candidates is not None:
             names += ["candidate_logprobs", "candidate_ids"]
         found = dict(zip(names, values, strict=False))
-        if self._spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
+        if self.spec.candidates is not None and len(values) < len(names):  # the whole vocabulary: ids as a view
             every = found["candidate_logprobs"]
             found["candidate_ids"] = torch.arange(every.shape[1], device=every.device).expand(every.shape)
         return TokenOutputs(**found)
@@ -103,12 +95,13 @@ class PolicyModel(TokenModel):
             head.bias,
             inputs.labels,
             temperature=self._temperature,
-            outputs=self._spec,
+            outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
         )
-        more = (found.clamped_entropy, found.squared_sums, found.candidate_logprobs, found.candidate_ids)
-        return (found.logprobs, found.entropy, *(values for values in more if values is not None))
+        every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
+        every += (found.candidate_logprobs, found.candidate_ids)
+        return tuple(values for values in every if values is not None)
 
 
 class ValueModel(TokenModel):
@@ -121,7 +114,6 @@ class ValueModel(TokenModel):
         return (torch.where(inputs.has_label, self._head(inputs), 0.0),)
 
     def _head(self, inputs: ModelInput) -> Tensor:
-        """One number per token, [T] float32."""
         return self.model.get_submodule("score")(self._hidden(inputs).float()).squeeze(-1)
 
 

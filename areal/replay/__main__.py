@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -33,8 +32,7 @@ Results are written to RUN/replays/NAME: metrics.jsonl, config.yaml, logs. The r
 killed and recovered, and it may still be running."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(argparse.Namespace):
     """The arguments of the command line."""
 
     run: Path
@@ -42,7 +40,7 @@ class Request:
     from_checkpoint: int
     name: str
     export: bool
-    overrides: tuple[str, ...]
+    overrides: list[str]
 
 
 def read_command_line(argv: Sequence[str]) -> Request:
@@ -58,56 +56,36 @@ def read_command_line(argv: Sequence[str]) -> Request:
         metavar="STEP",
         help="start from RUN/recover/step-STEP instead of the initial weights",
     )
-    parser.add_argument("--name", help="name of the folder for the results (default: the time)")
+    now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    parser.add_argument("--name", default=now, help="name of the folder for the results (default: the time)")
     parser.add_argument("--export", action="store_true", help="write the last weights to RUN/replays/NAME/export")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="options to change, e.g. actor.optimizer.lr=1e-5"
     )
-    given = parser.parse_args(argv)
-    return Request(
-        run=given.run,
-        until=given.until,
-        from_checkpoint=given.from_checkpoint,
-        name=datetime.now().strftime("%Y%m%d-%H%M%S-%f") if given.name is None else given.name,
-        export=given.export,
-        overrides=tuple(given.overrides),
-    )
+    return parser.parse_args(argv, Request())
 
 
 def order_of(request: Request, run: RecordedRun) -> ReplayOrder:
     """The steps to replay. Raises InputError when the run has not recorded them."""
     start, end = request.from_checkpoint, run.end_step if request.until is None else request.until
     if start < run.first_step:
-        raise InputError(
-            f"the ledger has no batches before step {run.first_step}, because its folder was new then: start from a "
-            "recovery checkpoint with --from-checkpoint STEP",
-            code="replay.no_such_step",
-        )
-    if start and not checkpoint_of(run.paths, start).is_dir():
+        problem = f"the ledger has no batches before step {run.first_step}: start there with --from-checkpoint STEP"
+    elif start and not checkpoint_of(run.paths, start).is_dir():
         found = ", ".join(path.name for path in sorted(run.paths.recover.glob("step-*"))) or "none"
-        raise InputError(
-            f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {found}",
-            code="replay.no_such_step",
-        )
-    if start >= run.end_step:
-        raise InputError(
-            f"--from-checkpoint {start}: the run trained {run.end_step} steps, none after it: name an earlier one",
-            code="replay.no_such_step",
-        )
-    if not start < end <= run.end_step:
-        raise InputError(
-            f"--until {end}: name a step from {start + 1} to {run.end_step}, the last one that the run trained",
-            code="replay.no_such_step",
-        )
-    return ReplayOrder(run=str(run.paths.root), start_step=start, end_step=end, export=request.export)
+        problem = f"--from-checkpoint {start}: there is no such recovery checkpoint; existing ones: {found}"
+    elif start >= run.end_step:
+        problem = f"--from-checkpoint {start}: the run trained only {run.end_step} steps: name an earlier checkpoint"
+    elif not start < end <= run.end_step:
+        problem = f"--until {end}: name a step from {start + 1} to {run.end_step}, the last one that the run trained"
+    else:
+        return ReplayOrder(run=str(run.paths.root), start_step=start, end_step=end, export=request.export)
+    raise InputError(problem, code="replay.no_such_step")
 
 
 def make_folder(run: RecordedRun, request: Request, config: PPOConfig, order: ReplayOrder) -> Path:
     if request.name in ("", "..") or Path(request.name).name != request.name:
-        raise InputError(
-            f"--name {request.name!r}: give the name of one folder, which is created in {run.paths.replays}",
-            code="replay.folder",
-        )
+        message = f"--name {request.name!r}: give the name of one folder, which is created in {run.paths.replays}"
+        raise InputError(message, code="replay.folder")
     folder = run.paths.replays / request.name
     try:
         folder.mkdir(parents=True)
@@ -125,14 +103,11 @@ def replay(request: Request) -> int:
     check_overrides(request.overrides)
     run = RecordedRun.read(request.run.expanduser().absolute())
     config, order = run.config(request.overrides), order_of(request, run)
-    ranks = run.ranks()
+    ranks = run.ranks()  # an error here leaves no folder
     folder = make_folder(run, request, config, order)
     if len(run.total_steps) > 1:
         lengths = ", ".join(map(str, run.total_steps))
-        sys.stderr.write(
-            f"areal: the run was continued with other lengths ({lengths} steps); the replay uses the learning-rate "
-            "schedule of the last one\n"
-        )
+        sys.stderr.write(f"areal: the run had several lengths ({lengths} steps); the last one sets the learning rate\n")
     report = Report(run, folder, order, is_exact=not request.overrides)
     try:
         run_ranks(plan_ranks(ranks, folder), report.look)

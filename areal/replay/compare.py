@@ -45,13 +45,11 @@ class StepComparison:
     def line(self) -> str:
         """One line of the report."""
         weights = {True: "weights equal", False: f"weights DIFFER at step {self.step}", None: "weights not recorded"}
-        parts = [weights[self.weights]]
         equal = [name for name, (live, own) in self.metrics.items() if live == own]
-        if equal:
-            parts.append(", ".join(equal) + " equal")
-        parts += [
-            f"{name} DIFFERS (live {live}, replay {own})" for name, (live, own) in self.metrics.items() if live != own
-        ]
+        parts = [weights[self.weights]] + [", ".join(equal) + " equal"] * bool(equal)
+        for name, (live, own) in self.metrics.items():
+            if live != own:
+                parts.append(f"{name} DIFFERS (live {live}, replay {own})")
         return f"step {self.step}: " + "; ".join(parts)
 
 

@@ -55,12 +55,9 @@ def check_overrides(words: Sequence[str]) -> None:
         if not equals:
             problems.append(f"{word}: is not an override: write key.sub=value")
         elif section not in UPDATED:
-            reason = _OTHERS.get(section, "nothing in a replay reads it")
-            problems.append(f"{path}: {reason}")
+            problems.append(f"{path}: {_OTHERS.get(section, 'nothing in a replay reads it')}")
         elif key in _IN_MODELS:
             problems.append(f"{path}: {_IN_MODELS[key]}")
     if problems:
-        rule = f"a replay takes keys of {', '.join(UPDATED)} only"
-        raise ConfigError(
-            "\n  ".join([f"these cannot be changed in a replay; {rule}:", *problems]), code="replay.override"
-        )
+        rule = f"a replay can change only keys of {', '.join(UPDATED)}:"
+        raise ConfigError("\n  ".join([rule, *problems]), code="replay.override")

@@ -153,9 +153,8 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
         found = checksum_of(engine, ranks)
         if ranks.rank == 0 and found != recorded[role]:
             raise InputError(
-                f"the initial weights have changed: {role} is built from {_origin(models[role])} with checksum "
-                f"{found}, but the run recorded {recorded[role]}; restore the old model, or continue from a recovery "
-                "checkpoint with --from-checkpoint STEP",
+                f"the initial weights of {role} from {_origin(models[role])} have the checksum {found}, but the run "
+                f"recorded {recorded[role]}: restore the old model, or use --from-checkpoint STEP",
                 code="replay.other_weights",
             )
 

@@ -77,9 +77,8 @@ class RecordedRun:
             processes: list[dict[str, Any]] = json.loads(self.paths.plan.read_bytes())["processes"]
             found = [(ProcessContext.from_env(entry["env"]), entry["env"]) for entry in processes]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{self.paths.plan} does not list the ranks of the run ({error})", code="replay.damaged_run"
-            ) from error
+            message = f"{self.paths.plan} does not list the ranks of the run ({error})"
+            raise InputError(message, code="replay.damaged_run") from error
         ranks = [(context, env) for context, env in found if context is not None and context.role == "trainer"]
         if not ranks or len(ranks) != ranks[0][0].world_size:
             raise InputError(f"{self.paths.plan} does not list all trainer ranks of the run", code="replay.damaged_run")
@@ -92,9 +91,8 @@ class RecordedRun:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"{self.paths.initial_weights} cannot be read: {error}", code="replay.damaged_run"
-            ) from error
+            message = f"{self.paths.initial_weights} cannot be read: {error}"
+            raise InputError(message, code="replay.damaged_run") from error
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> PPOConfig:

@@ -35,8 +35,7 @@ class Report:
         for row in self._new_rows():
             live = self._live.get(row["step"])
             step = compare_step(row["step"], self._run.weights.get(row["step"] - 1, ""), live, row)
-            exactness = self._exactness
-            lines = [exactness.add(step)] if exactness else self._comparison.add(step, live, row)
+            lines = [self._exactness.add(step)] if self._exactness else self._comparison.add(step, live, row)
             sys.stdout.write("".join(line + "\n" for line in lines))
             sys.stdout.flush()
             self._done = row["step"]

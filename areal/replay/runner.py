@@ -20,7 +20,6 @@ from areal.system.run_paths import RunPaths
 _POLL_S = 0.05
 _GRACE_S = 2.0
 _TAIL_BYTES = 1 << 14
-_COMMAND = (sys.executable, "-m", "areal.replay.rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +36,11 @@ class RankProcess:
 def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder: Path) -> list[RankProcess]:
     """The ranks of the recorded run, in the folder of a replay."""
     planned: list[RankProcess] = []
+    argv = (sys.executable, "-m", "areal.replay.rank")
     for context, env in recorded:
         own = replace(context, run_dir=str(folder), run_id=0, recover=False)
         log = RunPaths(folder).log_of(own.name)
-        planned.append(RankProcess(name=own.name, argv=_COMMAND, env=env | own.to_env(), log=log))
+        planned.append(RankProcess(name=own.name, argv=argv, env=env | own.to_env(), log=log))
     return planned
 
 
@@ -67,15 +67,12 @@ def _raise_failed(ranks: Sequence[RankProcess], started: Sequence[subprocess.Pop
     failed = [(rank, process.returncode) for rank, process in zip(ranks, started, strict=True) if process.poll()]
     if not failed:
         return
-    reported = [(rank, line) for rank, _ in failed if (line := _last_line(rank.log)).startswith(ERROR_PREFIX)]
-    if reported:
-        rank, line = reported[0]
-        raise LaunchError(f"{line.removeprefix(ERROR_PREFIX)} (log: {rank.log})", code="replay.rank_failed")
     rank, exit_code = failed[0]
-    raise LaunchError(
-        f"{rank.name} exited with code {exit_code}: {_last_line(rank.log)} (log: {rank.log})",
-        code="replay.rank_failed",
-    )
+    message, log = f"{rank.name} exited with code {exit_code}: {_last_line(rank.log)}", rank.log
+    for rank, _ in reversed(failed):
+        if (line := _last_line(rank.log)).startswith(ERROR_PREFIX):
+            message, log = line.removeprefix(ERROR_PREFIX), rank.log
+    raise LaunchError(f"{message} (log: {log})", code="replay.rank_failed")
 
 
 def _last_line(log: Path) -> str:

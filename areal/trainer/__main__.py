@@ -5,32 +5,47 @@ python -m areal.trainer [SCRIPT.py] --config RUN/config.yaml
 
 from __future__ import annotations
 
-import functools
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from areal.api.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal.api.config.load import load_experiment
 from areal.system.process import run_main
 
+if TYPE_CHECKING:
+    from areal.trainer.row_loop import RowTrainer
+
 
 def run_configured(argv: list[str]) -> None:
     """Run without a script: the configuration names workflow, rewards and datasets."""
+    from areal.data.dataset import load_pairs, load_sft_rows
+
     config = load_experiment(argv)
     if isinstance(config, SFTConfig):
-        run_sft(config)
+        from areal.trainer.sft import SFTTrainer
+
+        load = partial(load_sft_rows, train_on=config.sft.train_on)
+        _run_rows(SFTTrainer, config, load, model_path=config.model.path)
     elif isinstance(config, RWConfig):
-        run_reward_model(config)
+        from areal.trainer.reward_model import RewardModelTrainer
+
+        load = partial(load_pairs, use_margin=config.rw.use_margin)
+        _run_rows(RewardModelTrainer, config, load, model_path=config.model.path)
     elif isinstance(config, DPOConfig):
-        run_dpo(config)
+        from areal.trainer.dpo import DPOTrainer
+
+        _run_rows(DPOTrainer, config, load_pairs, model_path=config.actor.path)
     elif isinstance(config, PPOConfig):
-        run_ppo(config)
+        _run_ppo(config)
     else:
         raise TypeError(f"no trainer for {type(config).__name__}")
 
 
-def run_ppo(config: PPOConfig) -> None:
+def _run_ppo(config: PPOConfig) -> None:
     from areal.data.dataset import load_rows
     from areal.data.tokenizer import load_tokenizer
     from areal.trainer.ppo import PPOTrainer
@@ -46,42 +61,19 @@ def run_ppo(config: PPOConfig) -> None:
         trainer.train(workflow)
 
 
-def run_sft(config: SFTConfig) -> None:
-    from areal.data.dataset import load_sft_rows
+def _run_rows(
+    trainer_class: type[RowTrainer[Any, Any]],
+    config: SFTConfig | RWConfig | DPOConfig,
+    load: Callable[..., list[Any]],
+    *,
+    model_path: str,
+) -> None:
     from areal.data.tokenizer import load_tokenizer
-    from areal.trainer.sft import SFTTrainer
 
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    load = functools.partial(load_sft_rows, tokenizer=tokenizer, train_on=config.sft.train_on)
-    train = load(config.train_dataset, default_split="train")
-    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
-    with SFTTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
-        trainer.train()
-
-
-def run_reward_model(config: RWConfig) -> None:
-    from areal.data.dataset import load_pairs
-    from areal.data.tokenizer import load_tokenizer
-    from areal.trainer.reward_model import RewardModelTrainer
-
-    tokenizer = load_tokenizer(config.tokenizer_path or config.model.path)
-    load = functools.partial(load_pairs, tokenizer=tokenizer, use_margin=config.rw.use_margin)
-    train = load(config.train_dataset, default_split="train")
-    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
-    with RewardModelTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
-        trainer.train()
-
-
-def run_dpo(config: DPOConfig) -> None:
-    from areal.data.dataset import load_pairs
-    from areal.data.tokenizer import load_tokenizer
-    from areal.trainer.dpo import DPOTrainer
-
-    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    load = functools.partial(load_pairs, tokenizer=tokenizer)
-    train = load(config.train_dataset, default_split="train")
-    valid = load(config.valid_dataset, default_split="test") if config.valid_dataset is not None else None
-    with DPOTrainer(config, train_dataset=train, valid_dataset=valid) as trainer:
+    tokenizer = load_tokenizer(config.tokenizer_path or model_path)
+    train = load(config.train_dataset, tokenizer, default_split="train")
+    valid = load(config.valid_dataset, tokenizer, default_split="test") if config.valid_dataset is not None else None
+    with trainer_class(config, train_dataset=train, valid_dataset=valid) as trainer:
         trainer.train()
 
 

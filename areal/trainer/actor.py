@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from areal.algorithm.covariance import token_draws
+from areal.algorithm.aggregate import Reduce
+from areal.algorithm.covariance import drawn_between, highest_covariances, token_covariances, token_draws
 from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.algorithm.resampling import resampled_counts, resampling_weights, sequence_draws
@@ -25,7 +26,6 @@ from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_mini
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
 from areal.trainer.recover import ActorState
-from areal.trainer.token_choice import with_chosen_tokens
 
 
 class PPOActor:
@@ -46,11 +46,10 @@ class PPOActor:
         critic_lambda: float | None = None,
         teacher: TeacherConfig | None = None,
     ) -> None:
-        """`max_new_tokens` is the limit of an answer, which the overlong penalty needs; `seed` the run's, from which
-        the order of sequences in later epochs derives; the first `frozen_steps` train steps change no weight;
-        `critic_lambda` is of the critic's targets, None = as the advantages;
-        `teacher` says what the loss takes of a teacher, None = there is none. A loss of the user's own is called once
-        with no tokens: what it raises passes through, ConfigError when it returns no PolicyLoss."""
+        """`max_new_tokens`: limit of an answer, which the overlong penalty needs. `seed`: of the run; it determines the
+        order of sequences in later epochs. The first `frozen_steps` train steps change no weight. `critic_lambda`: of
+        the critic's targets; None = that of the advantages. A custom loss is called once without tokens: its errors are
+        raised here, ConfigError when it returns no PolicyLoss."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -63,7 +62,7 @@ class PPOActor:
         self._kl_coef = config.kl_ctl
         """Of the last batch with advantages."""
         if config.policy_loss == "custom":
-            self._rule().names_only()  # a mistake in a user's loss shows now, not after the first rollouts
+            self._rule().names_only()  # detects an error in the user's loss before the first rollouts
 
     def state(self) -> ActorState:
         """The adaptive coefficients, which a recovery checkpoint stores."""
@@ -89,10 +88,10 @@ class PPOActor:
             return batch
         outputs = self._engine.forward(batch)
         if outputs.logprobs is None:
-            raise ValueError("the actor's engine gave no log-probabilities: it was built as a critic")
+            raise ValueError("the actor's engine returned no log-probabilities: it was built as a critic")
         if config.has_token_baseline:
             if outputs.squared_sums is None:
-                raise ValueError("the actor's engine gave no squared_sums: build it with output_spec(config)")
+                raise ValueError("the actor's engine returned no squared_sums: build it with output_spec(config)")
             batch = replace(batch, score_norms=score_norms(outputs.logprobs, outputs.squared_sums))
         batch = replace(batch, prox_logprobs=outputs.logprobs) if is_needed else batch
         return with_candidates(batch, outputs, config)
@@ -171,27 +170,44 @@ class PPOActor:
 
     def _require_finite(self, batch: TrainBatch) -> None:
         """Raise on every rank when any rank has a number that is not finite, so that no rank waits for another."""
-        trained = {
-            "rollout_logprobs": batch.rollout_logprobs,
-            "prox_logprobs": batch.prox_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
-            "ref_full_kl": batch.ref_full_kl,
-            "teacher_logprobs": batch.teacher_logprobs,
-            "values": batch.values,
-        }
-        names = ["rewards", "baselines", *trained]
+        of_tokens = ("rollout_logprobs", "prox_logprobs", "ref_logprobs", "ref_full_kl", "teacher_logprobs", "values")
+        names = ["rewards", "baselines", *of_tokens]
         bad = [(~batch.rewards.isfinite()).sum(), _num_without_baseline(batch, self._config)]
-        for values in trained.values():
-            found = torch.zeros((), dtype=torch.int64) if values is None else _num_bad(values, batch.loss_mask)
-            bad.append(found)
+        for name in of_tokens:
+            values: Tensor | None = getattr(batch, name)
+            none = torch.zeros((), dtype=torch.int64)
+            bad.append(none if values is None else (batch.loss_mask & ~values.isfinite()).sum())
         counts: list[float] = self._engine.all_reduce(torch.stack(bad).double().cpu()).tolist()
         if any(counts):
             listed = ", ".join(f"{int(count)} in {name}" for name, count in zip(names, counts, strict=True) if count)
             raise InputError(
-                f"the train batch holds numbers that are not finite: {listed}; check the reward function, the "
-                "log-probabilities of the models and, for remax, that the workflow generates greedy answers",
+                f"the train batch contains numbers that are not finite: {listed}; check the reward function, the "
+                "models and, for remax, that the workflow generates greedy answers",
                 code="algorithm.not_finite",
             )
+
+
+def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> TrainBatch:
+    """Clip-Cov's and KL-Cov's tokens of high covariance; other losses leave the batch unchanged. A collective.
+
+    The policy of the covariance is the one before the update: the trainer's when it was recomputed, else the
+    servers'. Raises ValueError when the batch has no advantages.
+    """
+    if config.policy_loss not in ("clip_cov", "kl_cov"):
+        return batch
+    if batch.advantages is None:
+        raise ValueError("the batch has no advantages: call with_advantages before with_chosen_tokens")
+    logprobs = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
+    covariances = token_covariances(batch.advantages, logprobs, batch.trained, reduce=reduce)
+    draws = token_draws(batch.input_ids, batch.rollout_logprobs, batch.cu_seqlens, batch.sequence_index)
+    if config.policy_loss == "kl_cov":
+        chosen = highest_covariances(covariances, draws, batch.trained, ratio=config.kl_cov.ratio, reduce=reduce)
+    else:
+        box = config.clip_cov
+        chosen = drawn_between(
+            covariances, draws, batch.trained, low=box.low, high=box.high, ratio=box.ratio, reduce=reduce
+        )
+    return replace(batch, chosen_tokens=chosen)
 
 
 def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
@@ -201,7 +217,3 @@ def _num_without_baseline(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     if batch.baselines is None:
         return torch.tensor(batch.num_sequences)
     return (~batch.baselines.isfinite()).sum()
-
-
-def _num_bad(values: Tensor, mask: Tensor) -> Tensor:
-    return (mask & ~values.isfinite()).sum()

@@ -29,9 +29,9 @@ class StepHooks:
 
     evaluate: Callable[[int], dict[str, float]] | None
     """Steps done -> metrics. Called on every rank and takes equally long on each; rank 0's result is used."""
-    goal_reached: Callable[[dict[str, float]], bool]
+    goal_reached: Callable[[dict[str, float]], bool] = lambda values: False
     """Evaluation metrics of rank 0 -> whether training ends."""
-    committed: Callable[[int, Path], None]
+    committed: Callable[[int, Path], None] = lambda step, path: None
     """Called on rank 0 when the recovery checkpoint after this number of steps is complete."""
     actor_state: Callable[[], ActorState] = ActorState
     """State of the actor role for a recovery checkpoint, besides its engine."""

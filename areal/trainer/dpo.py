@@ -51,9 +51,6 @@ class DPOTask:
     def engines(self) -> dict[str, TrainEngine]:
         return {"actor": self._engine}
 
-    def num_tokens(self, row: EncodedPair) -> int:
-        return row.num_tokens
-
     def batch_of(self, rows: Sequence[EncodedPair]) -> TrainBatch:
         return pairs_to_batch(rows)
 

@@ -15,7 +15,6 @@ from areal.api.config import TrainEngineConfig
 from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
 from areal.data.preference_rows import EncodedPair
-from areal.trainer.row_loop import count_of
 
 PER_PAIR = 2
 
@@ -43,7 +42,7 @@ def places_of(batch: TrainBatch, source_index: Sequence[int] | None = None) -> P
 
 def num_pairs(batch: TrainBatch) -> Tensor:
     """Local part of the denominator: [1] float64."""
-    return count_of(batch.num_sequences // PER_PAIR)
+    return torch.tensor([batch.num_sequences // PER_PAIR], dtype=torch.float64)
 
 
 def mean_metrics(by_name: Mapping[str, Tensor]) -> Metrics:

@@ -6,7 +6,6 @@ Imports no torch, because the controller runs the same script.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from areal.api.config import PPOConfig
@@ -25,30 +24,21 @@ class PPOTrainer:
     """
 
     def __init__(
-        self,
-        config: PPOConfig,
-        *,
-        train_dataset: Sequence[Row],
-        valid_dataset: Sequence[Row] | None = None,
+        self, config: PPOConfig, *, train_dataset: Sequence[Row], valid_dataset: Sequence[Row] | None = None
     ) -> None:
-        context = join_run()
+        self._context = join_run()
         self._config = config
-        self._context = context
         self._train_rows = train_dataset
         self._valid_rows = valid_dataset
-        if config.valid_dataset is not None and not valid_dataset and context.index == 0:
-            get_logger("trainer").warning(
-                "no evaluation runs, and evaluator.* has no effect: the script passed no valid_dataset to PPOTrainer"
-            )
+        if config.valid_dataset is not None and not valid_dataset and self._context.index == 0:
+            get_logger("trainer").warning("no evaluation runs: the script passed no valid_dataset to PPOTrainer")
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
 
     def __enter__(self) -> PPOTrainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *error: object) -> None:
+        """Nothing to release: `train` does it."""
 
     def train(
         self,

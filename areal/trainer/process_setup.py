@@ -38,10 +38,8 @@ def join_run() -> ProcessContext:
     """Return this process's context and configure its log. Raises LaunchError when no launcher started it."""
     context = ProcessContext.from_env()
     if context is None:
-        raise LaunchError(
-            "this script must be started by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml",
-            code="launch.no_launcher",
-        )
+        message = "start this script by a launcher: python -m areal.launcher.local SCRIPT --config CONFIG.yaml"
+        raise LaunchError(message, code="launch.no_launcher")
     configure_logging(process_name=context.name)
     return context
 

@@ -27,11 +27,8 @@ class TrainingLength:
         data = config.train_dataset
         per_epoch = num_rows // data.batch_size if data.drop_last else Fraction(num_rows, data.batch_size)
         if per_epoch == 0:
-            raise ConfigError(
-                f"train_dataset.batch_size={data.batch_size} exceeds the {num_rows} usable rows of {data.path}: "
-                "lower it or add data",
-                code="data.too_few_rows",
-            )
+            message = f"train_dataset.batch_size={data.batch_size} exceeds the {num_rows} usable rows of {data.path}"
+            raise ConfigError(message, code="data.too_few_rows")
         total = math.ceil(per_epoch * config.total_train_epochs)
         if config.total_train_steps is not None:
             total = min(total, config.total_train_steps)

@@ -26,8 +26,8 @@ NEXT = "next"
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "state.json"
 _FORMAT = 3
-_READABLE = (2, _FORMAT)
-"""Format 2 has no `RecoverPoint.actor`: adaptive coefficients start with their configured values."""
+_OLD_FORMAT = 2
+"""Has no `RecoverPoint.actor`: adaptive coefficients start with their configured values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +93,8 @@ class RecoverStore:
                 get_logger("trainer").error("the recovery checkpoint %s is damaged and skipped: %s", path, found)
         if mode == "resume":
             what = f"has only damaged checkpoints: {', '.join(damaged)}" if damaged else "has no complete checkpoint"
-            raise ConfigError(
-                f"recover.mode=resume, but {self._folder} {what}: use auto to start from the beginning",
-                code="checkpoint.missing",
-            )
+            message = f"recover.mode=resume, but {self._folder} {what}: use auto to start from the beginning"
+            raise ConfigError(message, code="checkpoint.missing")
         return None
 
     def load(self, path: Path) -> RecoverPoint:
@@ -110,18 +108,15 @@ class RecoverStore:
             facts = state["point"]
             point = RecoverPoint(**facts | {"actor": ActorState(**facts.get("actor", {}))})
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{path} does not fit this run: {error}; use the configuration it was written with, or change "
-                "trial_name to start a new run",
-                code="checkpoint.other_run",
-            ) from error
+            message = f"{path} does not fit this run: {error}; use its configuration, or change trial_name"
+            raise InputError(message, code="checkpoint.other_run") from error
         get_logger("trainer").info("recovered from %s: %d steps done", path, point.step)
         return point
 
     def _check(self, state: dict[str, object]) -> None:
-        if state.get("format") not in _READABLE:
-            raise ValueError(f"its format is {state.get('format')}, not {_FORMAT}")
         expected = {"trainer ranks": self._ranks.world_size, "models": list(self._engines)}
+        if state.get("format") != _OLD_FORMAT:
+            expected["format"] = _FORMAT
         for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(f"its {name} is {state.get(name)}, not {value}")
@@ -134,17 +129,14 @@ class RecoverStore:
         writing, final = self._folder / NEXT, self._folder / f"step-{point.step:06d}"
         try:
             self._write(writing, point)
-            self._together("verified", lambda: self._prove(writing))
+            self._together("verified", lambda: self._verify(writing))
             self._together("renamed", lambda: install_folder(writing, final), rank0_only=True)
         except InputError as error:
             if self._is_rank0:
                 shutil.rmtree(writing, ignore_errors=True)
             kept = ", ".join(path.name for path in self._checkpoints()) or "none before it"
-            raise InputError(
-                f"the recovery checkpoint after step {point.step} failed: {error}; kept: {kept}; fix the cause and "
-                "start again",
-                code="checkpoint.not_written",
-            ) from error
+            message = f"the recovery checkpoint after step {point.step} failed: {error}; kept: {kept}"
+            raise InputError(message, code="checkpoint.not_written") from error
         if self._is_rank0:
             self._remove_all_but(final)
         self._previous = final
@@ -167,7 +159,7 @@ class RecoverStore:
         self._together("written", lambda: (writing / self._rng_file()).write_bytes(rng_state()))
         self._together("written", describe, rank0_only=True)
 
-    def _prove(self, sealed: Path) -> None:
+    def _verify(self, sealed: Path) -> None:
         """Each rank reads its part of all files and compares the checksums, which were computed from memory."""
         damage = damage_of(sealed, part=self._ranks.rank, parts=self._ranks.world_size)
         if damage:

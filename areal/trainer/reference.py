@@ -56,7 +56,7 @@ class Reference:
             return {}
         is_due = steps_done % resets.every_steps == 0
         if is_due:
-            self._engine.load_weights(resets.policy.named_weights())
+            self._engine.load_weights(resets.policy.named_weights(stored=True))
             if resets.with_optimizer:
                 resets.policy.reset_optimizer()
         return {"ref/reset": Metric(float(is_due), 1.0, "max")}
@@ -65,7 +65,5 @@ class Reference:
 def _require_same_model(engine: TrainEngine, policy: TrainEngine) -> None:
     shapes = [{spec.name: spec.shape for spec in one.weight_specs()} for one in (engine, policy)]
     if shapes[0] != shapes[1]:
-        raise ConfigError(
-            "ref_reset_steps copies the policy into the reference, but ref.path names a model of another shape",
-            code="model.weights_do_not_fit",
-        )
+        message = "ref_reset_steps copies the policy into the reference, but ref.path names a model of another shape"
+        raise ConfigError(message, code="model.weights_do_not_fit")

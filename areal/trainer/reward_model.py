@@ -41,9 +41,6 @@ class RewardModelTask:
     def engines(self) -> dict[str, TrainEngine]:
         return {"model": self._engine}
 
-    def num_tokens(self, row: EncodedPair) -> int:
-        return row.num_tokens
-
     def batch_of(self, rows: Sequence[EncodedPair]) -> TrainBatch:
         return pairs_to_batch(rows)
 
@@ -92,10 +89,10 @@ class RewardModelTrainer(RowTrainer[RWConfig, EncodedPair]):
 
     def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedPair]:
         config = self._config
-        if self._context.index == 0 and (
-            trap := padding_trap(resolve_model_folder(config.model.path), self._train_rows)
-        ):
-            get_logger("trainer").warning(trap)
+        if self._context.index == 0:
+            warning = padding_trap(resolve_model_folder(config.model.path), self._train_rows)
+            if warning:
+                get_logger("trainer").warning(warning)
         engine = build(with_whole_pairs(config.model), role="reward", total_steps=total_steps)
         return RewardModelTask(engine, config.rw)
 
@@ -106,8 +103,8 @@ def padding_trap(folder: Path, pairs: Sequence[EncodedPair]) -> str:
     if padding is None or all(side.token_ids[-1] != padding for pair in pairs for side in (pair.chosen, pair.rejected)):
         return ""
     return (
-        f"texts end with token {padding}, which is pad_token_id in config.json in {folder}: the score is learned at "
-        "that token, but transformers takes the score of the token before it; set pad_token_id to another value there"
+        f"texts end with token {padding}, which is pad_token_id in {folder}/config.json: the score is learned there, "
+        "but transformers takes that of the token before it; set another pad_token_id"
     )
 
 

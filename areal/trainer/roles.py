@@ -52,10 +52,7 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
     build_frozen = partial(build, total_steps=0)
     trained: dict[str, TrainEngine] = {
         "actor": build(
-            config.actor,
-            role="actor",
-            total_steps=_actor_steps(config, length),
-            outputs=output_spec(config.actor),
+            config.actor, role="actor", total_steps=_actor_steps(config, length), outputs=output_spec(config.actor)
         )
     }
     if config.critic is not None:
@@ -63,9 +60,8 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
         trained["critic"] = build(config.critic, role="critic", total_steps=steps)
     frozen: dict[str, TrainEngine] = {}
     if config.ref is not None and uses_reference(config.actor):
-        frozen["ref"] = build_frozen(
-            config.ref, role="ref", outputs=OutputSpec(candidates=num_candidates(config.actor))
-        )
+        ref_outputs = OutputSpec(candidates=num_candidates(config.actor))
+        frozen["ref"] = build_frozen(config.ref, role="ref", outputs=ref_outputs)
     elif config.ref is not None:
         get_logger("trainer").info("ref is not loaded: actor.kl_ctl and actor.kl_loss_coef are 0")
     if config.reward_model is not None:
@@ -76,7 +72,11 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
 
 
 def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[str, TrainEngine]) -> PPORoles:
-    critic = config.critic
+    critic, resets = config.critic, None
+    if config.ref_reset_steps is not None:
+        resets = ReferenceResets(
+            policy=trained["actor"], every_steps=config.ref_reset_steps, with_optimizer=config.ref_reset_optimizer
+        )
     return PPORoles(
         actor=PPOActor(
             trained["actor"],
@@ -87,7 +87,7 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
             critic_lambda=None if critic is None else critic.gae_lambda,
             teacher=config.teacher,
         ),
-        reference=_reference(config, trained["actor"], frozen["ref"]) if "ref" in frozen else None,
+        reference=Reference(frozen["ref"], config.actor, resets=resets) if "ref" in frozen else None,
         critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
         reward_model=_reward_model(config, frozen["reward_model"]) if "reward_model" in frozen else None,
         teacher=None if config.teacher is None else Teacher(frozen["teacher"], config.teacher),
@@ -101,20 +101,9 @@ def _actor_steps(config: PPOConfig, length: TrainingLength) -> int:
     warmup = 0 if config.critic is None else config.critic.warmup_steps
     if warmup >= length.total_steps:
         get_logger("trainer").warning(
-            "critic.warmup_steps=%d leaves no train step of this run's %d for the policy: only the critic learns",
-            warmup,
-            length.total_steps,
+            "critic.warmup_steps=%d of %d train steps: only the critic learns", warmup, length.total_steps
         )
     return max(length.total_steps - warmup, 1) * config.actor.ppo_n_minibatches * config.actor.ppo_epochs
-
-
-def _reference(config: PPOConfig, policy: TrainEngine, engine: TrainEngine) -> Reference:
-    resets = None
-    if config.ref_reset_steps is not None:
-        resets = ReferenceResets(
-            policy=policy, every_steps=config.ref_reset_steps, with_optimizer=config.ref_reset_optimizer
-        )
-    return Reference(engine, config.actor, resets=resets)
 
 
 def _reward_model(config: PPOConfig, engine: TrainEngine) -> RewardModel:

@@ -10,10 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from areal.api.batch import LossFn, TrainBatch
@@ -21,7 +19,9 @@ from areal.api.config import RowsExperimentConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics, metric_values
 from areal.data.balance import balanced_parts
+from areal.data.preference_rows import EncodedPair
 from areal.data.prompt_stream import PromptStream
+from areal.data.sft_rows import EncodedRow
 from areal.engine.build import TRAIN_ENGINES
 from areal.observe.phase import phase
 from areal.observe.trackers import build_trackers
@@ -34,10 +34,10 @@ from areal.trainer.recover import RecoverStore
 from areal.trainer.reduce import reduce_metrics
 
 ConfigT = TypeVar("ConfigT", bound=RowsExperimentConfig)
-RowT = TypeVar("RowT")
+RowT = TypeVar("RowT", EncodedRow, EncodedPair)
 TaskRowT = TypeVar("TaskRowT", contravariant=True)
 EngineBuilder = Callable[..., TrainEngine]
-"""A `TrainEngineFactory` with mesh and seed bound."""
+"""A factory of `TRAIN_ENGINES` with mesh and seed bound."""
 
 
 class RowTask(Protocol[TaskRowT]):
@@ -46,10 +46,6 @@ class RowTask(Protocol[TaskRowT]):
     @property
     def engines(self) -> dict[str, TrainEngine]:
         """The trained models by role, which are exported and recovered."""
-        ...
-
-    def num_tokens(self, row: TaskRowT) -> int:
-        """The size of a row, for balancing the ranks."""
         ...
 
     def batch_of(self, rows: Sequence[TaskRowT]) -> TrainBatch:
@@ -84,10 +80,8 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *error: object) -> None:
+        """Nothing to release: `train` does it."""
 
     def train(self) -> None:
         """Train to the end of the run."""
@@ -114,11 +108,7 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
             checkpoints=paths.checkpoints,
             recover=recover,
             trackers=build_trackers(config, paths, first_step=start_step + 1) if rank.mesh.rank == 0 else [],
-            hooks=StepHooks(
-                evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None,
-                goal_reached=lambda values: False,
-                committed=lambda step, path: None,
-            ),
+            hooks=StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None),
         )
         stack.callback(after_step.close)
         if point is not None:
@@ -148,7 +138,7 @@ def lead_of(task: RowTask[RowT]) -> TrainEngine:
 def share_of(task: RowTask[RowT], rows: Sequence[RowT]) -> list[RowT]:
     """This data-parallel rank's part of a batch of rows, balanced by tokens."""
     lead = lead_of(task)
-    parts = balanced_parts([task.num_tokens(row) for row in rows], lead.dp_size)
+    parts = balanced_parts([row.num_tokens for row in rows], lead.dp_size)
     return [rows[i] for i in parts[lead.dp_rank]]
 
 
@@ -173,8 +163,3 @@ def one_step(engine: TrainEngine, batch: TrainBatch, loss_fn: LossFn, *, local_d
     denominator = float(engine.all_reduce(local_denominator).item())
     metrics = engine.forward_backward(batch, loss_fn, denominator=max(denominator, 1.0))
     return merge_metrics(metrics, engine.optimizer_step())
-
-
-def count_of(number: int) -> Tensor:
-    """A local denominator: [1] float64."""
-    return torch.tensor([float(number)], dtype=torch.float64)

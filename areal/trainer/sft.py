@@ -38,23 +38,19 @@ class SFTTask:
     def engines(self) -> dict[str, TrainEngine]:
         return {"model": self._engine}
 
-    def num_tokens(self, row: EncodedRow) -> int:
-        return len(row.token_ids)
-
     def batch_of(self, rows: Sequence[EncodedRow]) -> TrainBatch:
         return rows_to_train_batch([row.token_ids for row in rows], [row.loss_mask for row in rows])
 
     def update(self, batch: TrainBatch) -> Metrics:
         """One optimiser step; a collective."""
         with phase("update"):
-            return merge_metrics(
-                self._names(), one_step(self._engine, batch, self._loss, local_denominator=self._denominator(batch))
-            )
+            found = one_step(self._engine, batch, self._loss, local_denominator=self._denominator(batch))
+        # a rank without rows reports the same names
+        return merge_metrics({"loss": Metric(0.0, 0.0), "perplexity": Metric(0.0, 0.0)}, found)
 
     def measure(self, batch: TrainBatch) -> Metrics:
         """The training loss as a mean over held-out rows; a collective."""
-        outputs = self._engine.forward(batch)
-        return self._metrics(batch, _logprobs(outputs))
+        return self._metrics(batch, _logprobs(self._engine.forward(batch)))
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Sum of weighted -log p over the trained tokens of a micro-batch; the engine divides by the denominator."""
@@ -76,11 +72,6 @@ class SFTTask:
         means, trained = sequence_means(logprobs, batch.loss_mask, batch.sequence_index, batch.num_sequences)
         loss = Metric(float(self._sum(batch, logprobs)), float(self._denominator(batch)))
         return {"loss": loss} | to_metrics({"perplexity": TokenStat(torch.exp(-means.double()), trained)})
-
-    @staticmethod
-    def _names() -> Metrics:
-        """The metrics of a rank without rows."""
-        return {"loss": Metric(0.0, 0.0), "perplexity": Metric(0.0, 0.0)}
 
 
 class SFTTrainer(RowTrainer[SFTConfig, EncodedRow]):

@@ -45,7 +45,9 @@ class WeightsChecksum:
         words = weight.detach().contiguous().reshape(-1).view(_WORDS.get(weight.element_size(), torch.int32))
         num_rows = -(-words.numel() // _COLUMNS)
         rows = _multipliers(1, num_rows).to(weight.device)
-        columns = self._columns_on(weight.device)
+        if weight.device not in self._columns:
+            self._columns[weight.device] = _multipliers(0, _COLUMNS).to(weight.device)
+        columns = self._columns[weight.device]
         total = torch.zeros((), dtype=torch.int64, device=weight.device)
         step = _CPU_ROWS if weight.device.type == "cpu" else _CUDA_ROWS
         for first in range(0, num_rows, step):
@@ -58,17 +60,11 @@ class WeightsChecksum:
                 total += (block[whole * _COLUMNS :] * columns[:rest]).sum() * rows[first + whole]
         return total
 
-    def _columns_on(self, device: torch.device) -> Tensor:
-        if device not in self._columns:
-            self._columns[device] = _multipliers(0, _COLUMNS).to(device)
-        return self._columns[device]
-
-
-def checksummed(weights: Iterator[tuple[str, Tensor]], checksum: WeightsChecksum) -> Iterator[tuple[str, Tensor]]:
-    """Yield `weights` and add each to `checksum`."""
-    for name, weight in weights:
-        checksum.add(name, weight)
-        yield name, weight
+    def adding(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield `weights` and add each."""
+        for name, weight in weights:
+            self.add(name, weight)
+            yield name, weight
 
 
 def checksum_of(engine: WeightSource, ranks: Ranks) -> str:

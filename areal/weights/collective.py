@@ -58,9 +58,7 @@ class CollectiveChannel:
     ) -> None:
         """`backend`: nccl or gloo. `host`: where this process listens and how the servers reach it; None = loopback.
         `ranks_per_replica`: devices of one server. `timeout_s`: maximum wait for one bucket, and for a live replica."""
-        self._engine = engine
-        self._ranks = ranks
-        self._control = control
+        self._engine, self._ranks, self._control = engine, ranks, control
         self._bucket_bytes = bucket_bytes
         self._backend = backend
         self._host = host or Host()
@@ -131,21 +129,20 @@ class CollectiveChannel:
 
     def _update_of(self, version: int, replicas: list[str]) -> WeightUpdate:
         """Describe the update; opens a new store when the group must be formed again."""
+        host = self._host
         if self._group is None or replicas != self._replicas:
             self.close()
             # A new name excludes confusion with a group that a replica is still in. It is random and sent over
             # token-protected HTTP only: the store's keys cannot be guessed without it.
             group_name = f"weights-{uuid.uuid4().hex}"
-            self._store = open_store(
-                self._host.advertise, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S, bind=self._host.bind
-            )
+            self._store = open_store(host.advertise, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S, bind=host.bind)
         else:
             group_name = self._group.group_name
         assert self._store is not None
         return WeightUpdate(
             version=version,
             kind="collective",
-            master_address=self._host.advertise,
+            master_address=host.advertise,
             master_port=self._store.port,
             backend=self._backend,
             buckets=self._plan,

@@ -12,7 +12,7 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.observe.log import get_logger
-from areal.weights.checksum import WeightsChecksum, checksummed
+from areal.weights.checksum import WeightsChecksum
 
 
 class FleetControl(Protocol):
@@ -43,7 +43,7 @@ def publish_once(
     weights, checksum = engine.named_weights(), WeightsChecksum()
     error: Exception | None = None
     if ranks.rank == 0:
-        weights = checksummed(weights, checksum)
+        weights = checksum.adding(weights)
         try:
             send(weights)
         except Exception as failure:  # noqa: BLE001 - the other ranks must be notified before it is raised

@@ -21,8 +21,6 @@ from areal.system.run_paths import RunPaths
 from areal.weights.control import FleetControl, publish_once
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 
-SHARD_BYTES = MAX_FILE_BYTES
-"""Largest file of a version, which rank 0 holds in memory."""
 KEPT_VERSIONS = 2
 """The current version, which a restarted replica loads, and the one before, which a slow replica may still read."""
 _VERSION_FOLDER = re.compile(r"v(\d{6,})")
@@ -42,9 +40,7 @@ class DiskChannel:
         model_folder: Path | None = None,
     ) -> None:
         """`model_folder`: source of config.json, which makes a version a loadable checkpoint."""
-        self._engine = engine
-        self._ranks = ranks
-        self._control = control
+        self._engine, self._ranks, self._control = engine, ranks, control
         self._folder = paths.weights
         self._model_folder = model_folder
 
@@ -60,9 +56,8 @@ class DiskChannel:
             self._control.publish(WeightUpdate(version=version, kind="disk", path=str(final)))
             self._prune(version)
         except OSError as error:
-            raise WeightSyncError(
-                f"version {version} could not be written to {self._folder}: {error}", code="weights.not_written"
-            ) from error
+            message = f"version {version} could not be written to {self._folder}: {error}"
+            raise WeightSyncError(message, code="weights.not_written") from error
 
     def _write(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +65,7 @@ class DiskChannel:
         final = self._folder / f"v{version:06d}"
         writing = writing_folder(final)
         writing.mkdir()
-        write_weights(writing, weights, SHARD_BYTES)
+        write_weights(writing, weights, MAX_FILE_BYTES)
         for name in _COPIED:
             if self._model_folder is not None and (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, writing / name)
@@ -79,11 +74,8 @@ class DiskChannel:
 
     def _prune(self, current: int) -> None:
         """Remove old versions, and versions above the current one, which were written before a recovery."""
-        versions: dict[int, Path] = {}
-        for path in self._folder.iterdir():
-            match = _VERSION_FOLDER.fullmatch(path.name)
-            if match:
-                versions[int(match.group(1))] = path
+        found = ((path, _VERSION_FOLDER.fullmatch(path.name)) for path in self._folder.iterdir())
+        versions = {int(match[1]): path for path, match in found if match}
         kept = sorted(version for version in versions if version <= current)[-KEPT_VERSIONS:]
         for version, path in versions.items():
             if version not in kept:

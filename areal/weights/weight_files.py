@@ -39,8 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
-        facts = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[name] = facts
+        header[name] = {"dtype": _TYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0

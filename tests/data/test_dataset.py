@@ -7,7 +7,8 @@ import pytest
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError
-from areal.data.dataset import encode_sft_row, load_rows, load_sft_rows
+from areal.data.dataset import load_rows, load_sft_rows
+from areal.data.sft_rows import encode_sft_row
 from tests.expect import raises_code
 
 

@@ -32,6 +32,18 @@ def test_a_copy_in_the_compute_type_speaks_as_the_engine_with_float32_masters(ca
     torch.testing.assert_close(frozen.forward(batch).logprobs, engine.forward(batch).logprobs, rtol=0, atol=0)
 
 
+def test_a_float32_copy_of_stored_weights_equals_the_masters_that_the_optimiser_updates(cases, models):
+    engine = cases.make_engine(models / "qwen3", dtype="bfloat16")
+    frozen = cases.make_engine(models / "qwen3", role="ref", optimizer=None, dtype="float32")
+    cases.train(engine, cases.make_batch())
+    masters = {name: value.clone() for name, value in engine.named_weights(stored=True)}
+    assert all(value.dtype == torch.float32 for value in masters.values())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    frozen.load_weights(engine.named_weights(stored=True))
+    copied = cases.weights_of(frozen)
+    assert all(torch.equal(copied[name], value) for name, value in masters.items())
+
+
 def test_weights_of_another_model_are_refused(cases, models):
     engine = cases.make_engine(models / "qwen2")
     with raises_code("model.weights_do_not_fit"):

@@ -64,7 +64,7 @@ def make(toolbox):
         def weight_specs(self):
             return [WeightSpec(name="table", shape=list(self.table.shape), dtype="float64")]
 
-        def named_weights(self):
+        def named_weights(self, *, stored=False):
             yield "table", self.table.detach()
 
         def load_weights(self, weights):

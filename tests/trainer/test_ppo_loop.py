@@ -107,7 +107,7 @@ def start(toolbox, monkeypatch, tmp_path):
     """Run a rank: start(controller, run_id=..., **options of the configuration) -> its engine."""
 
     class Engine(toolbox.TableEngine):
-        def named_weights(self):
+        def named_weights(self, *, stored=False):
             yield "table", self.table.detach()
 
         def save(self, path, *, with_optimizer):

@@ -43,7 +43,7 @@ class DiskReplica:
 def test_disk_weights_arrive_and_old_versions_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(disk_module, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(disk_module, "MAX_FILE_BYTES", shard_bytes)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     replica = DiskReplica(make_model(1))
