@@ -56,10 +56,8 @@ class StepComparison:
 def compare_step(step: int, recorded_weights: str, live: Row | None, own: Row) -> StepComparison:
     """Compare one step. `live` None: the run has no metrics of it."""
     weights = own["weights"] == recorded_weights if recorded_weights else None
-    both = [name for name in EXACT if live is not None and name in live and name in own]
-    return StepComparison(
-        step=step, weights=weights, metrics={name: (live[name], own[name]) for name in both if live is not None}
-    )
+    metrics = {name: (live[name], own[name]) for name in EXACT if name in live and name in own} if live else {}
+    return StepComparison(step=step, weights=weights, metrics=metrics)
 
 
 class Exactness:

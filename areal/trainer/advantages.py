@@ -47,7 +47,8 @@ def with_advantages(
     """
     recipe = recipe_of(config)
     mask, sequence_index = batch.loss_mask, batch.sequence_index
-    rewards = centred(shaped(batch, config, max_new_tokens), batch, config, recipe, reduce=reduce)
+    rewards = _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
+    rewards = centred(rewards, batch, config, recipe, reduce=reduce)
     if config.mask_no_eos_with_zero:
         rewards = withhold_unfinished(rewards, batch.finished)
     kl = kl_penalty(batch, config) if kl_coef else None
@@ -85,11 +86,6 @@ def with_advantages(
         return replace(batch, advantages=advantages)
     targets = result if critic_lambda is None else estimate(gae_lambda=critic_lambda)
     return replace(batch, advantages=advantages, returns=targets.returns)
-
-
-def shaped(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | None) -> Tensor:
-    """Rewards with the overlong penalty, bias, scale and clip. -> [S]"""
-    return _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
 
 
 def centred(
@@ -155,12 +151,8 @@ def _penalty(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: int | No
     if max_new_tokens is None or config.overlong_tokens is None or config.overlong_penalty_factor is None:
         raise ValueError("the overlong penalty needs max_new_tokens, overlong_tokens and overlong_penalty_factor")
     lengths = trained_counts(batch.loss_mask, batch.sequence_index, batch.num_sequences)
-    return overlong_penalty(
-        lengths,
-        max_tokens=max_new_tokens,
-        tail_tokens=config.overlong_tokens,
-        factor=config.overlong_penalty_factor,
-    )
+    tail, factor = config.overlong_tokens, config.overlong_penalty_factor
+    return overlong_penalty(lengths, max_tokens=max_new_tokens, tail_tokens=tail, factor=factor)
 
 
 def bootstrap_values(batch: TrainBatch) -> Tensor | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -17,8 +18,9 @@ from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
 from areal.observe.log import get_logger
-from areal.observe.trackers import Tracker
+from areal.observe.trackers import Tracker, build_trackers
 from areal.system.durable import finish_interrupted_writes, remove_folder
+from areal.system.run_paths import RunPaths
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
 
@@ -108,6 +110,34 @@ class AfterStep:
             "evaluate": CadenceState(config.evaluator),
         }
         self._began_s = time.monotonic()
+
+    @classmethod
+    def of_run(
+        cls,
+        config: BaseExperimentConfig,
+        engines: dict[str, TrainEngine],
+        ranks: Ranks,
+        *,
+        hooks: StepHooks,
+        recovered: dict[str, TrainEngine],
+        after_failure: bool,
+    ) -> tuple[Self, RecoverPoint | None]:
+        """Return what follows the steps of a run, and the checkpoint that it continues from; a collective.
+
+        `recovered`: the engines in a recovery checkpoint, which is already loaded. `after_failure`: this is a restart.
+        """
+        paths = RunPaths.of(config)
+        recover = RecoverStore(paths.recover, config.recover, recovered, ranks)
+        source = recover.start_from(after_failure=after_failure)
+        point = recover.load(source) if source else None
+        first_step = point.step + 1 if point else 1
+        trackers = build_trackers(config, paths, first_step=first_step) if ranks.rank == 0 else []
+        found = cls(
+            config, engines, ranks, checkpoints=paths.checkpoints, recover=recover, trackers=trackers, hooks=hooks
+        )
+        if point is not None:
+            found.continue_from(point)
+        return found, point
 
     def continue_from(self, point: RecoverPoint) -> None:
         """Continue the clocks of a recovered run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, to_metrics, trained_counts
 from areal.algorithm.baselines import mixed_group
@@ -24,28 +25,27 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
         "num_sequences": TokenStat(each, each, "sum"),
         "num_tokens": TokenStat(torch.ones_like(mask), torch.ones_like(mask), "sum"),
         "num_trained_tokens": TokenStat(mask, mask, "sum"),
-        "reward": TokenStat(batch.rewards, each),
-        "reward_max": TokenStat(batch.rewards, each, "max"),
-        "reward_min": TokenStat(batch.rewards, each, "min"),
+        **_spread("reward", batch.rewards, each),
         "sequence_length": TokenStat(lengths, each),
         "sequence_length_max": TokenStat(lengths, each, "max"),
-        "answer_length": TokenStat(answer_lengths, each),
-        "answer_length_max": TokenStat(answer_lengths, each, "max"),
-        "answer_length_min": TokenStat(answer_lengths, each, "min"),
+        **_spread("answer_length", answer_lengths, each),
         "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
         "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),
         "unfinished_ratio": TokenStat(~batch.finished, each),
         "uniform_reward_ratio": TokenStat(~mixed_group(batch.rewards, batch.group_ids), each),
     }
-    for name, values in (("advantage", batch.advantages), ("return", batch.returns), ("value", batch.values)):
+    for name, values in (("return", batch.returns), ("value", batch.values)):
         if values is not None:
             stats[name] = TokenStat(values, mask)
     if batch.advantages is not None:
+        stats |= _spread("advantage", batch.advantages, mask)
         stats["advantage_abs"] = TokenStat(batch.advantages.abs(), mask)
-        stats["advantage_max"] = TokenStat(batch.advantages, mask, "max")
-        stats["advantage_min"] = TokenStat(batch.advantages, mask, "min")
-    stats |= _distance_stats(batch)
-    return prefixed("batch", to_metrics(stats))
+    return prefixed("batch", to_metrics(stats | _distance_stats(batch)))
+
+
+def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, TokenStat]:
+    extremes = {f"{name}_max": TokenStat(values, mask, "max"), f"{name}_min": TokenStat(values, mask, "min")}
+    return {name: TokenStat(values, mask)} | extremes
 
 
 def _distance_stats(batch: TrainBatch) -> dict[str, TokenStat]:

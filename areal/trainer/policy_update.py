@@ -72,7 +72,13 @@ class PolicyUpdate:
 
     def names_only(self) -> Metrics:
         """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
-        nothing, tokens = torch.zeros(0), _empty_tokens()
+        nothing = torch.zeros(0)
+        tokens = PolicyTokens(
+            **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), nothing),
+            **dict.fromkeys(("mask", "chosen"), nothing.bool()),
+            sequence_index=nothing.long(),
+            num_sequences=0,
+        )
         outputs = TokenOutputs(logprobs=nothing, entropy=nothing, clamped_entropy=nothing)
         stats = self._policy_loss(tokens, None)[1] | self._entropy_loss(outputs, tokens.mask)[1]
         stats |= prox_errors(nothing, None, self._config)
@@ -148,17 +154,3 @@ class PolicyUpdate:
         good = positive_mask(rewards, tokens.mask, tokens.sequence_index)
         losses = positive_nll(tokens.logprobs, good)
         return coef * losses, {"positive_nll": TokenStat(losses, good)}
-
-
-def _empty_tokens() -> PolicyTokens:
-    nothing = torch.zeros(0)
-    return PolicyTokens(
-        logprobs=nothing,
-        old_logprobs=nothing,
-        rollout_logprobs=nothing,
-        advantages=nothing,
-        mask=torch.zeros(0, dtype=torch.bool),
-        sequence_index=torch.zeros(0, dtype=torch.int64),
-        num_sequences=0,
-        chosen=torch.zeros(0, dtype=torch.bool),
-    )

@@ -11,29 +11,35 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import torch
 
 from areal.api.config import EvaluatorConfig, PPOConfig
 from areal.api.data import BatchShare, StepInfo
-from areal.api.engine import Ranks, WeightChannel
+from areal.api.engine import Ranks, WeightChannel, WeightSource
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
+from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
-from areal.observe.trackers import build_trackers
-from areal.rollout.client import RolloutClient
+from areal.rollout.client import RolloutClient, WeightsNeeded
+from areal.system.device import pick_device
 from areal.system.discovery import registry_of
 from areal.system.durable import write_atomic
+from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.publishing import ask_controller, build_weight_channel
-from areal.trainer.recover import RecoverStore
 from areal.trainer.roles import PPORoles, build_roles
 from areal.weights.checksum import checksum_of
+from areal.weights.collective import CollectiveChannel
+from areal.weights.disk import DiskChannel
+
+Answer = TypeVar("Answer")
 
 
 class BatchSource(Protocol):
@@ -183,33 +189,24 @@ def _join_run(
     has_valid: bool,
 ) -> PPOLoop:
     """Recover, publish if the servers may hold other weights, and attach to the controller."""
-    context, mesh, paths, actor = rank.context, rank.mesh, RunPaths.of(config), roles.trained["actor"]
-    recover = RecoverStore(paths.recover, config.recover, roles.recovered, mesh)
-    source = recover.start_from(after_failure=context.recover)
-    point = recover.load(source) if source else None
-    start_step = point.step if point else 0
+    context, mesh, actor = rank.context, rank.mesh, roles.trained["actor"]
     channel = build_weight_channel(config, actor, mesh, client, context.host)
     stack.callback(channel.close)
     evaluator = Evaluator(config.evaluator, client, channel, mesh)
-    after_step = AfterStep(
-        config,
-        roles.trained,
-        mesh,
-        checkpoints=paths.checkpoints,
-        recover=recover,
-        trackers=build_trackers(config, paths, first_step=start_step + 1) if mesh.rank == 0 else [],
-        hooks=StepHooks(
-            evaluate=evaluator.evaluate if has_valid else None,
-            goal_reached=evaluator.goal_reached,
-            committed=client.committed,
-            actor_state=roles.actor.state,
-        ),
+    hooks = StepHooks(
+        evaluate=evaluator.evaluate if has_valid else None,
+        goal_reached=evaluator.goal_reached,
+        committed=client.committed,
+        actor_state=roles.actor.state,
+    )
+    after_step, point = AfterStep.of_run(
+        config, roles.trained, mesh, hooks=hooks, recovered=roles.recovered, after_failure=context.recover
     )
     stack.callback(after_step.close)
+    start_step = point.step if point else 0
     if point is None:
-        _record_initial_weights(paths, roles, mesh)
+        _record_initial_weights(RunPaths.of(config), roles, mesh)
     else:
-        after_step.continue_from(point)
         roles.actor.load_state(point.actor)
     progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
     if not progress.is_complete:
@@ -238,3 +235,41 @@ def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> N
     found = {role: checksum_of(engine, ranks) for role, engine in roles.engines.items()}
     if ranks.rank == 0:
         write_atomic(paths.initial_weights, json.dumps(found).encode())
+
+
+def build_weight_channel(
+    config: PPOConfig, engine: WeightSource, ranks: Ranks, client: RolloutClient, host: Host
+) -> WeightChannel:
+    """The channel that actor.weight_update_mode names: disk, or xccl (NCCL on CUDA, gloo on CPU)."""
+    if config.actor.weight_update_mode == "disk":
+        folder = resolve_model_folder(config.actor.path)
+        return DiskChannel(engine, ranks, client, RunPaths.of(config), model_folder=folder)
+    servers = config.allocation.inference
+    return CollectiveChannel(
+        engine,
+        ranks,
+        client,
+        bucket_bytes=config.actor.weight_chunked_mem_mb * 2**20,
+        backend="nccl" if pick_device("auto") == "cuda" else "gloo",
+        host=host,
+        ranks_per_replica=servers.instance_size if servers else 1,
+    )
+
+
+def ask_controller(question: Callable[[], Answer], *, channel: WeightChannel, ranks: Ranks, version: int) -> Answer:
+    """Return the controller's answer to this rank, which holds the weights of `version`; a collective.
+
+    A controller whose servers lost that version raises WeightsNeeded, on some ranks at least. Then all ranks publish it
+    again, and those without an answer repeat the question.
+    """
+    answers: list[Answer] = []
+    while True:
+        try:
+            if not answers:
+                answers.append(question())
+        except WeightsNeeded as reason:
+            get_logger("trainer").warning("%s: publishing version %d again", reason, version)
+        has_answer = torch.tensor([float(bool(answers))], dtype=torch.float64)
+        if ranks.all_reduce(has_answer, "min").item():
+            return answers[0]
+        channel.publish(version)

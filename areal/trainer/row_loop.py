@@ -24,13 +24,10 @@ from areal.data.prompt_stream import PromptStream
 from areal.data.sft_rows import EncodedRow
 from areal.engine.build import TRAIN_ENGINES
 from areal.observe.phase import phase
-from areal.observe.trackers import build_trackers
 from areal.system.discovery import registry_of
-from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.process_setup import TrainingRank, announce_ready, join_run, training_rank
 from areal.trainer.progress import Progress, TrainingLength
-from areal.trainer.recover import RecoverStore
 from areal.trainer.reduce import reduce_metrics
 
 ConfigT = TypeVar("ConfigT", bound=RowsExperimentConfig)
@@ -95,25 +92,20 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
             self._run(task, rank, stack)
 
     def _run(self, task: RowTask[RowT], rank: TrainingRank, stack: contextlib.ExitStack) -> None:
-        config, paths = self._config, RunPaths.of(self._config)
-        recover = RecoverStore(paths.recover, config.recover, task.engines, rank.mesh)
-        source = recover.start_from(after_failure=self._context.recover)
-        point = recover.load(source) if source else None
-        start_step = point.step if point else 0
-        valid, batch_size = self._valid_rows, config.train_dataset.batch_size
-        after_step = AfterStep(
+        config, valid = self._config, self._valid_rows
+        batch_size = config.train_dataset.batch_size
+        hooks = StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None)
+        after_step, point = AfterStep.of_run(
             config,
             task.engines,
             rank.mesh,
-            checkpoints=paths.checkpoints,
-            recover=recover,
-            trackers=build_trackers(config, paths, first_step=start_step + 1) if rank.mesh.rank == 0 else [],
-            hooks=StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None),
+            hooks=hooks,
+            recovered=task.engines,
+            after_failure=self._context.recover,
         )
         stack.callback(after_step.close)
-        if point is not None:
-            after_step.continue_from(point)
-        elif config.evaluator.eval_before_train:
+        start_step = point.step if point else 0
+        if point is None and config.evaluator.eval_before_train:
             after_step.before_first()
         order = PromptStream.of(range(len(self._train_rows)), config)
         for info in Progress(self._length, start_step=start_step).remaining_steps():

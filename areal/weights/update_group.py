@@ -56,7 +56,6 @@ class UpdateGroup:
         `timeout_s` limits each broadcast. Raises WeightSyncError when a rank does not join in time.
         """
         self.group_name = group_name
-        self.world_size = world_size
         self.backend = backend
         self._timeout_s = timeout_s
         limit_s = join_timeout_s or timeout_s

@@ -7,8 +7,8 @@ import torch
 
 from areal.api.config import GRPOConfig
 from areal.rollout.client import WeightsNeeded
-from areal.trainer import publishing
-from areal.trainer.publishing import ask_controller
+from areal.trainer import ppo_loop
+from areal.trainer.ppo_loop import ask_controller
 from tests.fake_ranks import FakeRanks
 
 
@@ -63,8 +63,8 @@ def test_an_empty_answer_is_an_answer():
 @pytest.mark.parametrize(("mode", "ranks"), [("native:d2+fsdp:d1", 1), ("vllm:d2t4+fsdp:d1", 4)])
 def test_every_rank_of_a_server_has_its_place_in_the_update_group(monkeypatch, mode, ranks):
     asked = {}
-    monkeypatch.setattr(publishing, "CollectiveChannel", lambda *_, **options: asked.update(options))
+    monkeypatch.setattr(ppo_loop, "CollectiveChannel", lambda *_, **options: asked.update(options))
     config = replace(GRPOConfig(), allocation_mode=mode)
     config = replace(config, actor=replace(config.actor, weight_update_mode="xccl"))
-    publishing.build_weight_channel(config, Engine(), FakeRanks(), None, None)
+    ppo_loop.build_weight_channel(config, Engine(), FakeRanks(), None, None)
     assert asked["ranks_per_replica"] == ranks
