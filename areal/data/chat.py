@@ -36,11 +36,8 @@ def encode_prompt(row: dict[str, Any], tokenizer: Tokenizer, *, enable_thinking:
             raise InputError(message, code="data.invalid_column")
         ids = tokenizer.encode(text)
     else:
-        raise InputError(
-            f"a row has neither a column 'messages' nor 'prompt', only {sorted(row)}: set a map_fn that creates one "
-            "(train_dataset.map_fn), or add it to the data",
-            code="data.missing_column",
-        )
+        message = f"a row has no column 'messages' or 'prompt', only {sorted(row)}: set train_dataset.map_fn"
+        raise InputError(message, code="data.missing_column")
     if not ids:
         message = f"the prompt of a row is empty (row with columns {sorted(row)}): drop such rows with a map_fn"
         raise InputError(message, code="data.invalid_column")
@@ -64,11 +61,8 @@ def render_chat(
 ) -> str:
     """Render a conversation with the tokenizer's chat template."""
     if not tokenizer.chat_template:
-        raise InputError(
-            "rows with 'messages' need a tokenizer with a chat template, but this one has none: use the tokenizer of a "
-            "chat model, or rows with a column 'prompt' of plain text",
-            code="data.chat_template",
-        )
+        message = "the tokenizer has no chat template: use that of a chat model, or rows with 'prompt', not 'messages'"
+        raise InputError(message, code="data.chat_template")
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
     )

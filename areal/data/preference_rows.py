@@ -62,7 +62,7 @@ def encode_pair(row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool =
     if first.token_ids == second.token_ids:
         message = "chosen and rejected are equal: drop such rows with a map_fn"
         raise InputError(message, code="data.invalid_column")
-    if not _has_prompt(row) and isinstance(row["chosen"], str):
+    if "prompt" not in row and "messages" not in row and isinstance(row["chosen"], str):
         pairs = zip(first.token_ids, second.token_ids, strict=False)
         num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         first, second = (_masked_until(side, num_shared) for side in (first, second))
@@ -71,10 +71,6 @@ def encode_pair(row: dict[str, Any], tokenizer: Tokenizer, *, use_margin: bool =
         message = f"rw.use_margin needs a finite number in the column 'margin', which contains {margin!r}"
         raise InputError(message, code="data.invalid_column")
     return EncodedPair(chosen=first, rejected=second, margin=float(margin))
-
-
-def _has_prompt(row: dict[str, Any]) -> bool:
-    return "prompt" in row or "messages" in row
 
 
 def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
@@ -91,11 +87,8 @@ def _side(row: dict[str, Any], name: str, tokenizer: Tokenizer) -> EncodedRow:
             raise InputError(message, code="data.invalid_column")
         return encode_sft_row({"messages": messages}, tokenizer)
     if not isinstance(value, str):
-        raise InputError(
-            f"a row of type rw needs text or messages in the columns 'chosen' and 'rejected'; it has {sorted(row)}: "
-            "set a map_fn that creates them (train_dataset.map_fn)",
-            code="data.missing_column",
-        )
+        message = f"a row of type rw needs the columns 'chosen' and 'rejected', not {sorted(row)}: set a map_fn"
+        raise InputError(message, code="data.missing_column")
     if before is not None:
         # a conversation that ends with the answer, even if `messages` end with an assistant's turn
         return encode_sft_row({"messages": [*before, {"role": "assistant", "content": value}]}, tokenizer)

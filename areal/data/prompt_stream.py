@@ -41,10 +41,8 @@ class PromptStream(Generic[RowT]):
         """Planned epochs; replacements of rejected episodes may exceed them."""
         self.rows_per_epoch = len(rows) // batch_size * batch_size if drop_last else len(rows)
         if self.rows_per_epoch == 0:
-            raise ConfigError(
-                f"train_dataset.batch_size={batch_size} exceeds its {len(rows)} usable rows: lower it or add data",
-                code="data.too_few_rows",
-            )
+            message = f"train_dataset.batch_size={batch_size} exceeds its {len(rows)} usable rows: lower it or add data"
+            raise ConfigError(message, code="data.too_few_rows")
         self._order: tuple[int, array[int]] = (-1, array("q"))
 
     @classmethod

@@ -47,11 +47,8 @@ def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str =
         if messages[-1]["role"] == "assistant":
             prompt_row, answer = {**row, "messages": messages[:-1]}, messages[-1]["content"]
     if not isinstance(answer, str):
-        raise InputError(
-            f"a row of type sft needs text in the column 'answer' or a last message of the assistant; it has "
-            f"{sorted(row)}: set a map_fn that creates one (train_dataset.map_fn), or use type=rl",
-            code="data.missing_column",
-        )
+        message = f"a row of type sft needs text in 'answer' or a last message of the assistant, not {sorted(row)}"
+        raise InputError(f"{message}: set a map_fn", code="data.missing_column")
     if train_on == "assistant" and "messages" in prompt_row:
         return _every_answer([*prompt_row["messages"], {"role": "assistant", "content": answer}], tokenizer)
     prompt_ids = encode_prompt(prompt_row, tokenizer).token_ids
@@ -89,12 +86,8 @@ def _answer_ids(prompt_row: dict[str, Any], answer: str, tokenizer: Tokenizer) -
     if "messages" in prompt_row:
         messages = prompt_row["messages"]
         prompt = render_chat(tokenizer, messages, add_generation_prompt=True, enable_thinking=False)
-        whole = render_chat(
-            tokenizer,
-            [*messages, {"role": "assistant", "content": answer}],
-            add_generation_prompt=False,
-            enable_thinking=False,
-        )
+        turns = [*messages, {"role": "assistant", "content": answer}]
+        whole = render_chat(tokenizer, turns, add_generation_prompt=False, enable_thinking=False)
         if whole.startswith(prompt):  # else the template renders past answers differently
             text = whole[len(prompt) :]
     ids = tokenizer.encode(text, add_special_tokens=False)

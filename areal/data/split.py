@@ -26,15 +26,12 @@ def split_by_tokens(
     `granularity` does not divide the number of sequences.
     """
     if len(lengths) % granularity:
-        raise InputError(
-            f"{len(lengths)} sequences cannot be divided into units of granularity={granularity}",
-            code="data.uneven_units",
-        )
+        message = f"{len(lengths)} sequences cannot be divided into units of granularity={granularity}"
+        raise InputError(message, code="data.uneven_units")
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
     if max_tokens is not None and units and max(units) > max_tokens:
-        raise InputError(
-            f"a unit of {max(units)} tokens exceeds max_tokens={max_tokens}: raise the limit", code="data.too_long"
-        )
+        message = f"a unit of {max(units)} tokens exceeds max_tokens={max_tokens}: raise the limit"
+        raise InputError(message, code="data.too_long")
     bins = [list(range(len(units)))] if max_tokens is None else _first_fit_decreasing(units, max_tokens)
     num_parts = -(-max(len(bins), min_parts) // divisor) * divisor
     level = balanced_parts(units, num_parts)

@@ -74,19 +74,11 @@ def _from_hub(name: str, file: str) -> Path | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
-    unreachable = InputError(
-        f"there is no local tokenizer folder {name}, and the hub has no such model or cannot be reached: "
-        "correct tokenizer_path, or the model's path",
-        code="data.no_tokenizer",
-    )
     try:
         return Path(hf_hub_download(name, file))
-    except HFValidationError as error:
-        message = f"{name} is neither a folder with a tokenizer nor a hub name: {error}"
+    except (HFValidationError, EntryNotFoundError, OSError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        # a LocalEntryNotFoundError: nothing is cached, and the hub does not answer
+        message = f"{name} is neither a folder with a tokenizer nor available from the hub: correct tokenizer_path"
         raise InputError(message, code="data.no_tokenizer") from error
-    except LocalEntryNotFoundError as error:  # a subclass of the next: nothing cached, and no answer from the hub
-        raise unreachable from error
-    except EntryNotFoundError:
-        return None
-    except OSError as error:
-        raise unreachable from error

@@ -152,11 +152,8 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
             continue
         found = checksum_of(engine, ranks)
         if ranks.rank == 0 and found != recorded[role]:
-            raise InputError(
-                f"the initial weights of {role} from {_origin(models[role])} have the checksum {found}, but the run "
-                f"recorded {recorded[role]}: restore the old model, or use --from-checkpoint STEP",
-                code="replay.other_weights",
-            )
+            message = f"{role}: {_origin(models[role])} has the checksum {found}, but the run recorded {recorded[role]}"
+            raise InputError(f"{message}: restore the old model", code="replay.other_weights")
 
 
 def _origin(model: TrainEngineConfig) -> dict[str, object]:

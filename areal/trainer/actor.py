@@ -180,10 +180,9 @@ class PPOActor:
         counts: list[float] = self._engine.all_reduce(torch.stack(bad).double().cpu()).tolist()
         if any(counts):
             listed = ", ".join(f"{int(count)} in {name}" for name, count in zip(names, counts, strict=True) if count)
+            message = f"the train batch contains numbers that are not finite: {listed}"
             raise InputError(
-                f"the train batch contains numbers that are not finite: {listed}; check the reward function, the "
-                "models and, for remax, that the workflow generates greedy answers",
-                code="algorithm.not_finite",
+                f"{message}; check rewards, models and, for remax, greedy answers", code="algorithm.not_finite"
             )
 
 

@@ -29,7 +29,7 @@ class Critic:
     """The value model on all trainer ranks; every method is called by every rank."""
 
     def __init__(self, engine: TrainEngine, config: PPOCriticConfig, *, seed: int = 0) -> None:
-        """`seed` is the run's; the order of sequences in later epochs of a batch derives from it."""
+        """`seed`: of the run; it determines the order of sequences in later epochs of a batch."""
         self._engine = engine
         self._config = config
         self._seed = seed
@@ -44,11 +44,9 @@ class Critic:
 
         A collective. Metrics of this rank's tokens.
         """
+        config = self._config
         passes = Passes(
-            num_minibatches=self._config.ppo_n_minibatches,
-            num_epochs=self._config.ppo_epochs,
-            seed=self._seed,
-            step=step,
+            num_minibatches=config.ppo_n_minibatches, num_epochs=config.ppo_epochs, seed=self._seed, step=step
         )
         return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
 
@@ -83,17 +81,12 @@ class Critic:
 
     @staticmethod
     def _metrics(losses: Tensor, values: Tensor, returns: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
-        return to_metrics(
-            {
-                "loss": TokenStat(losses, mask),
-                "value": TokenStat(values, mask),
-                "squared_error": TokenStat((values.detach() - returns).square(), mask),
-                "clip_ratio": TokenStat(clipped, mask),
-            }
-        )
+        errors = (values.detach() - returns).square()
+        stats = {"loss": losses, "value": values, "squared_error": errors, "clip_ratio": clipped}
+        return to_metrics({name: TokenStat(found, mask) for name, found in stats.items()})
 
 
 def _values_of(outputs: TokenOutputs) -> Tensor:
     if outputs.values is None:
-        raise ValueError("the critic's engine gave no values: it was built as a language model")
+        raise ValueError("the critic's engine returned no values: it was built as a language model")
     return outputs.values

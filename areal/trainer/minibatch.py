@@ -22,14 +22,12 @@ PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The minibatches of each epoch: a pure function of the batch, the run's seed and the train step."""
+    """The minibatches of each epoch: a pure function of the batch, the seed of the run and the train step (from 0)."""
 
     num_minibatches: int
     num_epochs: int = 1
     seed: int = 0
-    """The run's."""
     step: int = 0
-    """The train step, from 0."""
 
     def cut(self, batch: TrainBatch, epoch: int) -> list[TrainBatch]:
         """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
@@ -43,7 +41,7 @@ class Passes:
         if epoch == 0:
             parts = balanced_parts(lengths, self.num_minibatches)
         else:
-            # text, hashed by the generator itself: neighbouring steps and epochs have nothing in common
+            # the generator hashes this text, so the orders of neighbouring steps and epochs are independent
             parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
         return [take(batch, part) for part in parts]
 
@@ -82,7 +80,7 @@ class UpdateRule(Protocol):
         ...
 
     def names_only(self) -> Metrics:
-        """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
+        """Every metric that an update reports, with count 0: a rank without tokens reports the same names."""
         ...
 
 

@@ -95,13 +95,9 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
         config, valid = self._config, self._valid_rows
         batch_size = config.train_dataset.batch_size
         hooks = StepHooks(evaluate=(lambda done: evaluate(task, valid, rows_at_once=batch_size)) if valid else None)
+        engines, is_restart = task.engines, self._context.recover
         after_step, point = AfterStep.of_run(
-            config,
-            task.engines,
-            rank.mesh,
-            hooks=hooks,
-            recovered=task.engines,
-            after_failure=self._context.recover,
+            config, engines, rank.mesh, hooks=hooks, recovered=engines, after_failure=is_restart
         )
         stack.callback(after_step.close)
         start_step = point.step if point else 0
