@@ -41,9 +41,9 @@ def with_advantages(
 ) -> TrainBatch:
     """Rewards -> shaping -> baseline -> token rewards with KL penalty -> GAE -> normalisation.
 
-    `kl_coef` weighs the KL penalty of this step; `reduce` sums over all ranks, and every rank calls.
-    `max_new_tokens` is the limit of an answer, which the overlong penalty needs. `critic_lambda` is the lambda of the
-    critic's targets (VAPO's decoupled GAE, arXiv 2504.05118, section 4.1); None = that of the advantages.
+    A collective. `kl_coef`: weight of the KL penalty in this step. `reduce`: sum over all ranks. `max_new_tokens`:
+    limit of an answer, which the overlong penalty needs. `critic_lambda`: lambda of the critic's targets (VAPO's
+    decoupled GAE, arXiv 2504.05118, section 4.1); None = that of the advantages.
     """
     recipe = recipe_of(config)
     mask, sequence_index = batch.loss_mask, batch.sequence_index

@@ -19,9 +19,9 @@ from areal.api.metrics import Metric, Metrics
 
 
 def with_filters(batch: TrainBatch, config: PPOActorConfig) -> tuple[TrainBatch, Metrics]:
-    """The batch without the tokens that the configured filters remove, and the number that each removed first.
+    """Remove tokens by the configured filters, in order; the metrics count those that each filter removed first.
 
-    Groups are whole on a rank: no exchange between ranks.
+    Groups are whole on a rank, so the ranks exchange nothing.
     """
     index = batch.sequence_index
     taken: dict[str, Tensor] = {}

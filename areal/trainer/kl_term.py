@@ -28,14 +28,14 @@ def num_candidates(config: PPOActorConfig) -> int | None:
 def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
     """Keep the policy's distribution over its most likely tokens before the update. `outputs`: of its `forward`.
 
-    Unchanged without kl estimator `full`. Raises ValueError when the engine gave no candidates.
+    Unchanged without kl estimator `full`. Raises ValueError when the engine returned no candidates.
     """
     count = num_candidates(config)
     if count is None:
         return batch
     if outputs.candidate_logprobs is None:
-        raise ValueError("the actor's engine gave no candidates: build it with output_spec(config)")
-    ids = outputs.candidate_ids if count else None  # all of the vocabulary needs no list of itself
+        raise ValueError("the actor's engine returned no candidates: build it with output_spec(config)")
+    ids = outputs.candidate_ids if count else None  # None: the whole vocabulary
     return replace(batch, candidate_ids=ids, prox_candidate_logprobs=outputs.candidate_logprobs)
 
 
@@ -55,7 +55,7 @@ def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorCo
 def kl_penalty(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
     """KL(policy || reference) at each answer token before the update, for the reward. -> [T], None without reference.
 
-    The policy is the trainer's at the start of the update where the batch holds it, else the servers'.
+    Policy log-probabilities are the proximal ones if the batch has them, else those of the rollout.
     """
     if batch.ref_logprobs is None:
         return None
@@ -68,10 +68,10 @@ def kl_penalty(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
 def kl_loss(
     outputs: TokenOutputs, batch: TrainBatch | None, config: PPOActorConfig
 ) -> tuple[Tensor | float, dict[str, TokenStat]]:
-    """kl_loss_coef KL(policy || reference) of each trained token, [T], or 0 without such a term, and what to log.
+    """kl_loss_coef KL(policy || reference) of each trained token, [T], or 0 without such a term, and its metrics.
 
-    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: of no tokens, for the names.
-    Raises ValueError without ref_logprobs.
+    The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: metrics of no tokens. Raises
+    ValueError without ref_logprobs.
     """
     if config.kl_loss_coef == 0:
         return 0.0, {}

@@ -32,8 +32,8 @@ class Passes:
     def cut(self, batch: TrainBatch, epoch: int) -> list[TrainBatch]:
         """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
 
-        Whole sequences, in their order within a part, about equal token counts. The first epoch goes by the lengths
-        alone. Each later one distributes the sequences again: parts differ by at most the longest sequence.
+        Each has whole sequences in their order, and about equally many tokens. The partition of the first epoch depends
+        on the lengths only; later epochs partition at random, and sums differ by at most the longest sequence.
         """
         if self.num_minibatches == 1:
             return [batch]
@@ -51,10 +51,10 @@ class Passes:
 
 
 def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> list[list[int]]:
-    """Indices of `lengths` in exactly `num_parts` lists by chance; ascending inside each, some may be empty.
+    """Partition the indices of `lengths` at random into exactly `num_parts` ascending lists; some may be empty.
 
-    Each run of `num_parts` neighbours by length gives one to every part, so the sums of two parts differ by at most
-    the greatest length, and every sequence is as likely in any part.
+    Of each `num_parts` neighbours by length, every part gets one. So the sums of two parts differ by at most the
+    greatest length, and each sequence is equally likely in every part.
     """
     by_length = list(range(len(lengths)))
     dice.shuffle(by_length)  # the order of equal lengths is random too
@@ -87,11 +87,11 @@ class UpdateRule(Protocol):
 def train_on_minibatches(
     engine: TrainEngine, batch: TrainBatch, passes: Passes, rule: UpdateRule, *, target_kl: float | None = None
 ) -> Metrics:
-    """One optimiser step a minibatch, epoch by epoch; a collective. Returns the metrics of this rank's tokens, merged.
+    """One optimiser step per minibatch and epoch; a collective. Returns the merged metrics of this rank's tokens.
 
-    The i-th minibatches of all ranks make one optimiser step with one denominator. One without any trained token on
-    any rank is left out on every rank: no gradient would still move the weights by momentum and decay. After the
-    minibatch whose mean approx_kl over all ranks is above `target_kl`, every rank leaves the rest out.
+    The i-th minibatches of all ranks make one optimiser step with one denominator. It is skipped when no rank has a
+    trained token, because momentum and weight decay would still change the weights. After a minibatch whose mean
+    approx_kl over all ranks is above `target_kl`, the remaining ones are skipped.
     """
     names = rule.names_only()
     metrics: Metrics = dict(names)

@@ -24,7 +24,7 @@ def is_around_prox(config: PPOActorConfig) -> bool:
 
 
 def needs_prox_logprobs(config: PPOActorConfig) -> bool:
-    """Whether a forward pass before the update gives that policy's log-probabilities, for the loss or for metrics."""
+    """Whether a forward pass before the update computes that policy's log-probabilities, for loss or metrics."""
     if is_around_prox(config):
         return config.prox_logp_method != "loglinear"
     return config.rollout_correction is not None and config.rollout_correction.numerator == "old"

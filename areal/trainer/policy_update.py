@@ -41,7 +41,7 @@ def output_spec(config: PPOActorConfig) -> OutputSpec:
 
 
 class PolicyUpdate:
-    """The policy's `UpdateRule`: the denominators of a minibatch, and the loss of its micro-batches.
+    """Implements `UpdateRule` for the policy.
 
     loss = sum over tokens of w (behaviour weight x policy loss - entropy_coef H + kl_loss_coef KL
                                  + teacher.loss_coef KL to the teacher) / D
@@ -52,14 +52,14 @@ class PolicyUpdate:
     def __init__(
         self, config: PPOActorConfig, *, entropy_coef: float = 0.0, teacher: TeacherConfig | None = None
     ) -> None:
-        """`entropy_coef` is the one of this train step; `teacher` None = the policy has none."""
+        """`entropy_coef`: of this train step. `teacher` None: there is none."""
         self._config = config
         self._teacher = teacher
         self._entropy_coef = entropy_coef
         self._aggregation: LossAggregation = cast("LossAggregation", config.loss_aggregation)
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
-        """This rank's part of the denominators of a minibatch: of the whole, of the good answers. -> [2] float64."""
+        """Of the whole loss, and of the good answers. -> [2] float64"""
         policy = local_denominator(
             mini.trained, mini.sequence_index, mini.num_sequences, self._aggregation, self._config.loss_scale_tokens
         )
@@ -67,11 +67,9 @@ class PolicyUpdate:
         return torch.cat([policy, good.to(device="cpu", dtype=torch.float64).reshape(1)])
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
-        """The loss of the micro-batches of a minibatch with these global denominators."""
         return partial(self._loss, denominators=denominators)
 
     def names_only(self) -> Metrics:
-        """Every metric that an update reports, of no tokens: a rank that has none reports the same names."""
         nothing = torch.zeros(0)
         tokens = PolicyTokens(
             **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), nothing),
@@ -88,7 +86,7 @@ class PolicyUpdate:
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
         """Sum of weighted token losses of a micro-batch; the engine divides by the first denominator."""
         if outputs.logprobs is None:
-            raise ValueError("the actor's engine gave no log-probabilities: it was built as a critic")
+            raise ValueError("the actor's engine returned no log-probabilities: it was built as a critic")
         batch = micro.batch
         if batch.advantages is None:
             raise ValueError("the batch has no advantages: call with_advantages before update")
@@ -118,7 +116,7 @@ class PolicyUpdate:
         return LossOutput(loss=total, metrics=to_metrics(stats | kl_stats | likelihood_stats))
 
     def _policy_loss(self, tokens: PolicyTokens, factors: Tensor | None) -> tuple[Tensor, dict[str, TokenStat]]:
-        """The policy-gradient loss of each token, [T], and what to log."""
+        """The policy-gradient loss of each token, [T], and its metrics."""
         late = late_correction(tokens, self._config)
         if late is not None and drops_late(self._config):
             tokens = replace(tokens, mask=late.kept)
@@ -134,7 +132,7 @@ class PolicyUpdate:
         return result.losses, stats
 
     def _entropy_loss(self, outputs: TokenOutputs, mask: Tensor) -> tuple[Tensor | float, dict[str, TokenStat]]:
-        """-entropy_coef H of each token, [T], or 0 without a bonus, and what to log."""
+        """-entropy_coef H of each token, [T], or 0 without a bonus, and its metrics."""
         stats: dict[str, TokenStat] = {}
         if outputs.entropy is not None:
             stats["entropy"] = TokenStat(outputs.entropy, mask)
@@ -142,12 +140,12 @@ class PolicyUpdate:
             return 0.0, stats
         entropy = outputs.clamped_entropy if self._config.entropy_clamp else outputs.entropy
         if entropy is None:
-            raise ValueError("the actor's engine gave no entropy for the bonus: build it with output_spec(config)")
+            raise ValueError("the actor's engine returned no entropy for the bonus: build it with output_spec(config)")
         stats["bonus_entropy"] = TokenStat(entropy, mask)
         return self._entropy_coef * entropy_loss(entropy, mask), stats
 
     def _likelihood_loss(self, tokens: PolicyTokens, rewards: Tensor) -> tuple[Tensor, dict[str, TokenStat]]:
-        """positive_nll_coef x -log pi of the tokens of good answers, [T], and what to log."""
+        """positive_nll_coef x -log pi of the tokens of good answers, [T], and its metrics."""
         coef = self._config.positive_nll_coef
         if coef == 0:
             return tokens.logprobs.new_zeros(()), {}
