@@ -114,9 +114,8 @@ class RecoverStore:
         return point
 
     def _check(self, state: dict[str, object]) -> None:
-        expected = {"trainer ranks": self._ranks.world_size, "models": list(self._engines)}
-        if state.get("format") != _OLD_FORMAT:
-            expected["format"] = _FORMAT
+        readable = _OLD_FORMAT if state.get("format") == _OLD_FORMAT else _FORMAT
+        expected = {"format": readable, "trainer ranks": self._ranks.world_size, "models": list(self._engines)}
         for name, value in expected.items():
             if state.get(name) != value:
                 raise ValueError(f"its {name} is {state.get(name)}, not {value}")

@@ -58,7 +58,7 @@ def test_a_head_start_as_long_as_the_run_is_told(built, caplog):
     built(config_of(critic={"warmup_steps": 9}))
     assert not caplog.records
     built(config_of(critic={"warmup_steps": 10}))
-    assert "critic.warmup_steps=10 leaves no train step of this run's 10" in caplog.text
+    assert "critic.warmup_steps=10 of 10 train steps" in caplog.text
 
 
 def test_the_policys_engine_gives_what_the_bonus_needs(built):
