@@ -103,8 +103,8 @@ def padding_trap(folder: Path, pairs: Sequence[EncodedPair]) -> str:
     if padding is None or all(side.token_ids[-1] != padding for pair in pairs for side in (pair.chosen, pair.rejected)):
         return ""
     return (
-        f"texts end with token {padding}, which is pad_token_id in config.json of {folder}: the score is learned there, "
-        "but transformers takes that of the token before it; set another pad_token_id"
+        f"texts end with token {padding}, which is pad_token_id in config.json of {folder}: the score is learned "
+        "there, but transformers takes that of the token before it; set another pad_token_id"
     )
 
 
