@@ -16,14 +16,10 @@ def get_logger(name: str) -> logging.Logger:
 def configure_logging(level: str = "INFO", process_name: str = "main") -> None:
     """Send the lines of the logger "areal" to standard error. Called once at the start of a process."""
     root = logging.getLogger(_ROOT)
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
-    # A percent sign in the name must not start a field of the format string.
-    shown = process_name.replace("%", "%%")
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)s {shown} %(name)s %(message)s", "%Y-%m-%d %H:%M:%S")
-    )
-    root.addHandler(handler)
+    shown = process_name.replace("%", "%%")  # a percent sign would start a field of the format string
+    form = f"%(asctime)s.%(msecs)03d %(levelname)s {shown} %(name)s %(message)s"
+    handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
+    root.handlers = [handler]
     root.setLevel(level.upper())
     root.propagate = False

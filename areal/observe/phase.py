@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from areal.observe.trace import ChromeTracer
@@ -41,20 +41,23 @@ class PhaseClock:
         """The next phases belong to train step `step`."""
         self._step = step
 
-    def enter(self, name: str) -> None:
-        """A phase begins, possibly inside another one."""
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the block as phase `name`, also when it fails. Phases may be nested."""
         with self._lock:
             self._inside.append(name)
             self._show(name)
-
-    def leave(self, name: str, start_ns: int, end_ns: int) -> None:
-        """A phase ended: count the time between two readings of time.perf_counter_ns."""
-        with self._lock:
-            self._inside.remove(name)
-            self._show(self._inside[-1] if self._inside else f"after {name}")
-            self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
-        if self._tracer is not None:
-            self._tracer.add_span(name, start_ns, end_ns)
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            end_ns = time.perf_counter_ns()
+            with self._lock:
+                self._inside.remove(name)
+                self._show(self._inside[-1] if self._inside else f"after {name}")
+                self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
+            if self._tracer is not None:
+                self._tracer.add_span(name, start_ns, end_ns)
 
     def _show(self, what: str) -> None:
         if self._heartbeat is not None:
@@ -69,16 +72,7 @@ class PhaseClock:
         return seconds
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Time the block under `name`, also when it fails. Without an active clock it does nothing."""
+def phase(name: str) -> AbstractContextManager[None]:
+    """Time a block under `name`, also when it fails. Without an active clock it does nothing."""
     clock = _ACTIVE.get()
-    if clock is None:
-        yield
-        return
-    clock.enter(name)
-    start_ns = time.perf_counter_ns()
-    try:
-        yield
-    finally:
-        clock.leave(name, start_ns, time.perf_counter_ns())
+    return nullcontext() if clock is None else clock.span(name)

@@ -36,18 +36,11 @@ class ChromeTracer:
         self._lock = threading.Lock()
         self._add({"name": "process_name", "ph": "M", "pid": self._pid, "tid": 0, "args": {"name": process_name}})
 
-    def add_span(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> None:
+    def add_span(self, name: str, start_ns: int, end_ns: int) -> None:
         """A span between two readings of time.perf_counter_ns, on the row of the calling thread."""
-        event = {
-            "name": name,
-            "cat": "phase",
-            "ph": "X",
-            "ts": (start_ns + self._wall_ns) / 1e3,
-            "dur": (end_ns - start_ns) / 1e3,
-            "pid": self._pid,
-            "tid": threading.get_native_id(),
-        }
-        self._add(event | {"args": args} if args else event)
+        times = {"ts": (start_ns + self._wall_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
+        thread = {"pid": self._pid, "tid": threading.get_native_id()}
+        self._add({"name": name, "cat": "phase", "ph": "X"} | times | thread)
 
     def end_step(self) -> None:
         """A train step ended: write the buffered events every `save_interval` steps."""
@@ -111,8 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Not the run folder itself, which contains other .jsonl files.
     folder = arguments.run if arguments.run.name == "trace" else RunPaths(arguments.run).trace
-    trace = join_traces(folder)
-    arguments.output.write_text(json.dumps(trace))
+    arguments.output.write_text(json.dumps(join_traces(folder)))
 
 
 if __name__ == "__main__":

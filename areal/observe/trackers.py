@@ -35,8 +35,10 @@ class JsonlTracker:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         """Open for append. Removes lines from `first_step` on, which an attempt that died has written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _cut(path, first_step)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if _is_before(line, first_step)]
+        if kept != lines:
+            write_atomic(path, b"".join(kept))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -53,13 +55,6 @@ class JsonlTracker:
             self._file.close()
 
 
-def _cut(path: Path, first_step: int) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_before(line, first_step)]
-    if kept != lines:
-        write_atomic(path, b"".join(kept))
-
-
 def _is_before(line: bytes, first_step: int) -> bool:
     """Whether a line is complete and of a step before `first_step`. A start from step 1 keeps nothing."""
     try:
@@ -69,8 +64,6 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 
 class TensorBoardTracker:
-    """Event files for TensorBoard."""
-
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:
             from tensorboardX import SummaryWriter
@@ -99,18 +92,14 @@ class WandBTracker:
         except ImportError:
             raise _missing("stats_logger.wandb.mode", "wandb", "wandb") from None
         folder.mkdir(parents=True, exist_ok=True)
-        connection: dict[str, Any] = {"console": "off", "silent": True}
-        if settings.wandb_base_url:
-            connection["base_url"] = settings.wandb_base_url
-        if settings.wandb_api_key:
-            connection["api_key"] = settings.wandb_api_key
+        given = {"base_url": settings.wandb_base_url, "api_key": settings.wandb_api_key}
+        connection: dict[str, Any] = {name: value for name, value in given.items() if value}
         names = [config.experiment_name, config.trial_name]
-        suffix = [settings.id_suffix] if settings.id_suffix else []
         try:
             self._run = wandb.init(
                 mode=settings.mode,  # pyright: ignore[reportArgumentType] - the choices are checked with the config
                 dir=str(folder),
-                id="_".join([*names, *suffix]),
+                id="_".join([*names, *filter(None, [settings.id_suffix])]),
                 resume="allow",
                 entity=settings.entity,
                 project=settings.project or config.experiment_name,
@@ -120,12 +109,11 @@ class WandBTracker:
                 notes=settings.notes,
                 tags=settings.tags,
                 config=_public(dataclasses.asdict(config)),
-                settings=wandb.Settings(**connection),
+                settings=wandb.Settings(console="off", silent=True, **connection),
             )
         except wandb.Error as error:
-            raise ConfigError(
-                f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}", code="launch.tracker_failed"
-            ) from error
+            message = f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}"
+            raise ConfigError(message, code="launch.tracker_failed") from error
         self._run.define_metric("train_step", hidden=True)
         self._run.define_metric("*", step_metric="train_step")
 
@@ -140,20 +128,17 @@ class WandBTracker:
 
 
 class SwanLabTracker:
-    """A SwanLab experiment."""
-
     def __init__(self, settings: SwanlabConfig, config: BaseExperimentConfig, folder: Path) -> None:
         try:
             import swanlab
         except ImportError:
             raise _missing("stats_logger.swanlab.mode", "swanlab", "swanlab") from None
         folder.mkdir(parents=True, exist_ok=True)
-        mode = {"cloud": "online", "local": "local", "offline": "offline"}[settings.mode]
         if settings.api_key:
             swanlab.login(api_key=settings.api_key)
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})  # pyright: ignore[reportArgumentType] - pydantic takes the mapping
         self._run = swanlab.init(
-            mode=mode,  # pyright: ignore[reportArgumentType] - one of the three above
+            mode="online" if settings.mode == "cloud" else settings.mode,  # pyright: ignore[reportArgumentType]
             log_dir=str(folder),
             project=settings.project or config.experiment_name,
             name=settings.name or f"{config.trial_name}_train",
@@ -185,9 +170,8 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
 
 
 def _missing(key: str, package: str, extra: str) -> ConfigError:
-    return ConfigError(
-        f"{key} needs the package {package}: pip install 'areal[{extra}]'", code="launch.package_missing"
-    )
+    message = f"{key} needs the package {package}: pip install 'areal[{extra}]'"
+    return ConfigError(message, code="launch.package_missing")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
