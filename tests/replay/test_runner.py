@@ -5,26 +5,37 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from areal.replay.runner import RankProcess, plan_ranks, run_ranks
+from areal.launcher.job import PlannedProcess
+from areal.replay.runner import plan_ranks, run_ranks
+from areal.system.network import Host
 from tests.expect import raises_code
 
 SLEEPS = "import time; time.sleep(600)"
 
 
+def rank_of(folder, index, code):
+    return PlannedProcess(
+        name=f"trainer-{index}",
+        role="trainer",
+        index=index,
+        host=Host(),
+        argv=(sys.executable, "-c", code),
+        env={"AREAL_TEST_MARK": str(folder)},
+        log_path=str(folder / "logs" / f"{index}.log"),
+        device="cpu",
+        gpus=(),
+        num_threads=1,
+        memory_bytes=None,
+    )
+
+
 def ranks_of(tmp_path, *codes):
-    return [
-        RankProcess(
-            name=f"trainer-{index}",
-            argv=(sys.executable, "-c", code),
-            env={"AREAL_TEST_MARK": str(tmp_path)},
-            log=tmp_path / f"{index}.log",
-        )
-        for index, code in enumerate(codes)
-    ]
+    return [rank_of(tmp_path, index, code) for index, code in enumerate(codes)]
 
 
 def left(mark):
@@ -74,10 +85,8 @@ def test_an_interruption_ends_all(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_die_with_the_command(tmp_path, number):
     code = (
-        "import sys; from pathlib import Path; from areal.replay.runner import *\n"
-        f"ranks = [RankProcess(name='trainer-0', argv=(sys.executable, '-c', {SLEEPS!r}), "
-        f"env={{'AREAL_TEST_MARK': {str(tmp_path)!r}}}, log=Path({str(tmp_path / 'log')!r}))]\n"
-        "run_ranks(ranks, lambda: print('looks', flush=True))"
+        "import sys; from pathlib import Path; from tests.replay.test_runner import SLEEPS, rank_of, run_ranks\n"
+        f"run_ranks([rank_of(Path({str(tmp_path)!r}), 0, SLEEPS)], lambda: print('looks', flush=True))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
@@ -104,4 +113,4 @@ def test_ranks_have_the_recorded_environment_and_work_in_their_own_folder(record
     assert context.run_dir == str(tmp_path)
     assert (context.num_threads, context.world_size, context.device) == (1, 1, "cpu")
     assert rank.env["OMP_NUM_THREADS"] == "7"
-    assert rank.log.parent == tmp_path / "logs"
+    assert Path(rank.log_path).parent == tmp_path / "logs"
