@@ -6,7 +6,6 @@ It waits for the answer of the run's launcher, shows what the launcher does, and
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +21,6 @@ _TAKEN_LIMIT_S = 20.0
 _POLL_S = 0.1
 
 
-def main(argv: Sequence[str]) -> None:
-    """Send the request and print the result. LaunchError when the launcher refuses or does not answer."""
-    paths, request = read_command_line(argv)
-    sys.stdout.write(ask(paths, request, StatusLine()) + "\n")
-
-
 def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     """The run and the request. ConfigError when RUN is not a run folder."""
     parser = argparse.ArgumentParser(
@@ -41,17 +34,14 @@ def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     args = parser.parse_args(argv)
     paths = RunPaths(Path(args.attach).expanduser().absolute())
     if not paths.lock.is_file():
-        raise ConfigError(
-            f"--attach {args.attach}: not a run folder; give the one that the launcher printed",
-            code="launch.no_run_folder",
-        )
-    if args.add_replica:
-        return paths, Request(action="add-replica")
-    return paths, Request(action="remove-replica", replica=args.remove_replica)
+        message = f"--attach {args.attach}: not a run folder; give the one that the launcher printed"
+        raise ConfigError(message, code="launch.no_run_folder")
+    action = "add-replica" if args.add_replica else "remove-replica"
+    return paths, Request(action=action, replica=args.remove_replica or "")
 
 
 def ask(paths: RunPaths, request: Request, line: StatusLine, *, taken_limit_s: float = _TAKEN_LIMIT_S) -> str:
-    """The launcher's answer once the request is done."""
+    """The launcher's answer once the request is done. LaunchError when the launcher refuses or does not answer."""
     _check_launcher(paths)
     box = RequestBox(paths)
     box.ask(request)
@@ -75,9 +65,8 @@ def _wait(paths: RunPaths, box: RequestBox, request: Request, line: StatusLine, 
             limit_s, doing = answer.limit_s, answer.text
         waited_s = time.monotonic() - began_s
         if waited_s > limit_s:
-            raise LaunchError(
-                f"no result after {limit_s:g} s: {doing}; see the launcher's output", code="launch.no_answer"
-            )
+            message = f"no result after {limit_s:g} s: {doing}; see the output of the launcher"
+            raise LaunchError(message, code="launch.no_answer")
         _check_launcher(paths)
         line.show(f"waiting {waited_s:.0f} s: {doing}")
         time.sleep(_POLL_S)
@@ -85,7 +74,5 @@ def _wait(paths: RunPaths, box: RequestBox, request: Request, line: StatusLine, 
 
 def _check_launcher(paths: RunPaths) -> None:
     if not has_launcher(paths):
-        raise LaunchError(
-            f"no launcher runs on {paths.root}: replicas can be added and removed only while a run is running",
-            code="launch.no_answer",
-        )
+        message = f"no launcher runs on {paths.root}: replicas can be added and removed only during a run"
+        raise LaunchError(message, code="launch.no_answer")

@@ -34,17 +34,12 @@ def with_attached_servers(config: BaseExperimentConfig, environ: Mapping[str, st
         config = _with_addresses(config, given)
     far = [url for url in map(server_url, config.rollout.server_addrs) if not is_loopback(urlsplit(url).hostname or "")]
     if far and not run_token(environ):
-        raise ConfigError(
-            f"rollout.server_addrs: {far[0]} can be reached from other machines: set {TOKEN_VARIABLE} to its secret",
-            code="launch.token_missing",
-        )
+        message = f"rollout.server_addrs: {far[0]} is not on this machine: set {TOKEN_VARIABLE} to its secret"
+        raise ConfigError(message, code="launch.token_missing")
     if far and config.actor.weight_update_mode != "disk":
-        raise ConfigError(
-            f"actor.weight_update_mode: {config.actor.weight_update_mode} reaches only servers on this machine, and "
-            f"rollout.server_addrs names {far[0]}: set it to disk, with cluster.fileroot in a folder that all machines "
-            "share under one path",
-            code="launch.attached_needs_disk",
-        )
+        problem = f"{config.actor.weight_update_mode} does not reach {far[0]}, which is not on this machine"
+        fix = "use disk, and a cluster.fileroot that all machines share under one path"
+        raise ConfigError(f"actor.weight_update_mode: {problem}: {fix}", code="launch.attached_needs_disk")
     return config
 
 
@@ -53,11 +48,9 @@ def _with_addresses(config: PPOConfig, given: list[str]) -> PPOConfig:
         raise ConfigError(f"{ADDRESSES_VARIABLE}: {text!r} {problem}", code="launch.bad_server_addresses")
     configured = config.rollout.server_addrs
     if configured and list(map(server_url, configured)) != list(map(server_url, given)):
-        raise ConfigError(
-            f"rollout.server_addrs names {', '.join(configured)}, but {ADDRESSES_VARIABLE} names {', '.join(given)}: "
-            "remove one of them",
-            code="launch.bad_server_addresses",
-        )
+        names = f"{', '.join(configured)}, but {ADDRESSES_VARIABLE} names {', '.join(given)}"
+        message = f"rollout.server_addrs names {names}: remove one of them"
+        raise ConfigError(message, code="launch.bad_server_addresses")
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server_addrs=given))
     try:
         check_config(config)
@@ -83,11 +76,9 @@ def wait_until_all_answer(
         text = ", ".join(f"{url} ({failure})" for url, failure in missing.items())
         waited_s = time.monotonic() - began_s
         if waited_s >= limit_s:
-            raise LaunchError(
-                f"no answer in {limit_s:g} s (rollout.setup_timeout) from {text}: start these servers, or correct "
-                f"rollout.server_addrs or {ADDRESSES_VARIABLE}",
-                code="launch.attached_silent",
-            )
+            fix = f"start these servers, or correct rollout.server_addrs or {ADDRESSES_VARIABLE}"
+            message = f"no answer in {limit_s:g} s (rollout.setup_timeout) from {text}: {fix}"
+            raise LaunchError(message, code="launch.attached_silent")
         if not was_reported and waited_s >= _REPORTED_AFTER_S:
             was_reported = True
             say(f"areal: waiting up to {limit_s:g} s for attached servers: {text}")

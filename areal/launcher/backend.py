@@ -23,7 +23,7 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LogTail:
-    """The end of what a process has written since it was started."""
+    """The last lines that a process has written since its start."""
 
     lines: list[str]
     """Without empty lines."""
@@ -112,7 +112,7 @@ class LocalBackend:
             is_stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:
             return False
-        if not path.exists():  # the process has not registered: the signal would end it
+        if not path.exists():  # the process does not handle the signal yet, which would end it
             return False
         request_stacks(path, pid, reason)
         return not is_stopped

@@ -26,7 +26,7 @@ from areal.system.run_paths import RunPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a plan may use of a machine."""
+    """The resources of a machine that a plan may use."""
 
     cores: int
     gpus: tuple[str, ...] = ()
@@ -37,8 +37,6 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProcess:
-    """One process to start."""
-
     name: str
     role: Literal["controller", "trainer", "server"]
     index: int
@@ -57,8 +55,8 @@ class PlannedProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identities:
-    """Numbers that follow from the configuration. None = known once the data are read."""
+class RunNumbers:
+    """Numbers that follow from the configuration. None = known after the dataset is read."""
 
     episodes_per_step: int
     samples_per_step: int
@@ -79,13 +77,12 @@ class LaunchPlan:
     run_dir: str
     recover: bool
     allocation: str
-    ports: str
     processes: tuple[PlannedProcess, ...]
     spare_gpus: tuple[str, ...]
     """GPUs that no process uses, for replicas that are added later."""
     attached: tuple[str, ...]
     """URLs of servers that already run and replace planned ones."""
-    identities: Identities
+    numbers: RunNumbers
     warning: str = ""
     """A message for the user before the start; empty when there is none."""
 
@@ -136,16 +133,16 @@ def make_plan(
             )
             processes.append(_planned(context, config, paths, script=script, gpus=own_gpus, machine=machine))
     used = {gpu for own in gpus.values() for gpu in own}
+    shortage = f"warning: {num_computing} server and trainer processes share {machine.cores} cores, which is slow: "
     return LaunchPlan(
         run_dir=str(paths.root),
         recover=recover,
         allocation=str(mode),
-        ports=f"chosen at start, on {machine.host.bind}",
         processes=tuple(processes),
         spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in used),
         attached=attached,
-        identities=_identities(config, num_rows),
-        warning=_shortage_of_cores(num_computing, machine.cores),
+        numbers=_run_numbers(config, num_rows),
+        warning=f"{shortage}use fewer (allocation_mode)" if num_computing > 2 * machine.cores else "",
     )
 
 
@@ -173,7 +170,7 @@ def another_server(like: PlannedProcess, index: int, *, gpus: tuple[str, ...]) -
 
 def _context(planned: PlannedProcess) -> ProcessContext:
     context = ProcessContext.from_env(planned.env)
-    assert context is not None, "every planned process has a context"
+    assert context is not None
     return context
 
 
@@ -212,15 +209,6 @@ def _share_cores(config: BaseExperimentConfig, machine: Machine, num_computing: 
     }
 
 
-def _shortage_of_cores(num_computing: int, cores: int) -> str:
-    if num_computing <= 2 * cores:
-        return ""
-    return (
-        f"warning: {num_computing} server and trainer processes share {cores} cores, and will be slow: use fewer "
-        "(allocation_mode)"
-    )
-
-
 def _planned(
     context: ProcessContext,
     config: BaseExperimentConfig,
@@ -239,13 +227,15 @@ def _planned(
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         command = backend.command(config, bool(gpus), context.host) if context.role == "server" else None
+    # All members of an NCCL group must have the same values, and the servers set these when they are unset.
+    nccl = backend.nccl_defaults if backend is not None and context.role == "trainer" and gpus else {}
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
-        **(_shared_nccl(backend) if context.role == "trainer" and gpus and backend is not None else {}),
+        **{name: os.environ.get(name, default) for name, default in nccl.items()},
         **({} if command is None else _server_env(context, config, command, machine)),
     }
     own = parse_env_vars(more)
@@ -267,7 +257,7 @@ def _planned(
 def _server_env(
     context: ProcessContext, config: BaseExperimentConfig, command: ServerCommand, machine: Machine
 ) -> dict[str, str]:
-    """Variables of a server, which the user's override."""
+    """Variables of a server. Those of the user override them."""
     servers = config.allocation.inference
     assert servers is not None
     bindings = backend_named(servers.backend).core_bindings
@@ -278,14 +268,9 @@ def _server_env(
 
 
 def _search_paths(command: ServerCommand, environ: Mapping[str, str]) -> dict[str, str]:
-    """The programs of the server's environment and the code that areal adds come first on their search paths."""
+    """Search paths that begin with the programs of the server's environment and with the code that areal adds."""
     firsts = {"PATH": str(Path(command.argv[0]).parent), "PYTHONPATH": command.env.get("PYTHONPATH", "")}
     return {name: prepended(environ, name, first) for name, first in firsts.items() if first}
-
-
-def _shared_nccl(backend: ServerBackend) -> dict[str, str]:
-    """All members of an NCCL group must have the same values, and the servers set these when they are unset."""
-    return {name: os.environ.get(name, default) for name, default in backend.nccl_defaults.items()}
 
 
 def _argv(
@@ -305,7 +290,7 @@ def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None
     """Bytes of the models that a controller or trainer rank holds; None when one of them is not on this machine."""
     models = config.models.values() if context.role == "trainer" else ()
     sizes = [trained_bytes(model, context.world_size) for model in models]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
@@ -317,7 +302,7 @@ def trained_bytes(model: TrainEngineConfig, ranks: int) -> int | None:
     return shape.parameters * per_parameter // ranks
 
 
-def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identities:
+def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbers:
     data = config.train_dataset
     samples, optimizer_steps, concurrent, staleness, on_stale = 1, 1, 0, None, ""
     if isinstance(config, PPOConfig):
@@ -337,7 +322,7 @@ def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identitie
     if config.total_train_n_seqs is not None:
         limits.append(-(-config.total_train_n_seqs // (data.batch_size * samples)))
     total = min(limits) if num_rows is not None else None
-    return Identities(
+    return RunNumbers(
         episodes_per_step=data.batch_size,
         samples_per_step=data.batch_size * samples,
         optimizer_steps_per_train_step=optimizer_steps,
@@ -352,7 +337,7 @@ def _identities(config: BaseExperimentConfig, num_rows: int | None) -> Identitie
 
 def parse_env_vars(text: str) -> dict[str, str]:
     """`A=1,B=x\\,y` -> {"A": "1", "B": "x,y"}. A backslash escapes the next character."""
-    pairs: list[str] = [""]
+    pairs = [""]
     characters = iter(text)
     for character in characters:
         if character == "\\":
@@ -367,28 +352,26 @@ def parse_env_vars(text: str) -> dict[str, str]:
             continue
         name, equals, value = pair.partition("=")
         if not equals or not name.strip().isidentifier():
-            raise ConfigError(
-                f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)",
-                code="launch.bad_env_vars",
-            )
+            message = f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)"
+            raise ConfigError(message, code="launch.bad_env_vars")
         found[name.strip()] = value
     return found
 
 
 def describe(plan: LaunchPlan) -> dict[str, Any]:
     """The numbers of a plan under readable names."""
-    numbers = plan.identities
+    numbers = plan.numbers
     shown: dict[str, Any] = {
         "episodes per train step": numbers.episodes_per_step,
         "samples per train step": numbers.samples_per_step,
         "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
     }
     if numbers.max_staleness is not None:
-        late = "; an older straggler is trained on" if numbers.on_stale == "train" else ""
-        shown["episodes in flight, at most"] = numbers.max_concurrent_episodes
-        shown["worst staleness by admission"] = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
-    unknown = "known once the data are read"
-    shown["rows of train_dataset"] = unknown if numbers.rows is None else numbers.rows
-    shown["train steps per epoch, at most"] = unknown if numbers.steps_per_epoch is None else numbers.steps_per_epoch
-    shown["train steps in all, at most"] = unknown if numbers.total_steps is None else numbers.total_steps
-    return shown
+        late = "; older episodes are trained on too" if numbers.on_stale == "train" else ""
+        limit = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
+        shown["maximum episodes in flight"] = numbers.max_concurrent_episodes
+        shown["maximum staleness at admission"] = limit
+    shown["rows of train_dataset"] = numbers.rows
+    shown["maximum train steps per epoch"] = numbers.steps_per_epoch
+    shown["maximum train steps"] = numbers.total_steps
+    return {name: "known after the dataset is read" if value is None else value for name, value in shown.items()}

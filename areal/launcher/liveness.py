@@ -11,7 +11,7 @@ from areal.system.run_paths import RunPaths
 
 _LOOK_INTERVAL_S = 0.5
 _MAX_PER_LOOK_S = 1.0
-"""The most that one look adds to a silence: while the launcher itself was stopped, nothing is known of the others."""
+"""The maximum that one look adds to a silence: a launcher that was stopped itself has seen no heartbeats."""
 _DUMP_S = 1.0
 """Time for a hung process to write its stacks before it is killed."""
 
@@ -52,7 +52,7 @@ class LivenessWatch:
         self._dump_requested: dict[str, int] = {}
 
     def look(self, children: Iterable[Child], now_s: float) -> list[tuple[Child, str]]:
-        """The processes that hang, each with a description. Looks at most twice a second."""
+        """The processes that hang, each with a description. Reads the heartbeats at most twice a second."""
         since_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         if self._looked_s is not None and since_s < _LOOK_INTERVAL_S:
             return []

@@ -84,10 +84,8 @@ def read_command_line(argv: Sequence[str]) -> Launch:
     script = words.pop(0) if words and words[0].endswith(".py") else None
     config = load_experiment(words, allow_unknown_top_level=script is not None)
     if config.cluster.n_nodes > 1:
-        raise ConfigError(
-            f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1",
-            code="launch.several_nodes",
-        )
+        message = f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
+        raise ConfigError(message, code="launch.several_nodes")
     config = with_attached_servers(config, os.environ)
     extras: dict[str, Any] = {}
     if script is not None:
@@ -102,19 +100,20 @@ def this_machine() -> Machine:
 
 
 def plan_text(plan: LaunchPlan) -> str:
-    """The plan as text."""
-    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: {plan.ports}", "processes:"]
+    hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
+    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
+    lines.append("processes:")
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
-        memory = "" if process.memory_bytes == 0 else f", {bytes_text(process.memory_bytes)} of model state"
-        lines.append(f"  {process.name}: {where}, {process.num_threads} threads{memory}")
+        memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
         lines.append(f"    {shlex.join(process.argv)}")
         if process.role == "server":
             lines.append(f"    with {_variables(process.env)}")
     lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
-    lines.append("identities:")
+    lines.append("numbers:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
-    lines.append("Model state is weights, gradients, optimiser and KV cache, without activations and libraries.")
+    lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
     return "\n".join(lines) + "\n"
 
 
@@ -134,7 +133,7 @@ def _variables(env: Mapping[str, str]) -> str:
 
 
 def launch(request: Launch, machine: Machine) -> int:
-    """Run until the end of the run; returns the exit status."""
+    """Check the request, run until the end of the run, and return the exit status."""
     config, paths = request.config, RunPaths.of(request.config)
     rows = count_rows(config)
     line = StatusLine()
@@ -167,10 +166,8 @@ def launch(request: Launch, machine: Machine) -> int:
                 outcome = _run(request, machine, paths, rows, line, interruptions)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
-                raise LaunchError(
-                    f"the launcher cannot write its records, all processes have ended: {cause}",
-                    code="launch.cannot_write",
-                ) from error
+                message = f"the launcher cannot write its files and has ended all processes: {cause}"
+                raise LaunchError(message, code="launch.cannot_write") from error
             line.end(None)
             summary = {
                 "status": outcome.status,
@@ -212,9 +209,8 @@ def _run(
         register(registry, plan.attached)
     RequestBox(paths).clear()
     shutil.rmtree(paths.alive, ignore_errors=True)
-    source = StatusSource(
-        registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=plan.identities.total_steps
-    )
+    total_steps = plan.numbers.total_steps
+    source = StatusSource(registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps)
     return Supervisor(
         plan,
         config.launcher,
@@ -229,14 +225,13 @@ def _run(
 
 
 def _report(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
-    if outcome.status == "completed":
-        line.say(f"areal: run completed: {paths.root}")
-        return 0
-    if outcome.status == "interrupted":
-        line.say(f"areal: interrupted, all processes have ended: {paths.root}")
-        return 130
-    line.say(f"areal: error: run failed: {outcome.cause}")
-    return 1
+    text, exit_status = {
+        "completed": (f"run completed: {paths.root}", 0),
+        "interrupted": (f"interrupted, all processes have ended: {paths.root}", 130),
+        "failed": (f"error: run failed: {outcome.cause}", 1),
+    }[outcome.status]
+    line.say(f"areal: {text}")
+    return exit_status
 
 
 @contextmanager
@@ -256,7 +251,7 @@ def counted_interruptions() -> Iterator[Interruptions]:
 
 def main() -> None:
     if "--attach" in sys.argv[1:]:
-        attach.main(sys.argv[1:])
+        sys.stdout.write(attach.ask(*attach.read_command_line(sys.argv[1:]), StatusLine()) + "\n")
         return
     sys.exit(launch(read_command_line(sys.argv[1:]), this_machine()))
 

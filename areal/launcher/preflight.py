@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -38,9 +38,8 @@ _STEP = re.compile(r"step-(\d+)")
 _HEAD = "score.weight"
 _DATA_ENDINGS = (".jsonl", ".json")
 _SPARE_BYTES = 64 * 2**20
-"""Free space that a run needs besides its weights: ledger, logs, metrics."""
+"""Free space that a run needs in addition to its weights, for ledger, logs and metrics."""
 _FULL_BYTES = 2**20
-_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 5, 0.05
 
 
 def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str]:
@@ -75,26 +74,18 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
     if rows == 0:
         yield f"train_dataset.path: {data.path} has no rows"
     elif rows is not None and rows < data.batch_size and data.drop_last:
-        yield (
-            f"train_dataset.batch_size={data.batch_size} is more than the {rows} rows of {data.path}: lower it or add "
-            "rows"
-        )
+        yield f"train_dataset.batch_size={data.batch_size} exceeds the {rows} rows of {data.path}: lower it or add rows"
 
 
 def _workflow_problems(config: PPOConfig) -> Iterator[str]:
-    """What areal's own workflows lack. The processes that build other workflows check those."""
+    """Settings that areal's own workflows need. Other workflows are checked where they are built."""
     if config.workflow not in ("rlvr", "multi_turn"):
         return
     if not config.reward_fn and not config.reward.names_functions and config.reward_model is None:
-        yield (
-            f"reward_fn: is empty, and workflow={config.workflow} scores answers: name one, e.g. gsm8k, or several "
-            "with weights in reward.fns"
-        )
+        yield f"reward_fn: is empty, but workflow={config.workflow} needs one: set reward_fn (e.g. gsm8k) or reward.fns"
     if config.workflow == "multi_turn" and config.actor.adv_estimator == "remax":
-        yield (
-            "actor.adv_estimator: remax compares answers with a greedy one, which workflow=multi_turn does not "
-            "generate: use workflow=rlvr or another estimator"
-        )
+        why = "workflow=multi_turn does not generate the greedy answer that remax compares with"
+        yield f"actor.adv_estimator: {why}: use workflow=rlvr or another estimator"
 
 
 def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iterator[ConfigProblem]:
@@ -158,7 +149,7 @@ def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str
 
 
 def _head_problems(config: PPOConfig) -> Iterator[str]:
-    """A checkpoint without a scoring head would score at random."""
+    """Without a scoring head in its checkpoint a reward model would give random scores."""
     model = config.reward_model
     if model is None or model.init_from_scratch or not Path(model.path, "config.json").is_file():
         return
@@ -167,10 +158,8 @@ def _head_problems(config: PPOConfig) -> Iterator[str]:
     except InputError:
         return
     if _HEAD not in weights:
-        yield (
-            f"reward_model.path: {model.path} has no scoring head ({_HEAD}): give a model trained as a reward model "
-            "(a `model` section with `rw`, see examples/preference)"
-        )
+        advice = "give a model trained as a reward model (see examples/preference)"
+        yield f"reward_model.path: {model.path} has no scoring head ({_HEAD}): {advice}"
 
 
 def make_run_folder(paths: RunPaths) -> None:
@@ -180,10 +169,8 @@ def make_run_folder(paths: RunPaths) -> None:
         with tempfile.TemporaryFile(dir=paths.root) as probe:
             probe.write(b"x")
     except OSError as error:
-        raise ConfigError(
-            f"cluster.fileroot: cannot write to {paths.root}: {error.strerror or error}; choose another folder",
-            code="launch.cannot_write",
-        ) from error
+        message = f"cluster.fileroot: cannot write to {paths.root}: {error.strerror or error}; choose another folder"
+        raise ConfigError(message, code="launch.cannot_write") from error
 
 
 def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
@@ -192,17 +179,13 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
     weights = sum(shape.parameters * (2 if dtype == "bfloat16" else 4) for shape, dtype in shapes if shape is not None)
     needed, free = _SPARE_BYTES + 4 * weights, shutil.disk_usage(paths.root).free
     if free < needed:
-        raise ConfigError(
-            f"cluster.fileroot: {paths.root} has {free / 2**20:.0f} MiB free, this run needs at least "
-            f"{needed / 2**20:.0f} MiB: make room or choose another folder",
-            code="launch.disk_full",
-        )
+        space = f"{free / 2**20:.0f} MiB free, this run needs at least {needed / 2**20:.0f} MiB"
+        message = f"cluster.fileroot: {paths.root} has {space}: free disk space or choose another folder"
+        raise ConfigError(message, code="launch.disk_full")
     mode = config.recover.mode
     if mode == "resume" and newest_checkpoint(paths) is None:
-        raise ConfigError(
-            f"recover.mode=resume, but {paths.recover} contains no complete checkpoint: use auto",
-            code="checkpoint.none_to_resume",
-        )
+        message = f"recover.mode=resume, but {paths.recover} contains no complete checkpoint: use auto"
+        raise ConfigError(message, code="checkpoint.none_to_resume")
     if mode in ("auto", "resume"):
         return
     found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
@@ -216,10 +199,10 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
 
 
 def disk_problem(paths: RunPaths) -> str:
-    """Why the disk of a run cannot be written; empty when it can. Then a restart does not help, and logs may be cut."""
+    """Why the disk of a run cannot be written; empty when it can. While it cannot, a restart does not help."""
     try:
         if shutil.disk_usage(paths.root).free < _FULL_BYTES:
-            return f"the disk of {paths.root} is full (cluster.fileroot): make room, or choose another folder"
+            return f"the disk of {paths.root} is full (cluster.fileroot): free disk space, or choose another folder"
         with tempfile.TemporaryFile(dir=paths.root) as probe:
             probe.write(bytes(_FULL_BYTES))  # a quota or a read-only disk shows only at a write
     except OSError as error:
@@ -234,7 +217,7 @@ def _holds_data(path: Path) -> bool:
 
 
 def _has_episodes(ledger: Path) -> bool:
-    """Whether a ledger has more than the events of a start: without episodes there is nothing to lose."""
+    """Whether a ledger has more than the events of a start."""
     for path in ledger.glob("events-*"):
         with open(path, "rb") as lines:
             if not all(line.startswith(_BEFORE_ANY_EPISODE) for line in lines):
@@ -259,10 +242,7 @@ def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> 
         return ""
     text = f"areal: continues the run in {paths.root}, trainers from {checkpoint_text(newest)}"
     if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
-        text += (
-            f"\nareal: warning: {paths.ledger} is missing: the dataset starts from its first row, and rows that were "
-            "trained on before are used again"
-        )
+        text += f"\nareal: warning: {paths.ledger} is missing: the dataset starts again from its first row"
     return text
 
 
@@ -284,10 +264,8 @@ def run_lock(paths: RunPaths) -> Iterator[None]:
     with open(paths.lock, "a+") as file:
         if not _locked(file):
             file.seek(0)
-            raise LaunchError(
-                f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name",
-                code="launch.run_in_use",
-            )
+            message = f"{paths.root} is in use by {_holder(file.read())}: stop it or change trial_name"
+            raise LaunchError(message, code="launch.run_in_use")
         file.truncate(0)
         json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
         file.flush()
@@ -296,12 +274,11 @@ def run_lock(paths: RunPaths) -> Iterator[None]:
 
 def _locked(file: TextIO) -> bool:
     """Take the lock. Repeats, because `has_launcher` holds it for a moment."""
-    for attempt in range(_LOCK_ATTEMPTS):
-        try:
+    for _ in range(5):
+        with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S if attempt + 1 < _LOCK_ATTEMPTS else 0.0)
+        time.sleep(0.05)
     return False
 
 

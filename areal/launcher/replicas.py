@@ -61,7 +61,7 @@ class ReplicaChanges:
 
     @property
     def num_servers(self) -> int:
-        """The number of servers that the run should have, including servers that it did not start."""
+        """The number of servers that the run uses, including servers that it did not start."""
         return self._num_attached or len(self._servers)
 
     def step(self, now_s: float, *, run_was_ready: bool) -> None:
@@ -82,7 +82,7 @@ class ReplicaChanges:
         self._finish(unit, cause, refused=True)
 
     def _begin(self, request: Request, now_s: float, *, run_was_ready: bool) -> str:
-        """Begin to do what is requested. Returns why that is refused."""
+        """Start the requested change. Returns why it is refused, or ''."""
         if self._num_attached:
             return "the servers of this run were not started by it (rollout.server_addrs), so their number is fixed"
         if not self._servers:
@@ -95,10 +95,8 @@ class ReplicaChanges:
         like = self._servers[0].children[0].planned
         size, spare = len(like.gpus), len(self._spare_gpus)
         if size > spare:
-            return (
-                f"another replica needs {size} GPUs, and {spare} are free: remove a replica first, or give the run "
-                "more GPUs (cluster.n_gpus_per_node)"
-            )
+            fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
+            return f"another replica needs {size} GPUs, and {spare} are free: {fix}"
         taken = {unit.children[0].planned.index for unit in self._units if unit.role == "server"}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
         gpus = tuple(self._spare_gpus.pop(0) for _ in range(size))

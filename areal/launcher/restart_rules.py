@@ -42,7 +42,7 @@ class Decision:
     """The death that caused the others, or that ends the run."""
     ends_run: bool
     reason: str = ""
-    """Why the run ends; empty when the death itself says it."""
+    """Why the run ends; empty when the exit of the process is reason enough."""
 
 
 def decide(
@@ -84,8 +84,6 @@ class RestartCounts:
 
     def saw_step(self, step: int) -> None:
         """The trainers work on train step `step`. A step above all earlier ones sets every count to zero."""
-        if self._highest_step is None:
-            self._highest_step = step
-        elif step > self._highest_step:
-            self._highest_step = step
+        if self._highest_step is not None and step > self._highest_step:
             self._counts.clear()
+        self._highest_step = max(step, self._highest_step or 0)

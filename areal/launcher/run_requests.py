@@ -17,8 +17,6 @@ _REQUEST, _ANSWER = ".request.json", ".answer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A change that a command requests."""
-
     action: Literal["add-replica", "remove-replica"]
     replica: str = ""
     """Process name of the server to remove."""
@@ -27,8 +25,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The launcher's answer to a request."""
-
     state: Literal["working", "done", "refused"]
     """working = another answer follows."""
     text: str
@@ -37,7 +33,7 @@ class Answer:
 
 
 class RequestBox:
-    """RUN/requests. A request stays until the command that wrote it has read the answer."""
+    """The folder RUN/requests. A request stays until the command that wrote it has read the answer."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._folder = paths.requests

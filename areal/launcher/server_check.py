@@ -1,4 +1,4 @@
-"""Checks before a start of what the servers of a run cannot do, and of the versions in their environment.
+"""Checks before a start: options that the servers of a run cannot honour, and the versions in their environment.
 
 Waits for one short subprocess of the servers' interpreter, at most `_LIMIT_S`; its answer is cached until the
 interpreter or its packages change.
@@ -40,7 +40,7 @@ Versions = dict[str, str]
 
 
 class _NoVersions(Exception):
-    """Why the versions of an environment are not known."""
+    pass
 
 
 def server_problems(
@@ -54,35 +54,32 @@ def server_problems(
         return problems
     python = server_python(config)
     if not os.access(python, os.X_OK) or Path(python).is_dir():
-        problems.append(
-            f"server_python: {python} is not a program: set it to the Python interpreter of {backend.title}'s "
-            "environment"
-        )
-        return problems
+        text = f"{python} is not a program: set it to the Python interpreter of {backend.title}'s environment"
+        return [*problems, f"server_python: {text}"]
     try:
         versions = environment_versions(python, (backend.name, "torch", *_NCCL_PACKAGES), limit_s=limit_s)
     except _NoVersions as error:
         return [*problems, f"server_python: {python} does not report the versions of its packages: {error}"]
     if problem := _version_problem(backend, versions, on_gpu=bool(planned.gpus)):
         advice = "" if config.server_python else "; this is the interpreter of areal itself, set server_python"
-        problems.append(f"server_python: {python}: {problem}{advice}")
-    else:
-        nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
-        say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
+        return [*problems, f"server_python: {python}: {problem}{advice}"]
+    nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
+    say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
     return problems
 
 
 def notices(config: PPOConfig) -> list[str]:
     """The flags that have no effect on the servers of this run, one line for each reason."""
     backend = backend_named(config.server_backend)
+    if backend.flags is None:
+        return []
     found: list[str] = []
-    if backend.flags is not None:
-        section = config.server_flags
-        if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, section)]:
-            found.append(f"ignored, areal sets its own value or {backend.title} has no such flag: {', '.join(ignored)}")
-        if config.rollout.server_addrs and section:
-            found.append(f"{backend.name}: describes servers that already run; areal does not start them")
-    return [f"areal: {text}" for text in found]
+    if ignored := [f"{backend.name}.{key}" for key in ignored_flags(backend.flags, config.server_flags)]:
+        reason = f"areal sets its own value or {backend.title} has no such flag"
+        found.append(f"areal: ignored, because {reason}: {', '.join(ignored)}")
+    if config.rollout.server_addrs and config.server_flags:
+        found.append(f"areal: {backend.name}: this section has no effect on servers that already run")
+    return found
 
 
 def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool) -> str:
@@ -93,15 +90,11 @@ def _version_problem(backend: ServerBackend, versions: Versions, *, on_gpu: bool
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     oldest = tuple(map(int, backend.minimum_version.split(".")))
     if numbers is not None and tuple(map(int, numbers.groups())) < oldest:
-        return (
-            f"{backend.title} {version} is too old, areal needs {backend.minimum_version} or newer (tested with "
-            f"{backend.tested_version}): upgrade it"
-        )
+        needed = f"areal needs {backend.minimum_version} or newer (tested with {backend.tested_version})"
+        return f"{backend.title} {version} is too old, {needed}: upgrade it"
     if on_gpu and (version.endswith("+cpu") or torch.endswith("+cpu")):
-        return (
-            f"{backend.title} {version} with torch {torch} is a CPU build, but the servers get GPUs: install a GPU "
-            "build, or set cluster.n_gpus_per_node=0"
-        )
+        advice = "install a GPU build, or set cluster.n_gpus_per_node=0"
+        return f"{backend.title} {version} with torch {torch} is a CPU build, but the servers get GPUs: {advice}"
     return ""
 
 
@@ -111,24 +104,20 @@ def environment_versions(python: str, packages: tuple[str, ...], *, limit_s: flo
     The answer is cached as JSON by the interpreter's path, and is used as long as the interpreter and the folder of its
     packages keep their modification times.
     """
-    cache = _cache_file()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = folder / "areal" / "server_environments.json"
     known = _read_cache(cache)
     entry = known.get(python)
     if entry is not None and entry["times"] == _times(entry["times"]) and set(packages) <= set(entry["versions"]):
         return {name: entry["versions"][name] for name in packages}
-    versions, folder = _ask(python, packages, limit_s)
-    entry = {"times": _times([python, folder]), "versions": versions}
+    versions, library = _ask(python, packages, limit_s)
+    entry = {"times": _times([python, library]), "versions": versions}
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache, json.dumps({**known, python: entry}).encode())
     except OSError:
-        pass  # a read-only home folder costs a subprocess at each start
+        pass  # without a cache each start costs a subprocess
     return versions
-
-
-def _cache_file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(root) / "areal" / "server_environments.json"
 
 
 def _read_cache(path: Path) -> dict[str, Any]:
@@ -149,14 +138,8 @@ def _ask(python: str, packages: tuple[str, ...], limit_s: float) -> tuple[Versio
     """Versions, and the folder that holds the packages. _NoVersions when the interpreter gives no such answer."""
     env = {name: value for name, value in os.environ.items() if name != AREAL_PROCESS}
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE, *packages],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=env,
-            timeout=limit_s,
-        )
+        argv = [python, "-c", _PROBE, *packages]
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise _NoVersions(f"no answer in {limit_s:g} s") from None
     except OSError as error:

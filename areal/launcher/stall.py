@@ -17,7 +17,7 @@ from areal.system.heartbeat import Beat
 _COUNTERS = ("step", "version", "publishing", "admitted", "accepted", "rejected", "failed", "batched", "consumed")
 _COUNTERS += ("generated_tokens", "asked_for")  # the latter contains the progress of an evaluation
 _MAX_SHARE_PER_LOOK = 0.25
-"""Share of stall_s that one look adds at most: while the launcher itself was stopped, nothing is known of the run."""
+"""Share of stall_s that one look adds at most: a launcher that was stopped itself has seen no progress."""
 
 
 class StallWatch:
@@ -99,7 +99,7 @@ class StallWatch:
             silent_s={name: silent_s[name] for name in alive},
             unanswered_s=self._unanswered_s,
         )
-        for name in alive:  # a process without a heartbeat has not registered: the signal would end it
+        for name in alive:  # a process without a heartbeat may not handle the signal yet, which would end it
             self._request_stacks(name, headline)
         return f"areal: {headline}: {'; '.join(explain(snapshot))}. Stacks of all processes: {self._stacks}"
 

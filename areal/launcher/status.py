@@ -1,4 +1,4 @@
-"""The live status of a run: the status line, where its numbers come from, and the report of a stalled run."""
+"""The status line of a running run, and the source of its numbers: the controller, or the metrics file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
 _TAIL_BYTES = 1 << 16
 _WAITING_S = 5.0
-"""After this time within one step the line also says what the run waits for."""
+"""After this time within one step the line also shows what the run waits for."""
 
 
 class RunStatus:
-    """Refreshes the status line at the configured interval, with one request to the controller each time."""
+    """Refreshes the status line at the configured interval, by one request to the controller each time."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class StatusSource:
         self._total_steps = total_steps
         self._step: int | None = None
         self._step_since_s = 0.0
-        # The controller is in the run's own network, whatever http_proxy says.
+        # Without a proxy: the controller is in the network of the run.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def status(self) -> dict[str, Any] | None:
-        """The controller's answer to one request; None without a controller, or when it is too busy to answer."""
+        """The controller's answer to one request; None without a controller or without an answer."""
         found = self._registry.get("controller") if self._has_controller else None
         if found is None:
             return None
@@ -106,7 +106,7 @@ class StatusSource:
     def text(self, status: dict[str, Any] | None) -> str | None:
         """The status line for an answer of `status()`; None when nothing is known."""
         if not self._has_controller:
-            return self._from_metrics()
+            return self.read_last()
         if status is None:
             return None
         now_s = time.monotonic()
@@ -115,15 +115,10 @@ class StatusSource:
         return rollout_line(status, self._total_steps, is_waiting=now_s - self._step_since_s >= _WAITING_S)
 
     def read_last(self) -> str | None:
-        """The last status line, from the metrics, once all processes have ended."""
-        last = last_record(self._metrics)
-        if last is None:
+        """The status line from the last record of the metrics; None without one."""
+        if (last := last_record(self._metrics)) is None:
             return None
-        return finished_line(last, self._total_steps) if self._has_controller else self._from_metrics()
-
-    def _from_metrics(self) -> str | None:
-        last = last_record(self._metrics)
-        return None if last is None else training_line(last, self._total_steps)
+        return (finished_line if self._has_controller else training_line)(last, self._total_steps)
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
@@ -141,7 +136,7 @@ def last_record(path: Path) -> dict[str, Any] | None:
 def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting: bool) -> str:
     """The line of an asynchronous run. `is_waiting`: also say what the run waits for, and how many servers serve."""
     parts = [
-        f"step {status.get('step', 0)}/{_or_unknown(status.get('total_steps') or total_steps)}",
+        _step(status, status.get("total_steps") or total_steps),
         f"reward {_number(status.get('reward_mean'), '.3f')}",
         f"queue {status.get('waiting', 0)}+{status.get('running', 0)} running"
         + "".join(f", {status[name]} {name}" for name in ("rejected", "failed") if status.get(name)),
@@ -159,28 +154,18 @@ def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting:
 
 def finished_line(record: dict[str, Any], total_steps: int | None) -> str:
     """The line of an asynchronous run that has ended."""
-    return " | ".join(
-        [
-            f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
-            f"reward {_number(record.get('rollout/reward'), '.3f')}",
-            f"staleness {_number(record.get('rollout/staleness_mean'), '.2f')}",
-        ]
-    )
+    reward, staleness = record.get("rollout/reward"), record.get("rollout/staleness_mean")
+    return f"{_step(record, total_steps)} | reward {_number(reward, '.3f')} | staleness {_number(staleness, '.2f')}"
 
 
 def training_line(record: dict[str, Any], total_steps: int | None) -> str:
     """The line of a run without rollouts."""
-    return " | ".join(
-        [
-            f"step {record.get('step', 0)}/{_or_unknown(total_steps)}",
-            f"loss {_number(record.get('loss'), '.4f')}",
-            f"{_number(record.get('trained_tokens_per_s'), ',.0f')} tokens/s",
-        ]
-    )
+    loss, speed = _number(record.get("loss"), ".4f"), _number(record.get("trained_tokens_per_s"), ",.0f")
+    return f"{_step(record, total_steps)} | loss {loss} | {speed} tokens/s"
 
 
-def _or_unknown(value: int | None) -> str:
-    return "?" if value is None else str(value)
+def _step(record: dict[str, Any], total_steps: int | None) -> str:
+    return f"step {record.get('step', 0)}/{'?' if total_steps is None else total_steps}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -198,7 +183,7 @@ class StatusLine:
         self._shown_s = float("-inf")
 
     def show(self, text: str) -> None:
-        """Show `text`; where standard error is no terminal, only if it is new and the interval is over."""
+        """Show `text`; outside of a terminal, only if it is new and the interval is over."""
         if self._live:
             self._stream.write("\r" + text[: self._width() - 1] + "\x1b[K")
         elif text != self._shown and time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:

@@ -19,10 +19,10 @@ from areal.launcher.job import LaunchPlan
 from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
-from areal.launcher.restart_rules import RestartCounts, backoff_s, decide
+from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
 from areal.launcher.run_requests import RequestBox
 from areal.launcher.status import RunStatus, StatusLine, StatusSource
-from areal.launcher.units import Child, Unit, death_of, units_of
+from areal.launcher.units import Child, Unit, units_of
 from areal.system.discovery import NameRegistry
 from areal.system.durable import finish_interrupted_writes
 from areal.system.run_paths import RunPaths
@@ -39,7 +39,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 
 class Interruptions:
-    """Number of the user's requests to stop: Ctrl-C, SIGTERM, a closed terminal."""
+    """Number of the user's requests to stop: Ctrl-C, SIGTERM or a closed terminal."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -172,15 +172,12 @@ class Supervisor:
                 self._replicas.step(self._clock(), run_was_ready=self._was_ready)
             if cause is not None:
                 return cause
-            self._measure_memory()
+            if time.monotonic() >= self._rss_due_s:
+                self._rss_due_s = time.monotonic() + _RSS_INTERVAL_S
+                self._peak_rss_bytes = max(self._peak_rss_bytes, self._backend.resident_bytes())
             self._status.show(self._children, was_ready=self._was_ready)
             time.sleep(_POLL_S)
         return None
-
-    def _measure_memory(self) -> None:
-        if time.monotonic() >= self._rss_due_s:
-            self._rss_due_s = time.monotonic() + _RSS_INTERVAL_S
-            self._peak_rss_bytes = max(self._peak_rss_bytes, self._backend.resident_bytes())
 
     def _read_ready_signs(self) -> None:
         for child in self._children:
@@ -192,8 +189,8 @@ class Supervisor:
         """After all trainers succeeded nothing is restarted, and the controller gets time to end by itself."""
         now = self._clock()
         self._trainers_ended_s = now if self._trainers_ended_s is None else self._trainers_ended_s
-        waited_s = now - self._trainers_ended_s
-        return waited_s >= self._config.stop_grace_s or not any(unit.is_running for unit in self._leaders)
+        has_waited = now - self._trainers_ended_s >= self._config.stop_grace_s
+        return has_waited or not any(unit.is_running for unit in self._leaders)
 
     def _kill_hung(self) -> str | None:
         """Kill hung processes, which are then handled as crashes. Returns why the run ends."""
@@ -235,7 +232,7 @@ class Supervisor:
         unit.kill()
         count = self._counts.of(unit.name)
         self._disk_problem = disk_problem(self._paths)
-        deaths = [death_of(child) for child in dead]
+        deaths = [Death(name=child.name, exit_code=child.exit_code or 0, was_ready=child.was_ready) for child in dead]
         decision = decide(unit.role, deaths, num_restarts=count, recover=self._recover, disk_problem=self._disk_problem)
         first = next(child for child in dead if child.name == decision.cause.name)
         if unit.phase == "joining":
@@ -257,7 +254,6 @@ class Supervisor:
         return None
 
     def _start(self, unit: Unit) -> None:
-        """For the first time."""
         unit.start(num_servers=self._replicas.num_servers, recover=None)
 
     def _restart(self, unit: Unit) -> None:
@@ -285,7 +281,6 @@ class Supervisor:
             self._paths.alive_of(child.name).unlink(missing_ok=True)
 
     def _removed(self, unit: Unit) -> None:
-        """A server was removed from the run."""
         self._unregister(unit)
         self._removed_codes |= {child.name: child.exit_code for child in unit.children}
         if unit.restarts:
@@ -293,7 +288,7 @@ class Supervisor:
 
     def _cause(self, first: Child, reason: str) -> str:
         """The likely cause of the failure, then the other deaths."""
-        if self._disk_problem:  # it is reported too, and is why the processes die
+        if self._disk_problem:  # `run` reports it as the cause
             return f"{first.name} {first.exit_text()}"
         deadline = self._clock() + _SETTLE_S
         while self._clock() < deadline and any(unit.is_running for unit in self._leaders):
@@ -312,8 +307,8 @@ class Supervisor:
         for child in (child for unit in self._leaders for child in unit.children):
             if child.exit_code == 0 and not child.was_ready and self._registry.get(f"ready/{child.name}") is None:
                 return (
-                    f"{child.name} ended without taking part in the run: a script must call train(...) of its "
-                    f"PPOTrainer or SFTTrainer in every process ({child.failure_text()})"
+                    f"{child.name} ended before it joined the run: a script must call train(...) of its PPOTrainer or "
+                    f"SFTTrainer in every process ({child.failure_text()})"
                 )
         return None
 
@@ -340,20 +335,19 @@ class Supervisor:
         return None
 
     def _report_stuck(self, child: Child, now: float) -> None:
-        """Say, once, that the kernel does not end a killed process."""
+        """Report, once, that the kernel does not end a killed process."""
         if child.killed_s is not None and now - child.killed_s > _STUCK_S and child.pid not in self._reported_stuck:
             self._reported_stuck.add(child.pid)
-            self._line.say(f"areal: {child.name} (pid {child.pid}) still runs {_STUCK_S:g} s after SIGKILL: waiting")
+            process = f"{child.name} (pid {child.pid})"
+            self._line.say(f"areal: {process} still runs {_STUCK_S:g} s after SIGKILL: waiting for its end")
 
     def _stop(self) -> None:
         """End all processes. A second interruption ends the grace period."""
         names = [child.name for child in self._children if child.pid is not None]
         num_running = sum(child.is_running for child in self._children)
         if self._interruptions.count and num_running:
-            self._line.say(
-                f"areal: interrupted: {num_running} processes have {self._config.stop_grace_s:g} s to end "
-                "(launcher.stop_grace_s); Ctrl-C again kills them at once"
-            )
+            grace = f"{self._config.stop_grace_s:g} s to end (launcher.stop_grace_s)"
+            self._line.say(f"areal: interrupted: {num_running} processes have {grace}; Ctrl-C again kills them at once")
         self._backend.stop(names, self._config.stop_grace_s, hurry=lambda: self._interruptions.count > 1)
         if self._was_ready and not self._interruptions.count:
             self._status.end()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import PlannedProcess, start_again
-from areal.launcher.restart_rules import Death, Role
+from areal.launcher.restart_rules import Role
 from areal.system.process import ERROR_PREFIX
 
 _QUOTED_LINES = 6
@@ -20,7 +20,7 @@ _CODE = re.compile(r" \[[a-z]+\.[a-z_]+\]$")
 
 
 class Child:
-    """One planned process: its state since its last start, and what it printed."""
+    """One planned process: its state since its last start, and its output."""
 
     def __init__(self, planned: PlannedProcess, backend: ProcessBackend, clock: Callable[[], float]) -> None:
         self.planned = planned
@@ -75,7 +75,7 @@ class Child:
             self._backend.signal(self.name, signal.SIGKILL)
 
     def kill_descendants(self) -> None:
-        """Kill what it started and left behind, once it has ended."""
+        """Kill what it started and what still runs, once it has ended itself."""
         if self.pid is not None and not self.is_running:
             self._backend.signal(self.name, signal.SIGKILL)
 
@@ -109,17 +109,15 @@ class Child:
             what = f"{printed} (log: {log})"
         elif self.exit_code in (-signal.SIGKILL, -signal.SIGTERM):  # its last lines do not say why
             what = f"its log is {log}"
-        elif not lines:
-            what = f"it printed nothing (log: {log})"
         else:
-            what = f"{lines[-1].strip()} (log: {log})"
+            what = f"{lines[-1].strip() if lines else 'it printed nothing'} (log: {log})"
             quoted = "".join(f"\n    {line}" for line in lines[-_QUOTED_LINES:]) if len(lines) > 1 else ""
         return f"{self.name} {self.exit_text()}: {what}{quoted}"
 
     def last_output_ns(self) -> int:
-        """When it last wrote to its log. The earliest of several processes that died together is the likely cause.
+        """When it last wrote to its log; 0 for a process that a signal ended.
 
-        0, the earliest, for a process that a signal ended.
+        The earliest of several processes that died together is the likely cause.
         """
         return 0 if (self.exit_code or 0) < 0 else self._backend.last_lines(self.name).written_ns
 
@@ -146,7 +144,6 @@ class Unit:
 
     @property
     def is_running(self) -> bool:
-        """Some process of it runs."""
         return any(child.is_running for child in self.children)
 
     @property
@@ -184,29 +181,16 @@ class Unit:
             child.kill_descendants()
 
 
-def death_of(child: Child) -> Death:
-    """What the restart rules need to know about an ended process."""
-    code = child.exit_code
-    assert code is not None
-    return Death(name=child.name, exit_code=code, was_ready=child.was_ready)
-
-
-def units_of(processes: Iterable[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> list[Unit]:
+def units_of(processes: Sequence[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> list[Unit]:
     """The units of a plan, in its order, the trainers last."""
-    groups: list[list[PlannedProcess]] = []
-    trainers: list[PlannedProcess] = []
-    for planned in processes:
-        if planned.role == "trainer":
-            trainers.append(planned)
-        else:
-            groups.append([planned])
-    return [Unit(group, backend, clock) for group in [*groups, trainers] if group]
+    groups = [[planned] for planned in processes if planned.role != "trainer"]
+    groups.append([planned for planned in processes if planned.role == "trainer"])
+    return [Unit(group, backend, clock) for group in groups if group]
 
 
 def _error_line(lines: Sequence[str]) -> str:
     """The last line with an error of areal, without its prefix; empty without one."""
-    found = next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")
-    return found.removeprefix(ERROR_PREFIX)
+    return next((line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")
 
 
 def _signal_name(number: int) -> str:

@@ -15,20 +15,16 @@ from areal.api.errors import InputError
 from areal.system.durable import COMPLETE, is_complete
 
 INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 * 2**20
-"""The limit of safetensors itself."""
+_MAX_HEADER_BYTES = 100 * 2**20  # the limit of safetensors
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 _HEAD = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
 """Name endings of buffers in older checkpoints. Every server computes them."""
-_CONVERTIBLE = {"F64", "F32", "F16", "BF16"}
-"""Servers convert between these dtypes while they load."""
+_CONVERTIBLE = {"F64", "F32", "F16", "BF16"}  # servers convert between these dtypes while they load
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One weight of a file."""
-
     shape: list[int]
     dtype: str
     """In the notation of safetensors, for example BF16."""
@@ -39,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
     places = _index_of(folder)
     found = [folder / name for name in sorted(set(places.values()))] if places else sorted(folder.glob("*.safetensors"))
     if not found:
-        raise InputError(f"checkpoint folder {folder} contains no .safetensors file", code="checkpoint.incomplete")
+        raise InputError(f"checkpoint folder {folder} has no .safetensors file", code="checkpoint.incomplete")
     return found
 
 
@@ -48,9 +44,8 @@ def stored_weights(folder: Path) -> dict[str, StoredWeight]:
     by_file = {path.name: _header_of(path) for path in weight_files(folder)}
     for name, file in _index_of(folder).items():
         if name not in by_file[file]:
-            raise InputError(
-                f"checkpoint file {folder / file} lacks {name}, which {INDEX} places there", code="checkpoint.damaged"
-            )
+            message = f"checkpoint file {folder / file} lacks {name}, which {INDEX} places there"
+            raise InputError(message, code="checkpoint.damaged")
     return {name: weight for weights in by_file.values() for name, weight in weights.items()}
 
 
@@ -142,10 +137,9 @@ def _end_of(entry: dict[str, Any]) -> int:
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+    cause = getattr(error, "strerror", None) or error
     return InputError(f"checkpoint file {path} cannot be read: {cause}", code="checkpoint.damaged")
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more weights"
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more weights" if len(names) > 3 else "")

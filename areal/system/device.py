@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Literal
 
 from areal.api.errors import ConfigError
 
 
-def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
+def pick_device(name: str) -> str:
     """The torch device for a configured one; auto = CUDA when there is a GPU. ConfigError when CUDA is absent."""
     if name == "cpu":
         return "cpu"
@@ -20,7 +19,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"] | str) -> str:
     if name == "auto":
         return "cuda" if available else "cpu"
     if not available:
-        raise ConfigError(f"device={name!r}, but torch sees no CUDA device: use auto or cpu", code="launch.no_gpu")
+        raise ConfigError(f"device={name!r}, but torch finds no CUDA device: use auto or cpu", code="launch.no_gpu")
     return name
 
 

@@ -9,7 +9,6 @@ import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import Protocol
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import LaunchError, RequestError, ServerUnavailable
@@ -19,31 +18,8 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _POLL_S = 0.05
 
 
-class NameRegistry(Protocol):
-    """Maps names like `servers/0` to short JSON values, for all processes of a run."""
-
-    def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        """Register a value. LaunchError when the name is taken and `replace` is false."""
-        ...
-
-    def get(self, name: str) -> str | None: ...
-    def list(self, prefix: str) -> dict[str, str]:
-        """All names below `prefix` (a whole path such as `servers`), in order."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a name, if it is there."""
-        ...
-
-    def wait(self, name: str, timeout_s: float) -> str:
-        """Block until the name is registered. ServerUnavailable after `timeout_s`."""
-        ...
-
-    def clear(self) -> None: ...
-
-
-class FileNameRegistry:
-    """A registry with one file per name below a shared folder; it needs no server."""
+class NameRegistry:
+    """Maps names like `servers/0` to short JSON values, for all processes of a run: one file per name, no server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,13 +27,12 @@ class FileNameRegistry:
     def _path(self, name: str) -> Path:
         segments = name.split("/")
         if not all(_SEGMENT.fullmatch(segment) for segment in segments):
-            raise RequestError(
-                f"registry name {name!r}: only letters, digits, '_', '-', '.' and '/' are allowed",
-                code="process.bad_name",
-            )
+            message = f"registry name {name!r}: only letters, digits, '_', '-', '.' and '/' are allowed"
+            raise RequestError(message, code="process.bad_name")
         return self._folder.joinpath(*segments[:-1], segments[-1] + ".json")
 
     def add(self, name: str, value: str, *, replace: bool = False) -> None:
+        """Register a value. LaunchError when the name is taken and `replace` is false."""
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
@@ -68,10 +43,8 @@ class FileNameRegistry:
             else:
                 os.link(temporary, path)  # fails when the name exists, unlike a rename
         except FileExistsError:
-            taken = self.get(name)
-            raise LaunchError(
-                f"name {name} is already registered in {self._folder} (value {taken})", code="process.name_taken"
-            ) from None
+            message = f"{name} is already registered in {self._folder}, as {self.get(name)}"
+            raise LaunchError(message, code="process.name_taken") from None
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -82,25 +55,22 @@ class FileNameRegistry:
             return None
 
     def list(self, prefix: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for path in sorted(self._folder.rglob("*.json")):
-            name = path.relative_to(self._folder).as_posix().removesuffix(".json")
-            if not prefix or name == prefix or name.startswith(prefix.rstrip("/") + "/"):
-                value = self.get(name)
-                if value is not None:
-                    found[name] = value
-        return found
+        """All names below `prefix` (a whole path such as `servers`), in order."""
+        paths = sorted(self._folder.joinpath(prefix).rglob("*.json"))
+        names = [path.relative_to(self._folder).as_posix().removesuffix(".json") for path in paths]
+        return {name: value for name in names if (value := self.get(name)) is not None}
 
     def remove(self, name: str) -> None:
+        """Remove a name, if it is there."""
         self._path(name).unlink(missing_ok=True)
 
     def wait(self, name: str, timeout_s: float) -> str:
+        """Block until the name is registered. ServerUnavailable after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (value := self.get(name)) is None:
             if time.monotonic() >= deadline:
-                raise ServerUnavailable(
-                    f"{name} did not register in {self._folder} within {timeout_s:g} s", code="process.not_registered"
-                )
+                message = f"{name} was not registered in {self._folder} within {timeout_s:g} s"
+                raise ServerUnavailable(message, code="process.not_registered")
             time.sleep(_POLL_S)
         return value
 
@@ -110,10 +80,9 @@ class FileNameRegistry:
 
 def registry_of(config: BaseExperimentConfig) -> NameRegistry:
     """The registry of the configured run."""
-    root = config.cluster.name_resolve.nfs_record_root
-    if root:
-        return FileNameRegistry(Path(root).expanduser().absolute() / config.experiment_name / config.trial_name)
-    return FileNameRegistry(RunPaths.of(config).names)
+    if root := config.cluster.name_resolve.nfs_record_root:
+        return NameRegistry(Path(root).expanduser().absolute() / config.experiment_name / config.trial_name)
+    return NameRegistry(RunPaths.of(config).names)
 
 
 def announce_server(registry: NameRegistry, index: int, process_name: str, address: str) -> None:

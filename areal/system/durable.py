@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "COMPLETE"
-"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}. Files
-that "crc32" does not list are not checked."""
-_CHUNK_BYTES = 2**20
+"""Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}.
+A file without an entry in "crc32" is not checked."""
 _WRITING, _REPLACED, _REMOVED = ".writing", ".old", ".removed"
-"""Endings of the hidden names of a folder that is filled, was replaced, or is deleted."""
+"""Endings of the hidden name of a folder while it is filled, replaced or deleted."""
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's content, or the names in a folder (new files, renames), survive a power cut."""
+    """Make a file's content, or the names in a folder (new files, renames), survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +43,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def checksum_of(path: Path) -> int:
     """CRC-32 of a file."""
-    found, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    found, buffer = 0, memoryview(bytearray(2**20))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(buffer):
             found = zlib.crc32(buffer[:size], found)
@@ -89,11 +88,11 @@ def install_folder(sealed: Path, final: Path) -> None:
     """Rename a sealed folder to `final`, on the same file system. At any time `final` is absent or complete."""
     aside = _hidden(final, _REPLACED)
     if final.exists():
-        _delete(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         os.replace(final, aside)
     os.replace(sealed, final)
     fsync_path(final.parent)
-    _delete(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def publish_folder(
@@ -107,9 +106,9 @@ def publish_folder(
 def remove_folder(folder: Path) -> None:
     """Delete a complete folder. After a crash it is complete or absent under its name."""
     hidden = _hidden(folder, _REMOVED)
-    _delete(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)
-    _delete(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def finish_interrupted_writes(parent: Path) -> None:
@@ -123,7 +122,7 @@ def finish_interrupted_writes(parent: Path) -> None:
             os.replace(aside, final)
     for hidden in parent.glob(".*"):
         if hidden.is_dir() and hidden.suffix in (_REPLACED, _REMOVED, _WRITING):
-            _delete(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def writing_folder(final: Path) -> Path:
@@ -133,10 +132,6 @@ def writing_folder(final: Path) -> Path:
 
 def _hidden(folder: Path, ending: str) -> Path:
     return folder.with_name(f".{folder.name}{ending}")
-
-
-def _delete(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

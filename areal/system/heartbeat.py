@@ -1,4 +1,4 @@
-"""Heartbeats: a file in which a process writes about once a second that it lives, and what it does.
+"""Heartbeats: a file in which a process reports about once a second that it runs, and what it does.
 
 A trainer rank writes from a thread, so that a long tensor operation causes no silence; controller and server write from
 their event loop, so that a blocked loop causes one. A reader compares `beats` with its own clock. A heartbeat that
@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """One heartbeat."""
-
     pid: int
     beats: int
     """Number of heartbeats since the start of the process."""
@@ -85,21 +83,16 @@ class Heartbeat:
                 _log.warning("no heartbeat can be written to %s: %s", self._path, error.strerror or error)
 
     def end(self) -> None:
-        """The process ends in order: remove the file, so that the rest of its end is not taken for a hang."""
+        """Remove the file, so that the launcher does not take the orderly end of the process for a hang."""
         self._has_ended = True
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
-def heartbeat_of(context: ProcessContext) -> Heartbeat:
-    """The heartbeat of a launched process, in the file that its launcher reads."""
-    return Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
-
-
 def launched_heartbeat() -> Heartbeat | None:
-    """The heartbeat of this process; None without a launcher."""
+    """The heartbeat of this process, in the file that its launcher reads; None without a launcher."""
     context = ProcessContext.from_env()
-    return None if context is None else heartbeat_of(context)
+    return None if context is None else Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
 
 
 @contextlib.contextmanager

@@ -38,16 +38,14 @@ def run_token(environ: Mapping[str, str] | None = None) -> str:
 
 
 def required_token(host: Host, what: str) -> str:
-    """The token that `what`, a server or store on `host`, must require. ConfigError when it needs one and none is set.
+    """The token that `what`, a server or store on `host`, must require; empty = none, which only loopback allows.
 
-    On loopback the token may be empty: then none is required.
+    ConfigError when it needs one and none is set.
     """
     token = run_token()
     if not token and not is_loopback(host.bind):
-        raise ConfigError(
-            f"{what} listens on {host.bind}, which other machines can reach: set {TOKEN_VARIABLE} to a secret",
-            code="launch.token_missing",
-        )
+        message = f"{what} listens on {host.bind}, which other machines can reach: set {TOKEN_VARIABLE} to a secret"
+        raise ConfigError(message, code="launch.token_missing")
     return token
 
 
@@ -65,9 +63,8 @@ def bind_socket(address: str = LOOPBACK, port: int = 0) -> socket.socket:
         bound.bind((address, port))
     except OSError as error:
         bound.close()
-        raise LaunchError(
-            f"cannot listen on {address}:{port}: {error.strerror or error}", code="process.cannot_listen"
-        ) from error
+        message = f"cannot listen on {address}:{port}: {error.strerror or error}"
+        raise LaunchError(message, code="process.cannot_listen") from error
     return bound
 
 
@@ -80,9 +77,7 @@ def http_address(bound: socket.socket, advertise: str | None = None) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -35,8 +35,6 @@ USER_ERROR_EXIT = 2
 TRANSIENT_EXIT = 75
 """Exit code after the loss of another process (EX_TEMPFAIL of sysexits.h): a restart may succeed."""
 
-WANTED_OPEN_FILES = 65536
-"""Every request in flight is a connection, and there are thousands. Many systems start processes with 256 or 1024."""
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
@@ -76,9 +74,8 @@ class ProcessContext:
             fields = json.loads(text)
             return cls(**fields | {"host": Host(**fields.get("host", {}))})
         except (ValueError, TypeError, AttributeError) as error:
-            raise LaunchError(
-                f"{AREAL_PROCESS} does not contain a process context ({error}): unset it", code="process.bad_context"
-            ) from error
+            message = f"{AREAL_PROCESS} does not contain a process context ({error}): unset it"
+            raise LaunchError(message, code="process.bad_context") from error
 
     def to_env(self) -> dict[str, str]:
         """The environment variables with this context, and torch's rank variables for a trainer."""
@@ -100,7 +97,9 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     try:
         if launched:
             watch_parent()
-            _register_stack_dumps()
+        if context := ProcessContext.from_env():
+            path = RunPaths(Path(context.run_dir)).stacks_of(context.name)
+            register_stack_dumps(path, with_tasks=context.role != "trainer")
         main()
     except ArealError as error:
         sys.stdout.flush()
@@ -123,29 +122,17 @@ def run_main(main: Callable[[], None]) -> NoReturn:
             print(f"{ERROR_PREFIX}{error.strerror}{where} [launch.disk_full]", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(USER_ERROR_EXIT)
     finally:
-        if launched:
-            _ignore_stack_requests()
+        if launched:  # the handler is removed before the process has ended: a late request for stacks would kill it
+            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     sys.exit(0)
 
 
-def _register_stack_dumps() -> None:
-    context = ProcessContext.from_env()
-    if context is not None:
-        path = RunPaths(Path(context.run_dir)).stacks_of(context.name)
-        register_stack_dumps(path, with_tasks=context.role != "trainer")
-
-
-def _ignore_stack_requests() -> None:
-    """While the interpreter ends, the handler ends before the process does: a late request would kill it."""
-    faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
 def watch_parent() -> None:
-    """End this process by SIGKILL as soon as its parent dies.
+    """End this process by SIGKILL as soon as its parent has ended.
 
     On Linux the *thread* that started this process counts as the parent: start such children only from a thread that
-    lives as long as its process. On other systems a daemon thread polls the parent's id.
+    runs as long as its process. On other systems a daemon thread polls the parent's id.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -162,8 +149,11 @@ def watch_parent() -> None:
     threading.Thread(target=poll, name="watch-parent", daemon=True).start()
 
 
-def raise_open_file_limit(wanted: int = WANTED_OPEN_FILES) -> int:
-    """Raise the soft limit of open files towards `wanted`, as far as the hard limit allows. Returns the new limit."""
+def raise_open_file_limit(wanted: int = 65536) -> int:
+    """Raise the soft limit of open files towards `wanted`, as far as the hard limit allows. Returns the new limit.
+
+    Every request in flight is a connection, and there are thousands. Many systems start processes with 256 or 1024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and allowed > soft:
@@ -211,7 +201,7 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
     The roots get SIGTERM and end their children. After `grace_s`, or once `hurry()` is true, all get SIGKILL.
     """
     roots = [process for pid in pids if (process := _process(pid)) is not None]
-    known = {process.pid: process for root in roots for process in [root, *_descendants(root)]}
+    known = {process.pid: process for root in roots for process in (root, *_descendants(root))}
     for root in roots:
         _send(root, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -228,21 +218,17 @@ def kill_trees(pids: Iterable[int], grace_s: float, *, hurry: Callable[[], bool]
 
 def kill_rest_of_group() -> None:
     """SIGKILL all other processes of this one's group. Returns when none of them runs."""
-    while others := [process for pid in psutil.pids() if (process := _group_member(pid)) is not None]:
+    while others := [one for pid in psutil.pids() if _is_in_own_group(pid) and (one := _process(pid)) and _alive(one)]:
         for process in others:
             _send(process, signal.SIGKILL)
         time.sleep(_POLL_S)
 
 
-def _group_member(pid: int) -> psutil.Process | None:
-    """Another living process of this one's group."""
+def _is_in_own_group(pid: int) -> bool:
     try:
-        if pid == os.getpid() or os.getpgid(pid) != os.getpgrp():
-            return None
+        return pid != os.getpid() and os.getpgid(pid) == os.getpgrp()
     except (ProcessLookupError, PermissionError):
-        return None
-    process = _process(pid)
-    return process if process is not None and _alive(process) else None
+        return False
 
 
 def _process(pid: int) -> psutil.Process | None:

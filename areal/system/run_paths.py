@@ -70,7 +70,3 @@ class RunPaths:
     def log_of(self, process_name: str) -> Path:
         """Standard output and error of one process."""
         return self.logs / f"{process_name}.log"
-
-    def weights_of(self, version: int) -> Path:
-        """Folder of one published policy version."""
-        return self.weights / f"v{version:06d}"

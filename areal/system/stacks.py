@@ -33,6 +33,10 @@ def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
     system call continues, also in libraries that do not repeat it themselves.
     """
     descriptor = _open(path)
+    if descriptor is None:
+        descriptor = sys.stderr.fileno()
+    else:
+        _write_head(descriptor, os.getpid(), f" starts: {' '.join(sys.argv)}")
     if with_tasks:
         signal.signal(signal.SIGUSR1, _task_dumper(descriptor))
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=with_tasks)
@@ -43,50 +47,35 @@ def request_stacks(path: Path, pid: int, reason: str) -> None:
 
     A process that has not registered would be ended by the signal.
     """
-    try:
-        descriptor = _open_file(path)
-    except OSError:
-        descriptor = None  # the process has a descriptor
-    if descriptor is not None:
-        _write(descriptor, f"\n=== {_now()} pid {pid}: {reason}\n")
+    if (descriptor := _open(path)) is not None:  # else only this line is missing: the process has its own descriptor
+        _write_head(descriptor, pid, f": {reason}")
         os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):  # it has ended
         os.kill(pid, signal.SIGUSR1)
 
 
-def _open_file(path: Path) -> int:
-    path.parent.mkdir(exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _open(path: Path) -> int | None:
+    """A descriptor that appends to `path`; None when it cannot be opened."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    return None
 
 
-def _open(path: Path) -> int:
-    try:
-        descriptor = _open_file(path)
-    except OSError:
-        return sys.stderr.fileno()
-    _write(descriptor, f"=== {_now()} pid {os.getpid()} starts: {' '.join(sys.argv)}\n")
-    return descriptor
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S%z")
-
-
-def _write(descriptor: int, text: str) -> None:
+def _write_head(descriptor: int, pid: int, text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk must not harm the process
-        os.write(descriptor, text.encode())
+        os.write(descriptor, f"=== {time.strftime('%Y-%m-%d %H:%M:%S%z')} pid {pid}{text}\n".encode())
 
 
 def _task_dumper(descriptor: int) -> Callable[[int, FrameType | None], None]:
     def dump(number: int, frame: FrameType | None) -> None:
         try:
-            tasks = asyncio.all_tasks(asyncio.get_running_loop())
-            text = describe_tasks(tasks)
+            text = describe_tasks(asyncio.all_tasks(asyncio.get_running_loop()))
         except RuntimeError:
-            text = "no event loop runs in the main thread\n"
+            text = "no event loop runs in the main thread"
         except Exception as error:  # noqa: BLE001 - it would be raised in the code of the main thread
-            text = f"no tasks: {type(error).__name__}: {error}\n"
-        _write(descriptor, f"=== {_now()} pid {os.getpid()}: asyncio\n{text}")
+            text = f"no tasks: {type(error).__name__}: {error}"
+        _write_head(descriptor, os.getpid(), f": asyncio\n{text}")
 
     return dump
 
@@ -107,11 +96,9 @@ def _place(task: asyncio.Task[Any]) -> str:
     frames = _frames(task.get_coro())
     if not frames:
         return "has ended" if task.done() else "has not started, or is not written in Python"
-    own = [text for code, text in frames if _is_own(code)]
     deepest = frames[-1][1]
-    if not own:
-        return deepest
-    return own[-1] if own[-1] == deepest else f"{own[-1]}, in {deepest}"
+    own = next((text for code, text in reversed(frames) if _is_own(code)), deepest)
+    return own if own == deepest else f"{own}, in {deepest}"
 
 
 def _frames(awaited: Any) -> list[tuple[CodeType, str]]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
@@ -16,7 +17,7 @@ from areal.observe.log import configure_logging
 from areal.observe.phase import PhaseClock
 from areal.observe.trace import open_tracer
 from areal.system.discovery import NameRegistry, registry_of
-from areal.system.heartbeat import Heartbeat, beating_thread, heartbeat_of
+from areal.system.heartbeat import Heartbeat, beating_thread
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -63,7 +64,8 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
     tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
-        heartbeat = stack.enter_context(beating_thread(heartbeat_of(context)))
+        alive = RunPaths(Path(context.run_dir)).alive_of(context.name)
+        heartbeat = stack.enter_context(beating_thread(Heartbeat(alive)))
         clock = PhaseClock(tracer, heartbeat)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")

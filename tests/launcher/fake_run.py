@@ -10,16 +10,16 @@ import psutil
 
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.launcher.backend import LocalBackend
-from areal.launcher.job import Identities, LaunchPlan, PlannedProcess
+from areal.launcher.job import LaunchPlan, PlannedProcess, RunNumbers
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.system.durable import publish_folder
 from areal.system.heartbeat import read_beat
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
-NUMBERS = Identities(
+NUMBERS = RunNumbers(
     episodes_per_step=1,
     samples_per_step=1,
     optimizer_steps_per_train_step=1,
@@ -95,13 +95,12 @@ class Run:
             run_dir=str(self.folder),
             recover=False,
             allocation="",
-            ports="",
             processes=tuple(self.planned(name, code, count) for name, code in zip(names, codes.values(), strict=True)),
             spare_gpus=self.spare_gpus,
             attached=self.attached,
-            identities=NUMBERS,
+            numbers=NUMBERS,
         )
-        registry = FileNameRegistry(self.names)
+        registry = NameRegistry(self.names)
         source = StatusSource(registry, self.folder / "metrics.jsonl", has_controller=True, total_steps=None)
         supervisor = Supervisor(
             plan,

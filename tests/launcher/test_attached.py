@@ -30,7 +30,7 @@ from areal.launcher.attached import (
 )
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.system.network import TOKEN_VARIABLE
 from tests.launcher.fake_run import SERVE
 
@@ -186,7 +186,7 @@ def test_an_interruption_ends_the_wait():
 
 
 def test_they_are_registered_like_servers_of_the_run(tmp_path):
-    registry = FileNameRegistry(tmp_path)
+    registry = NameRegistry(tmp_path)
     register(registry, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
     assert {name: json.loads(value)["address"] for name, value in registry.list("servers").items()} == {
         "servers/0": "http://127.0.0.1:1",

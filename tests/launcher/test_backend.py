@@ -14,7 +14,7 @@ from areal.launcher import restart_rules
 from areal.launcher.job import LaunchPlan
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 from tests.launcher.fake_run import NUMBERS
@@ -30,7 +30,7 @@ class FakeProcesses:
         monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.0)
         self.paths = RunPaths(folder)
         self.backend = FakeBackend()
-        self.registry = FileNameRegistry(folder / "names")
+        self.registry = NameRegistry(folder / "names")
         self.screen = io.StringIO()
         self.settings = settings
         self.retries = retries
@@ -51,11 +51,10 @@ class FakeProcesses:
             run_dir=str(self.paths.root),
             recover=False,
             allocation="",
-            ports="",
             processes=tuple(planned_process(name, num_trainers=2, run_dir=self.paths.root) for name in NAMES),
             spare_gpus=(),
             attached=(),
-            identities=NUMBERS,
+            numbers=NUMBERS,
         )
         return Supervisor(
             plan,

@@ -66,12 +66,12 @@ def test_plan_of_an_asynchronous_run(tmp_path):
     assert (trainer.env["RANK"], trainer.env["WORLD_SIZE"]) == ("1", "2")
     context = ProcessContext.from_env(trainer.env)
     assert (context.name, context.num_servers, context.device, context.recover) == ("trainer-1", 2, "cpu", False)
-    numbers = plan.identities
+    numbers = plan.numbers
     assert (numbers.episodes_per_step, numbers.samples_per_step) == (8, 32)
     assert (numbers.max_staleness, numbers.max_concurrent_episodes) == (3, 32)
     assert (numbers.steps_per_epoch, numbers.total_steps) == (12, 12)
     assert json.loads(json.dumps(dataclasses.asdict(plan)))["recover"] is False
-    assert "straggler" in str(describe(plan))
+    assert "older episodes" in str(describe(plan))
 
 
 def test_script_runs_in_the_controller_and_in_every_trainer(tmp_path, monkeypatch):
@@ -158,11 +158,11 @@ def test_supervised_run_starts_only_trainers(tmp_path):
     )
     plan = make_plan(config, Machine(cores=2), num_rows=65)
     assert [process.name for process in plan.processes] == ["trainer-0", "trainer-1"]
-    assert (plan.identities.steps_per_epoch, plan.identities.total_steps) == (3, 7)
-    assert plan.identities.max_staleness is None
-    assert make_plan(config, Machine(cores=2)).identities.total_steps is None
+    assert (plan.numbers.steps_per_epoch, plan.numbers.total_steps) == (3, 7)
+    assert plan.numbers.max_staleness is None
+    assert make_plan(config, Machine(cores=2)).numbers.total_steps is None
     two_epochs = dataclasses.replace(config, total_train_epochs=2)
-    assert make_plan(two_epochs, Machine(cores=2), num_rows=65).identities.total_steps == 5  # 130 rows of 32 a step
+    assert make_plan(two_epochs, Machine(cores=2), num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
 
 
 def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
@@ -185,7 +185,7 @@ def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
     assert [[process.name for process in plan.processes] for plan in plans] == [["trainer-0"]] * 3
     with_reference, *without = [plan.processes[0].memory_bytes for plan in plans]
     assert with_reference == without[0] * 5 // 4  # weights, gradient and two moments; the weights again
-    assert {plan.identities.total_steps for plan in plans} == {10}  # a pair is two sequences
+    assert {plan.numbers.total_steps for plan in plans} == {10}  # a pair is two sequences
 
 
 def test_far_more_processes_than_cores_are_warned_of(tmp_path):

@@ -123,7 +123,7 @@ def test_run_completes_and_is_not_written_over(folder):
     assert found["exit_codes"] == {"trainer-0": 0, "trainer-1": 0}
     assert found["peak_rss_gib"] > 0.01
     assert 0 < found["seconds"] < lasted_s
-    assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["identities"]["samples_per_step"] == 2
+    assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["numbers"]["samples_per_step"] == 2
     again = launch(folder)
     assert again.returncode == 2
     assert "(metrics.jsonl)" in again.stderr

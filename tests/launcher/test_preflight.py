@@ -94,7 +94,8 @@ def ppo_config(tmp_path, **fields):
 @pytest.mark.parametrize("workflow", ["rlvr", "multi_turn"])
 def test_answers_that_nothing_scores_are_seen_before_the_start(tmp_path, workflow):
     (problem,) = missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn=""), None)
-    assert problem.startswith(f"reward_fn: is empty, and workflow={workflow} scores answers")
+    assert problem.startswith("reward_fn: ")
+    assert f"workflow={workflow}" in problem
     assert missing_inputs(ppo_config(tmp_path, workflow=workflow), None) == []
     model = RewardModelConfig(path="org/reward")
     assert missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn="", reward_model=model), None) == []
@@ -107,7 +108,9 @@ def test_answers_that_nothing_scores_are_seen_before_the_start(tmp_path, workflo
 def test_remax_in_dialogues_is_seen_before_the_start(tmp_path):
     actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), adv_estimator="remax")
     (problem,) = missing_inputs(ppo_config(tmp_path, actor=actor, workflow="multi_turn"), None)
-    assert problem.startswith("actor.adv_estimator: remax compares answers with a greedy one")
+    assert problem.startswith("actor.adv_estimator: ")
+    assert "workflow=multi_turn" in problem
+    assert "remax" in problem
     assert missing_inputs(ppo_config(tmp_path, actor=actor), None) == []
 
 

@@ -221,7 +221,7 @@ reward_fn: exact
             "gconfig.stop_token_ids",
         ]
     shown = capsys.readouterr()
-    assert "server-0: cpu, 1 threads" in shown.out
+    assert "server-0: cpu, CPU threads 1" in shown.out
     assert '\'--weight-transfer-config={"backend":"areal"}\'' in shown.out, "a command that can be pasted"
     assert "VLLM_SERVER_DEV_MODE=1" in shown.out
     assert "HUB_TOKEN=... MKL_NUM_THREADS=1 MODE='a b' " in shown.out, "with its variables, but for secrets"

@@ -190,4 +190,4 @@ def test_processes_that_die_of_one_mistake_say_it_once(run):
 def test_a_process_that_ends_without_taking_part_is_a_failure(run):
     outcome = run(controller=SERVE, trainer_0="print('hello')")
     assert outcome.status == "failed"
-    assert outcome.cause.startswith("trainer-0 ended without taking part in the run: a script must call train(...)")
+    assert outcome.cause.startswith("trainer-0 ended before it joined the run: a script must call train(...)")

@@ -19,7 +19,7 @@ from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share, decode_update
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
 from tests.rollout import rollout_kit
 
@@ -267,7 +267,7 @@ async def test_the_client_finds_a_controller_that_moved(tmp_path):
 
 
 async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
-    registry = FileNameRegistry(tmp_path / "names")
+    registry = NameRegistry(tmp_path / "names")
     controller = rollout_kit.make_controller(
         Ledger.open(tmp_path / "ledger"),
         workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=3600.0)),
@@ -284,7 +284,7 @@ async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
 
 
 async def test_a_controller_off_loopback_requires_the_token(tmp_path, monkeypatch):
-    registry, everywhere = FileNameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
+    registry, everywhere = NameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"))
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(ConfigError) as error:
@@ -312,7 +312,7 @@ async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
 
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
     with pytest.raises(ServerUnavailable, match="server-1"):
-        await serve(controller, bind_socket(), FileNameRegistry(tmp_path / "names"))
+        await serve(controller, bind_socket(), NameRegistry(tmp_path / "names"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
 
 

@@ -20,7 +20,7 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import Replica
 from areal.fleet.server_client import ServerClient
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.weights.collective import CollectiveChannel
 from tests.fake_ranks import FakeRanks
 from tests.servers.checkpoints import Scorer, build_model
@@ -38,7 +38,7 @@ class Mixed:
     def __init__(self, kit: Kit, real: RealServer, folder: Path) -> None:
         self._kit = kit
         self._real = real
-        self._registry = FileNameRegistry(folder / "names")
+        self._registry = NameRegistry(folder / "names")
         self.natives: list[asyncio.subprocess.Process] = []
         self.buckets_before_strike: int | None = None
         self.signal = signal.SIGKILL

@@ -5,12 +5,12 @@ import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
 from areal.api.errors import LaunchError, RequestError, ServerUnavailable
-from areal.system.discovery import FileNameRegistry, registry_of
+from areal.system.discovery import NameRegistry, registry_of
 
 
 @pytest.fixture
 def registry(tmp_path):
-    return FileNameRegistry(tmp_path / "names")
+    return NameRegistry(tmp_path / "names")
 
 
 def test_add_get_list_remove_clear(registry):

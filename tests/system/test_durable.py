@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import zlib
 
 import pytest
@@ -138,7 +139,7 @@ def test_what_a_killed_writer_left_is_settled(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         publish_folder(_filled(writing_folder(tmp_path / "v1"), b"new"), tmp_path / "v1")
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(durable, "_delete", lambda folder: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)
     remove_folder(tmp_path / "v2")
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path)) == [".v1.old", ".v1.writing", ".v2.removed"]

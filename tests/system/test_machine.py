@@ -35,7 +35,6 @@ def test_run_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = RunPaths.of(SFTConfig(experiment_name="e", trial_name="t", cluster=ClusterSpecConfig(fileroot="runs")))
     assert paths.root == tmp_path / "runs" / "e" / "t"
-    assert paths.weights_of(42) == paths.root / "weights" / "v000042"
     assert paths.log_of("server-1") == paths.root / "logs" / "server-1.log"
 
 

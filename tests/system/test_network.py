@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from areal.api.errors import ConfigError, LaunchError
-from areal.system.discovery import FileNameRegistry
+from areal.system.discovery import NameRegistry
 from areal.system.network import (
     TOKEN_VARIABLE,
     Host,
@@ -100,7 +100,7 @@ def rank(index):
 def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, monkeypatch):
     from areal.engine import mesh
 
-    registry = FileNameRegistry(tmp_path)
+    registry = NameRegistry(tmp_path)
     with pytest.raises(ConfigError) as missing:
         mesh._open_store(rank(0), registry, 20.0)
     assert missing.value.code == "launch.token_missing"
