@@ -118,7 +118,7 @@ def test_recovery_is_bitwise(folder):
 
 def test_recovery_refuses_another_number_of_ranks(cases, folder):
     engine = cases.make_engine(folder / "models" / "qwen2", optimizer=cases.ADAM)
-    with raises_code("checkpoint.other_run", "2 trainer ranks", 1):
+    with raises_code("checkpoint.other_run", "world_size 2", 1):
         engine.load(folder / "recover")
 
 
