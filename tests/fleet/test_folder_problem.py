@@ -79,7 +79,7 @@ OF_ITSELF: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_index(folder, lambda places: places.update(x="model-00001-of-00004.safetensors")),
         "lacks x, which model.safetensors.index.json",
     ),
-    "no weights": (lambda folder: [path.unlink() for path in folder.glob("model*")], "contains no .safetensors file"),
+    "no weights": (lambda folder: [path.unlink() for path in folder.glob("model*")], r"no \.safetensors file"),
 }
 
 

@@ -63,8 +63,9 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
     found = resume_cases.run(*arguments[:2], tmp_path / "other", TrainerMesh.open(None))
     resume_cases.seed_everything(99)
-    life = resume_cases.KINDS["kl"](tmp_path / "model", TrainerMesh.open(None))
-    first = resume_cases.go_on(life, tmp_path / "recover")
+    mesh = TrainerMesh.open(None)
+    life = resume_cases.KINDS["kl"](tmp_path / "model", mesh)
+    first = resume_cases.go_on(life, tmp_path / "recover", mesh)
     batches = {step: resume_cases.batch_of(step, 0) for step in range(first, resume_cases.NUM_STEPS)}
     resumed = [resume_cases.facts_of(life, life.train(batch, step)) for step, batch in batches.items()]
     assert first == 3

@@ -77,8 +77,9 @@ async def test_get_input_ids_fn_replaces_the_prompt(workflow_of, engine_of):
 
 
 async def test_a_row_without_a_prompt_is_named(workflow_of, engine_of):
-    with pytest.raises(InputError, match=r"neither a column 'messages' nor 'prompt', only \['question'\]"):
+    with pytest.raises(InputError, match=r"'messages' or 'prompt', only \['question'\]") as error:
         await workflow_of().arun_episode(engine_of([]), {"question": "?"})
+    assert error.value.code == "data.missing_column"
     with pytest.raises(InputError, match=r"column 'prompt' .* 5"):
         workflow_of().check_row({"prompt": 5})
     with pytest.raises(InputError, match="must be a list of"):
@@ -156,8 +157,9 @@ def test_every_row_is_checked_for_a_reward_function(workflow_of):
     with pytest.raises(InputError, match="'data_source'") as missing:
         workflow.check_row({"prompt": "?"})
     assert (unknown.value.code, missing.value.code) == ("reward.unknown_source", "reward.unknown_source")
-    with pytest.raises(InputError, match="neither a column"):
+    with pytest.raises(InputError) as no_prompt:
         workflow.check_rows([{"data_source": "a"}])
+    assert no_prompt.value.code == "data.missing_column"
     workflow.check_rows([])
 
 
