@@ -1,4 +1,4 @@
-"""Owns how a package that exists for GPUs only is imitated: all of it can be imported, none of it can be used.
+"""A stand-in for a package that exists for GPUs only: every name can be imported, and none can be used.
 
 SGLang imports two such packages at start-up also where it computes on a CPU and uses neither.
 """

@@ -1,4 +1,4 @@
-"""Owns the stand-in for SGLang's kernels, whose wheels are for CUDA only; and, since every SGLang process imports it
+"""The stand-in for SGLang's kernels, whose wheels are for CUDA only; and, since every SGLang process imports it
 first, switches off pinned memory, which SGLang asks for with LoRA adapters though a machine without GPU has none."""
 
 from areal_absent import lookup, open_submodules

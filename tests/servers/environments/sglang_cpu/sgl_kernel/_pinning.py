@@ -1,4 +1,4 @@
-"""Owns pinned memory on a machine that has no accelerator to copy to: asking for it gives ordinary memory."""
+"""Pinned memory on a machine without an accelerator: a request for it returns ordinary memory."""
 
 from __future__ import annotations
 

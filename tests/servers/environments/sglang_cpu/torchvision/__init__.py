@@ -1,4 +1,4 @@
-"""Owns the stand-in for torchvision, which SGLang imports for pictures and does not use for text."""
+"""The stand-in for torchvision, which SGLang imports for pictures and does not use for text."""
 
 from areal_absent import lookup, open_submodules
 
