@@ -7,7 +7,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-vllm test-sglang lint docs clean
+.PHONY: quickstart test tests test-slow test-faults test-attack test-vllm test-sglang lint docs clean
 
 # torch comes first and pinned: a package that depends on it would install a build with several GB of CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
@@ -31,14 +31,22 @@ test: .venv/.installed
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang' $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
 
 test-slow: .venv/.installed
-	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang'
+	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
 
 # Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed
 	$(BIN)/python -m tests.faults.soak --seed $(SEED) --kills $(KILLS) $(ARGS)
+
+# Malformed requests, forged tokens, damaged ledgers, hostile programs: tests/attack. After 450 seconds no further test
+# starts, and one test may take 120. The same SEED gives the same inputs.
+test-attack: .venv/.installed
+	@echo "seed: $(SEED)"
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m attack --session-timeout 450 --timeout 120 \
+		--hypothesis-seed $(SEED) --hypothesis-profile attack tests/attack $(ARGS) \
+		|| { echo "to repeat: make test-attack SEED=$(SEED)"; exit 1; }
 
 # The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments
