@@ -9,11 +9,13 @@ BIN := .venv/bin
 
 .PHONY: quickstart test tests test-slow test-faults test-attack test-vllm test-sglang lint docs clean
 
-# torch comes first and pinned: a package that depends on it would install a build with several GB of CUDA packages.
+# torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
+# pip on Linux installs the CUDA build, with several GB of CUDA packages.
+TORCH_INDEX ?=
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "areal needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -73,7 +75,7 @@ lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/check_words.py
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Pages that are generated from the code. A test fails when one is out of date.
 docs: .venv/.installed

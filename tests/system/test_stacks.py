@@ -248,8 +248,8 @@ async def test_a_task_is_placed_in_our_own_frame_and_in_the_library_it_waits_in(
     await asyncio.sleep(0.01)
     lines = {line.split(":")[0].strip(): line for line in describe_tasks({own, foreign}).splitlines()[1:]}
     assert "test_stacks.py" in lines["own"]
-    assert " _own, in " in lines["own"]
-    assert lines["own"].endswith(" wait_for")
+    assert lines["own"].split(" _own, in ")[1].startswith(os.path.dirname(asyncio.__file__))
+    assert lines["own"].split()[-1] in ("wait_for", "wait"), "3.11 runs Event.wait in a second task, 3.12 in this one"
     assert lines["foreign"].endswith(" get")
     assert "test_stacks" not in lines["foreign"]
     event.set()
