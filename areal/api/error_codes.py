@@ -130,6 +130,8 @@ launch.disk_full: A disk is full.
     Make room on it, or set cluster.fileroot to another disk.
 launch.earlier_run: The run folder contains an earlier run, which recover.mode would overwrite.
     Change trial_name, delete the folder, or set recover.mode=auto to continue the run.
+launch.folder_not_shared: The working directory or the run folder does not exist on a node.
+    Use a file system that all nodes mount at the same path, for the code and for cluster.fileroot.
 launch.missing_inputs: The configuration names absent or unusable files, models or functions; the message lists them.
     Correct the listed keys.
 launch.no_answer: No launcher runs on the run folder, or it does not answer in time.
@@ -140,6 +142,10 @@ launch.no_launcher: A script was run without a launcher.
     Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.
 launch.no_run_folder: The folder given to a command is not a run folder.
     Give the folder that the launcher printed at its start.
+launch.node_lost: A node of the run stopped answering, or its connection closed.
+    Look at the node and at the log of its agent, logs/node-NAME.log in the run folder; the run recovers when it can.
+launch.node_unreachable: The agent of a node cannot be started, or a node cannot resolve the name of another one.
+    Correct the name or address of the node, its login, or the path of Python; the message has the last error line.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
 launch.request_refused: The running launcher refuses to add or remove a replica.

@@ -1,0 +1,200 @@
+"""Processes on nodes: real agents, each connected by a pipe instead of ssh or srun."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from areal.api.errors import LaunchError
+from areal.launcher.node_agent import TO_AGENT, Hello, Start, own_address
+from areal.launcher.nodes import Node, NodeLink, NodesBackend
+from areal.system.network import Host
+from tests.launcher.fake_backend import planned_process
+
+AGENT = (sys.executable, "-m", "areal.launcher.node_agent")
+SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def wait_for(condition, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def link(tmp_path):
+    opened = []
+
+    def connect(name="node1", command=AGENT, *, silence_s=10.0, **changes):
+        hello = Hello(run_dir=str(tmp_path), folder=os.getcwd(), env={"GREETING": "hello"}, silence_s=silence_s)
+        log = tmp_path / "logs" / f"{name}.log"
+        node = Node(name=name, command=command)
+        opened.append(NodeLink(node, dataclasses.replace(hello, **changes), log, connect_limit_s=30.0))
+        return opened[-1]
+
+    yield connect
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def backend(link):
+    """Two nodes."""
+    names = ("node1", "node2")
+    connect = {name: lambda name=name: link(name, silence_s=1.0) for name in names}
+    return NodesBackend(connect, {name: connect[name]() for name in names})
+
+
+def program(tmp_path, source, *, name="server-0", node="node1"):
+    planned = planned_process(name, run_dir=tmp_path)
+    return dataclasses.replace(planned, argv=(sys.executable, "-c", source), host=Host(node=node))
+
+
+def agent_of(pid):
+    return psutil.Process(pid).parent()
+
+
+def test_an_agent_reports_the_facts_of_its_node(link, tmp_path):
+    facts = link(peers=("127.0.0.1",)).facts
+    assert facts.cores >= 1
+    assert facts.memory_bytes > 0
+    assert facts.python == ".".join(map(str, sys.version_info[:3]))
+    assert facts.address == "127.0.0.1"
+    assert abs(facts.clock_s - time.time()) < 60
+    assert facts.sees_run_dir
+
+
+def test_a_run_folder_that_the_node_does_not_see_is_a_fact(link):
+    assert not link(run_dir="/nowhere/run").facts.sees_run_dir
+
+
+def test_a_process_runs_with_the_environment_of_the_launcher_and_reports_its_exit(backend, tmp_path):
+    source = "import os, sys; print(os.environ['GREETING']); sys.exit(7)"
+    backend.start(program(tmp_path, source))
+    assert wait_for(lambda: backend.poll("server-0")) == 7
+    assert backend.last_lines("server-0").lines == ["hello"]
+
+
+def test_each_node_runs_its_own_processes(backend, tmp_path):
+    pids = [
+        backend.start(program(tmp_path, SLEEPS, name=f"server-{index}", node=f"node{index + 1}")) for index in (0, 1)
+    ]
+    assert agent_of(pids[0]).pid != agent_of(pids[1]).pid
+    assert [backend.poll(name) for name in ("server-0", "server-1")] == [None, None]
+    assert wait_for(lambda: backend.last_lines("server-1").lines) == ["up"]
+
+
+def test_a_signal_reaches_the_process(backend, tmp_path):
+    backend.start(program(tmp_path, SLEEPS))
+    backend.signal("server-0", signal.SIGKILL)
+    assert wait_for(lambda: backend.poll("server-0")) == -signal.SIGKILL
+
+
+def test_stop_ends_processes_on_all_nodes_after_the_grace_period(backend, tmp_path):
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    backend.start(program(tmp_path, ignores, name="server-0", node="node1"))
+    backend.start(program(tmp_path, SLEEPS, name="server-1", node="node2"))
+    wait_for(lambda: backend.last_lines("server-0").lines)
+    backend.stop(["server-0", "server-1", "never-started"], 0.2, hurry=lambda: False)
+    assert backend.poll("server-0") == -signal.SIGKILL
+    assert backend.poll("server-1") == -signal.SIGTERM
+
+
+def test_hurry_ends_the_grace_period(backend, tmp_path):
+    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    backend.start(program(tmp_path, ignores))
+    wait_for(lambda: backend.last_lines("server-0").lines)
+    backend.stop(["server-0"], 3600.0, hurry=lambda: True)
+    assert backend.poll("server-0") == -signal.SIGKILL
+
+
+def test_a_process_may_be_started_again_after_its_end(backend, tmp_path):
+    backend.start(program(tmp_path, "raise SystemExit(3)"))
+    assert wait_for(lambda: backend.poll("server-0")) == 3
+    backend.start(program(tmp_path, SLEEPS))
+    assert backend.poll("server-0") is None
+
+
+def test_a_killed_agent_ends_its_processes_and_its_node_is_connected_again(backend, tmp_path):
+    pid = backend.start(program(tmp_path, SLEEPS))
+    process = psutil.Process(pid)
+    agent_of(pid).kill()
+    assert wait_for(lambda: backend.poll("server-0")) == 75
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]
+    again = backend.start(program(tmp_path, SLEEPS))
+    assert again != pid
+    assert backend.poll("server-0") is None
+
+
+def test_a_frozen_agent_is_lost_after_a_silence(backend, tmp_path):
+    agent = agent_of(backend.start(program(tmp_path, SLEEPS)))
+    agent.suspend()
+    assert wait_for(lambda: backend.poll("server-0")) == 75
+    assert backend.resident_bytes() > 0
+
+
+def test_an_agent_ends_its_processes_when_the_launcher_is_silent(tmp_path):
+    """A launcher that has lost the node may start the same processes elsewhere."""
+    with subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        hello = Hello(run_dir=str(tmp_path), folder=os.getcwd(), env={}, silence_s=0.5)
+        for message in (hello, Start(id=1, planned=program(tmp_path, SLEEPS))):
+            agent.stdin.write(TO_AGENT.dump_json(message).decode() + "\n")
+            agent.stdin.flush()
+        line = wait_for(lambda: next((line for line in agent.stdout if '"reply"' in line), None))
+        process = psutil.Process(int(line.partition('"pid":')[2].partition(",")[0]))
+        assert agent.wait(30) == 0  # the pipe is open, and nothing was written for 0.5 s
+        wait_for(lambda: not process.is_running())
+
+
+def test_a_transport_that_fails_names_the_node_and_its_last_error(link):
+    failing = ("sh", "-c", "echo 'Permission denied (publickey)' >&2; exit 255")
+    with pytest.raises(LaunchError) as error:
+        link("far", failing)
+    assert error.value.code == "launch.node_unreachable"
+    assert "far" in str(error.value)
+    assert "Permission denied (publickey)" in str(error.value)
+
+
+def test_a_node_without_the_folder_is_refused(link):
+    with pytest.raises(LaunchError) as error:
+        link(folder="/nowhere/at/all")
+    assert error.value.code == "launch.folder_not_shared"
+
+
+def test_a_node_that_cannot_resolve_its_peers_is_refused(link):
+    with pytest.raises(LaunchError) as error:
+        link(peers=("no-such-host.invalid",))
+    assert error.value.code == "launch.node_unreachable"
+
+
+def test_lines_that_a_login_script_prints_do_not_disturb(link, tmp_path):
+    chatty = ("sh", "-c", f'echo Welcome; exec "{sys.executable}" -m areal.launcher.node_agent')
+    assert link("chatty", chatty).facts.sees_run_dir
+    assert "Welcome" in (tmp_path / "logs" / "chatty.log").read_text()
+
+
+def test_own_address_is_loopback_when_every_peer_is_this_machine():
+    assert own_address(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert own_address([]) == "127.0.0.1"
+
+
+def test_a_node_that_stays_unreachable_counts_as_the_death_of_the_process(tmp_path, link):
+    first = link("node1", silence_s=1.0)
+
+    def connect():
+        raise LaunchError("node1 cannot be reached", code="launch.node_unreachable")
+
+    backend = NodesBackend({"node1": connect}, {"node1": first})
+    agent_of(backend.start(program(tmp_path, SLEEPS))).kill()
+    assert wait_for(lambda: backend.poll("server-0")) == 75
+    assert backend.start(program(tmp_path, SLEEPS)) == 0
+    assert backend.poll("server-0") == 75
+    assert "launch.node_unreachable" in backend.last_lines("server-0").lines[-1]
