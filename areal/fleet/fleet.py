@@ -195,8 +195,8 @@ class Fleet:
             "replicas": [slot.status() for slot in self._replicas.slots],
             "waiting_requests": self._num_waiting,
             "waiting_for": waiting_for,
-            "publishing": self._updater.updating_to,
-            "needs_publication": self._updater.needs_publication(),
+            "updating_to": self._updater.updating_to,
+            "needs_weights": self._updater.needs_weights(),
             "generated_tokens": self._num_tokens,
             "tokens_per_s": self._tokens_per_s(),
         }

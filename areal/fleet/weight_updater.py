@@ -58,7 +58,7 @@ class WeightUpdater:
                 await self._switch(update)
         log.info("version %d is served by %d replicas", update.version, len(self._replicas.serving))
 
-    def needs_publication(self) -> bool:
+    def needs_weights(self) -> bool:
         """Whether a live replica waits for weights that only the trainer can send.
 
         A replica that failed to install the current version waits for the next one, unless none serves.

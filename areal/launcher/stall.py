@@ -14,8 +14,8 @@ from typing import Any
 from areal.launcher.stall_report import SILENT_S, RunSnapshot, explain
 from areal.system.heartbeat import Beat
 
-_COUNTERS = ("step", "version", "publishing", "admitted", "accepted", "rejected", "failed", "batched", "consumed")
-_COUNTERS += ("generated_tokens", "asked_for")  # the latter contains the progress of an evaluation
+_COUNTERS = ("step", "version", "updating_to", "admitted", "accepted", "rejected", "failed", "batched", "consumed")
+_COUNTERS += ("generated_tokens", "awaited")  # the latter contains the progress of an evaluation
 _MAX_SHARE_PER_LOOK = 0.25
 """Share of stall_s that one look adds at most: a launcher that was stopped itself has seen no progress."""
 

@@ -39,7 +39,7 @@ def explain(run: RunSnapshot) -> list[str]:
     if len(groups) > 1:
         trainers[0] += ", and the other ranks wait for it"
         return clauses + trainers + _servers(run) + controller
-    if run.status is not None and str(run.status.get("asked_for")).startswith(("the trainer", "a trainer")):
+    if run.status is not None and str(run.status.get("awaited")).startswith(("the trainer", "a trainer")):
         return clauses + trainers + controller + _servers(run)
     return clauses + _servers(run) + _requests(run) + controller + trainers
 
@@ -102,30 +102,30 @@ def _controller(run: RunSnapshot) -> list[str]:
         return [f"the controller has not answered for {run.unanswered_s:.0f} s{last}"]
     since_s = run.status.get("waiting_since_s")
     waits = "waits" if since_s is None else f"has waited {since_s:.0f} s"
-    closed = run.status.get("shut_because") or ""
+    closed = run.status.get("gate_closed_because") or ""
     reason = f", and no episode starts because {closed}" if closed else ""
-    return [f"the controller {waits} for {run.status.get('asked_for') or '?'}{reason}"]
+    return [f"the controller {waits} for {run.status.get('awaited') or '?'}{reason}"]
 
 
 def _servers(run: RunSnapshot) -> list[str]:
     """The replicas that do not serve the version that they should."""
     status = run.status or {}
     replicas: list[dict[str, Any]] = (status.get("replicas") or {}).get("replicas") or []
-    publishing = status.get("publishing")
-    current = status.get("version") if publishing is None else publishing
+    updating_to = status.get("updating_to")
+    current = status.get("version") if updating_to is None else updating_to
     late = [replica for replica in replicas if replica["state"] != "serving" or replica["version"] != current]
-    if publishing is not None:  # those that have the weights wait for the others
+    if updating_to is not None:  # those that have the weights wait for the others
         late = [replica for replica in late if replica["state"] == "updating"] or late
-    clauses = [_server(replica, current, publishing) for replica in late]
-    if clauses and not any(replica["state"] == "serving" for replica in replicas) and publishing is None:
+    clauses = [_server(replica, current, updating_to) for replica in late]
+    if clauses and not any(replica["state"] == "serving" for replica in replicas) and updating_to is None:
         clauses[0] = "no server serves: " + clauses[0]
     return clauses
 
 
-def _server(replica: dict[str, Any], current: int | None, publishing: int | None) -> str:
+def _server(replica: dict[str, Any], current: int | None, updating_to: int | None) -> str:
     name, state, version, reason = replica["name"], replica["state"], replica["version"], replica["reason"]
-    if publishing is not None and state == "updating":
-        return f"{name} is at version {version} and has not installed {publishing} yet"
+    if updating_to is not None and state == "updating":
+        return f"{name} is at version {version} and has not installed {updating_to} yet"
     text = f"{name} is {state}"
     if version != current and state != "absent":
         text += f" at version {version} while {current} is current"

@@ -148,7 +148,7 @@ def rollout_line(status: dict[str, Any], total_steps: int | None, *, is_waiting:
         num_serving = sum(replica["state"] == "serving" for replica in replicas)
         if num_serving < len(replicas):
             parts.append(f"{num_serving} of {len(replicas)} servers serve")
-        parts.append(f"waits for {status.get('asked_for') or '?'}")
+        parts.append(f"waits for {status.get('awaited') or '?'}")
     return " | ".join(parts)
 
 

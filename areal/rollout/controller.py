@@ -304,7 +304,7 @@ class Controller:
             "version": state.version,
             "highest_version": state.highest_version,
             "catching_up": self._is_catching_up,
-            "publishing": self._weights.updating_to,
+            "updating_to": self._weights.updating_to,
             "admitted": state.num_admitted,
             "accepted": state.num_accepted,
             "running": len(state.running),
@@ -320,8 +320,8 @@ class Controller:
             "tokens_per_s": self._producer.tokens_per_s(now_s),
             "replicas": self._fleet.status(),
             "waiting_for": self.waiting_for(),
-            "asked_for": self._awaited(),
-            "shut_because": self._why_closed(),
+            "awaited": self._awaited(),
+            "gate_closed_because": self._why_closed(),
             "waiting_since_s": None if since_s is None else now_s - since_s,
         }
 

@@ -56,7 +56,7 @@ class FleetWeights:
         """Some replica waits for weights that only the trainer has, and no update is running."""
         if self.updating_to is not None or self._is_restoring or not self.fleet_ready.is_set():
             return False
-        return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_publication"))
+        return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_weights"))
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
         """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""

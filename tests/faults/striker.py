@@ -119,7 +119,7 @@ class Striker:
             case "publishing":
                 if next((folder / "weights").glob(".writing-*"), None) is not None:
                     return True
-                return self._look().get("replicas", {}).get("publishing") is not None
+                return self._look().get("replicas", {}).get("updating_to") is not None
             case "checkpointing":
                 return (folder / "recover" / "next").exists()
             case "evaluating":

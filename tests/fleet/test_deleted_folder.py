@@ -22,11 +22,11 @@ async def test_where_the_folder_is_gone_the_trainer_publishes_the_version_again(
     await fleet.update_weights(update)
     shutil.rmtree(update.path)
     again = await kit.server(1)
-    await until(lambda: state_of(fleet, "server-1") == "stale" and fleet.status()["needs_publication"])
+    await until(lambda: state_of(fleet, "server-1") == "stale" and fleet.status()["needs_weights"])
     await fleet.update_weights(kit.disk(1))
     await serving(fleet, "server-0", "server-1")
     assert again.version == 1
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
 
 
 async def test_where_nobody_serves_any_more_the_trainer_hears_of_it(kit: FleetKit) -> None:
@@ -38,7 +38,7 @@ async def test_where_nobody_serves_any_more_the_trainer_hears_of_it(kit: FleetKi
     shutil.rmtree(update.path)
     await first.die()
     again = await kit.server(0)
-    await until(lambda: state_of(fleet, "server-0") == "stale" and fleet.status()["needs_publication"])
+    await until(lambda: state_of(fleet, "server-0") == "stale" and fleet.status()["needs_weights"])
     await fleet.update_weights(kit.disk(1))
     await serving(fleet, "server-0")
     assert again.version == 1
@@ -53,7 +53,7 @@ async def test_a_whole_folder_that_a_replica_cannot_read_yet_is_tried_again(kit:
     slow = await kit.server(1)
     slow.fail_update = "refuse"
     await until(lambda: "load" in slow.acts() or Path(update.path).name in str(fleet.status()["replicas"]))
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
     slow.fail_update = ""
     await serving(fleet, "server-0", "server-1")
     assert slow.version == 1

@@ -120,7 +120,7 @@ async def test_a_restarted_replica_serves_once_it_holds_the_current_version(kit:
 async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication(kit: FleetKit) -> None:
     first = await kit.server(0)
     fleet = await kit.fleet(1)
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
     assert first.version == 1
     await first.die()
@@ -129,9 +129,9 @@ async def test_a_replica_without_a_folder_to_load_waits_for_the_next_publication
     waiting = asyncio.create_task(fleet.agenerate(a_request()))
     await until(lambda: fleet.status()["waiting_requests"] == 1)
     assert "version 0 while 1" in fleet.status()["waiting_for"]
-    assert fleet.status()["needs_publication"]  # the trainer may be waiting for what this request belongs to
+    assert fleet.status()["needs_weights"]  # the trainer may be waiting for what this request belongs to
     await fleet.update_weights(collective(2, fleet.live_replicas(2), "g2"))
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
     assert (await waiting).output_versions == [2] * 100
 
 
@@ -382,7 +382,7 @@ async def test_requests_wait_while_weights_are_published(kit: FleetKit) -> None:
     await until(lambda: "pause" in server.acts())
     running = asyncio.create_task(fleet.agenerate(a_request()))
     await until(lambda: fleet.status()["waiting_requests"] == 1)
-    assert fleet.status()["publishing"] == 1
+    assert fleet.status()["updating_to"] == 1
     assert "version 1" in fleet.status()["waiting_for"]
     await publication
     assert (await running).output_versions == [1] * 100

@@ -29,7 +29,7 @@ async def test_a_replica_that_joins_loads_the_current_folder_and_serves(kit: Fle
     await serving(fleet, "server-1", "server-3")
     assert joined.version == 1
     assert [one["name"] for one in fleet.status()["replicas"]] == ["server-1", "server-3"]
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
 
 
 async def test_a_replica_that_leaves_hands_its_requests_on(kit: FleetKit) -> None:
@@ -84,7 +84,7 @@ async def test_only_replicas_that_lack_the_version_get_it_again(kit: FleetKit) -
     calls = len(first.calls)
     again = await kit.server(1)
     await until(lambda: replica(fleet, "server-1")["state"] == "stale")
-    assert fleet.status()["needs_publication"]
+    assert fleet.status()["needs_weights"]
     assert lacking(fleet, 1) == ["server-1"]
     assert lacking(fleet, 2) == ["server-0", "server-1"]
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g2"))
@@ -92,7 +92,7 @@ async def test_only_replicas_that_lack_the_version_get_it_again(kit: FleetKit) -
     assert again.version == 1
     assert len(first.calls) == calls, "a replica that serves was disturbed"
     assert not running.done()
-    assert not fleet.status()["needs_publication"]
+    assert not fleet.status()["needs_weights"]
     first.release()
     assert (await running).num_interruptions == 0
     await fleet.update_weights(collective(2, fleet.live_replicas(2), "g3"))
@@ -109,17 +109,17 @@ async def test_a_request_is_answered_while_others_take_in_the_version(kit: Fleet
     await until(lambda: lacking(fleet, 1) == ["server-1"])
     publication = asyncio.create_task(fleet.update_weights(collective(1, fleet.live_replicas(1), "g2")))
     await until(lambda: "receive" in slow.acts())
-    assert fleet.status()["publishing"] == 1
-    assert not fleet.status()["needs_publication"]
+    assert fleet.status()["updating_to"] == 1
+    assert not fleet.status()["needs_weights"]
     assert_whole(await fleet.agenerate(a_request()))
     assert not publication.done()
     slow.hang()
     await publication  # the health check found it: no error, since the version is served
-    assert fleet.status()["publishing"] is None
+    assert fleet.status()["updating_to"] is None
     slow.fail_update = ""
     slow.wake()
     await until(lambda: replica(fleet, "server-1")["state"] == "stale")
-    assert not fleet.status()["needs_publication"], "the trainer would send it again and again"
+    assert not fleet.status()["needs_weights"], "the trainer would send it again and again"
     await fleet.update_weights(collective(2, fleet.live_replicas(2), "g3"))
     await serving(fleet, "server-0", "server-1")
 
@@ -150,7 +150,7 @@ async def test_a_server_without_weights_waits_for_its_first(kit: FleetKit) -> No
     await first.die()
     await kit.server(0, version=-1)
     await until(lambda: replica(fleet, "server-0")["state"] == "stale")
-    assert fleet.status()["needs_publication"]
+    assert fleet.status()["needs_weights"]
     assert lacking(fleet, 0) == ["server-0"]
 
 
@@ -318,7 +318,7 @@ async def test_a_server_that_belongs_to_nobody_serves_once_this_run_gave_it_weig
     fleet = await kit.fleet(1)
     assert fleet.version == -1
     assert replica(fleet, "server-0")["weights"] == "unknown"
-    assert fleet.status()["needs_publication"]
+    assert fleet.status()["needs_weights"]
     assert lacking(fleet, 0) == ["server-0"]
     await fleet.update_weights(kit.disk(0))
     assert_whole(await fleet.agenerate(a_request()))

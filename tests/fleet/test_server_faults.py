@@ -238,7 +238,7 @@ async def test_a_server_struck_in_a_publication_holds_nobody_up_and_never_serves
     await check_serving(fleet, engine.model, 2, {"server-0"})
     await servers.bring_back()
     if kind == "collective":
-        await eventually(lambda: fleet.status()["needs_publication"], 60)
+        await eventually(lambda: fleet.status()["needs_weights"], 60)
         await asyncio.to_thread(channel.publish, 2)
     await eventually(lambda: states(fleet) == ["serving", "serving"], 60)
     await check_serving(fleet, engine.model, 2, {"server-0", "server-1"})

@@ -74,7 +74,7 @@ async def test_a_new_fleet_does_not_let_it_serve(tmp_path) -> None:  # type: ign
     assert error.value.code == "fleet.update_failed"
     await first.close()
     second = await kit.fleet(1)
-    await until(lambda: second.status()["needs_publication"])
+    await until(lambda: second.status()["needs_weights"])
     assert [one["state"] for one in second.status()["replicas"]] == ["stale"]
     await second.update_weights(update_of(second, 4))
     assert second.version == server.version == 4

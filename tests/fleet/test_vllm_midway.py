@@ -35,7 +35,7 @@ async def test_weights_that_came_without_their_version_do_not_serve_under_the_on
     with pytest.raises(WeightSyncError):
         await fleet.update_weights(collective(fleet, 4))
     for who in (fleet, await kit.fleet(1)):  # the controller that saw it, and one that comes after
-        await until(lambda who=who: who.status()["needs_publication"])
+        await until(lambda who=who: who.status()["needs_weights"])
         assert [one["state"] for one in who.status()["replicas"]] == ["stale"]
     server.fail_cache_reset = False
     await fleet.update_weights(collective(fleet, 4))

@@ -16,12 +16,12 @@ def replica(name, *, state="serving", version=42, running=0, reason="", queued=0
     return {"name": name, "state": state, "version": version, "running": running, "reason": reason, "load": load}
 
 
-def status_of(asked_for="batch 42: 7 of 32 episodes accepted, 3 running", *, shut="", replicas=None, **more):
+def status_of(awaited="batch 42: 7 of 32 episodes accepted, 3 running", *, shut="", replicas=None, **more):
     """What the controller answers, by default at version 42 with two good servers."""
     replicas = [replica("server-0"), replica("server-1")] if replicas is None else replicas
     fleet = {"replicas": replicas, "waiting_requests": more.pop("queued", 0), "generated_tokens": 1000}
-    answer = {"step": 42, "version": 42, "publishing": None, "running": 0, "replicas": fleet, "catching_up": False}
-    return answer | {"asked_for": asked_for, "shut_because": shut, "waiting_since_s": None} | more
+    answer = {"step": 42, "version": 42, "updating_to": None, "running": 0, "replicas": fleet, "catching_up": False}
+    return answer | {"awaited": awaited, "gate_closed_because": shut, "waiting_since_s": None} | more
 
 
 def beat(pid, doing, for_s=312.0, step=None, beats=1):
@@ -142,7 +142,7 @@ def controller_busy(run):
 
 def replica_hangs_in_publication(run):
     slow = replica("server-1", state="updating", version=42, reason="takes in version 43")
-    run.status = status_of("the servers to take policy version 43", replicas=[replica("server-0"), slow], publishing=43)
+    run.status = status_of("the servers to take policy version 43", replicas=[replica("server-0"), slow], updating_to=43)
     run.silent = {"server-1"}
     two_trainers(run, "publish_weights", 42)
 
@@ -285,7 +285,7 @@ def process_started(run):
     "move",
     [
         *("step", "version", "admitted", "accepted", "rejected", "failed", "batched", "consumed", "generated_tokens"),
-        *("asked_for", "publishing", "tokens of the fleet"),
+        *("awaited", "updating_to", "tokens of the fleet"),
         *(step_of_trainer, phase_of_one_rank, short_phase_before, same_phase_again, process_started),
     ],
 )

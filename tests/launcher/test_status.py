@@ -37,7 +37,7 @@ def test_lines():
         "running": 20,
         "staleness_mean": 1.5,
         "tokens_per_s": 1234.5,
-        "asked_for": "the trainer",
+        "awaited": "the trainer",
         "replicas": {"replicas": [{"state": "serving"}, {"state": "serving"}]},
     }
     assert rollout_line(status, None, is_waiting=True) == (

@@ -60,9 +60,9 @@ def test_no_episode_starts_and_no_request_is_sent_until_the_trainer_has_caught_u
         await go_back(controller, 2)
         status = controller.status()
         assert (status["version"], status["highest_version"], status["catching_up"]) == (2, 5, True)
-        assert status["asked_for"] == "the trainer"
-        assert "at version 2 and" in status["shut_because"]
-        assert status["waiting_for"].endswith(f"; no episode starts because {status['shut_because']}")
+        assert status["awaited"] == "the trainer"
+        assert "at version 2 and" in status["gate_closed_because"]
+        assert status["waiting_for"].endswith(f"; no episode starts because {status['gate_closed_because']}")
         again = await rollout_kit.train(controller, range(2, 4), step_s=60.0)
         assert again == first[2:4]
         assert "at version 4 and" in controller.waiting_for()
@@ -152,9 +152,9 @@ def test_publishing_an_older_version_closes_the_gate_immediately():
         num_admitted = ledger.state.num_admitted
         assert await controller.publish(disk(1), timeout_s=0.001) is False
         status = controller.status()
-        assert (status["publishing"], status["catching_up"], status["version"]) == (1, True, 3)
+        assert (status["updating_to"], status["catching_up"], status["version"]) == (1, True, 3)
         assert status["waiting_since_s"] == pytest.approx(0.001)
-        assert status["asked_for"].endswith("policy version 1")
+        assert status["awaited"].endswith("policy version 1")
         await asyncio.sleep(60.0)
         assert ledger.state.num_admitted == num_admitted
         held.set()
@@ -331,7 +331,7 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
 
         class Fleet(rollout_kit.FakeFleet):
             def status(self):
-                return {"needs_publication": lacking}
+                return {"needs_weights": lacking}
 
         workflow = rollout_kit.ScriptedWorkflow()
         options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}

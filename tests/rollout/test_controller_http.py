@@ -86,7 +86,7 @@ async def test_a_whole_run_through_the_client(tmp_path):
     assert (status["step"], status["version"], status["consumed"]) == (3, 3, 12)
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["staleness_max"] <= 1
-    assert status["shut_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
+    assert status["gate_closed_because"] == "the run needs no more than its 12 accepted and 0 running episodes"
 
 
 async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_path):
@@ -335,7 +335,7 @@ async def test_the_controller_requests_weights_that_only_the_trainer_has(tmp_pat
 
     class Fleet(rollout_kit.FakeFleet):
         def status(self):
-            return {"needs_publication": not self.updates}
+            return {"needs_weights": not self.updates}
 
         async def agenerate(self, request):
             while not self.updates:

@@ -149,7 +149,7 @@ def make_view(world, life):
 
         def status(self):
             stale = any(version != self.version for version in world.servers.values())
-            return {"replicas": [], "needs_publication": stale and self.kind != "disk"}
+            return {"replicas": [], "needs_weights": stale and self.kind != "disk"}
 
         async def update_weights(self, update):
             if update.kind == "collective" and (not update.replicas or not set(update.replicas) <= set(self.ids())):

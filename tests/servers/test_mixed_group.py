@@ -151,7 +151,7 @@ async def test_a_native_server_struck_between_buckets_holds_the_real_one_up_no_l
     await eventually(lambda: state_of(fleet, REAL) in ("stale", "serving"))
     trainer.model = build_model(2)
     await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
-    await eventually(lambda: state_of(fleet, REAL) == "serving" or fleet.status()["needs_publication"])
+    await eventually(lambda: state_of(fleet, REAL) == "serving" or fleet.status()["needs_weights"])
     if state_of(fleet, REAL) != "serving":
         await asyncio.wait_for(asyncio.to_thread(channel.publish, 3), 100)
     await check(fleet, new, 3, {"server-0", REAL})
