@@ -29,6 +29,16 @@ gconfig: {n_samples: 4, max_new_tokens: 8}
 actor: {path: FOLDER/model, dtype: float32, optimizer: {lr: 1.0e-3}}
 """
 
+WRONG = """
+LIMIT = 5
+def short(prompt, completion):
+    def inner(prompt, completion, prompt_ids, completion_ids): ...
+async def later(prompt, completion, prompt_ids, completion_ids): ...
+def only(tokens): ...
+class Kind:
+    def __init__(self, gconfig, depth): ...
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -44,6 +54,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     (folder / "two.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
     (folder / "mine.py").write_text("def score(prompt, completion, prompt_ids, completion_ids, answer): return 1.0\n")
+    (folder / "wrong.py").write_text(WRONG)
     (folder / "broken.py").write_text("import os\ndef main(:\n")
     (folder / "deep.yaml").write_text("a: " + "[" * 200 + "]" * 200)
     (folder / "digits.yaml").write_text("seed: " + "1" * 5000)
@@ -84,6 +95,25 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["train_dataset.map_fn=nope"], "config.bad_reference", ["train_dataset.map_fn: 'nope'"]),
         (["reward_fn=FOLDER/mine.py:scored"], "config.bad_reference", ["mine.py", "did you mean 'score'?"]),
         (["reward.by_source={a: {FOLDER/mine.py:scored: 1}}"], "config.bad_reference", ["did you mean 'score'?"]),
+        (["reward_fn=5"], "config.bad_reference", ["reward_fn: '5'"]),
+        (["reward_fn=FOLDER/rows.jsonl:score"], "config.bad_reference", ["reward_fn", "rows.jsonl"]),
+        (["reward_fn=FOLDER/broken.py:main"], "config.bad_reference", ["reward_fn", "broken.py:2"]),
+        (["reward_fn=FOLDER/wrong.py:LIMIT"], "config.wrong_function", ["reward_fn", "the value 5"]),
+        (["reward_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["reward_fn", "(prompt, completion)"]),
+        (["reward_fn=FOLDER/wrong.py:later"], "config.wrong_function", ["reward_fn", "async"]),
+        (["reward_fn=FOLDER/wrong.py:inner"], "config.bad_reference", ["reward_fn", "inner"]),
+        (["reward.fns={FOLDER/wrong.py:Kind: 1}", "reward_fn="], "config.wrong_function", ["reward.fns", "class"]),
+        (["workflow=FOLDER/wrong.py:LIMIT"], "config.wrong_function", ["workflow", "the value 5"]),
+        (["workflow=FOLDER/wrong.py:Kind"], "workflow.invalid_args", ["workflow_args.depth"]),
+        (["workflow_args={enable_thinkin: true}"], "workflow.invalid_args", ["enable_thinking"]),
+        (["rollout.should_accept_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["rollout.should_accept_fn"]),
+        (["train_dataset.map_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["train_dataset.map_fn"]),
+        (
+            ["actor.policy_loss=custom", "actor.custom.path=FOLDER/wrong.py:only"],
+            "config.wrong_function",
+            ["actor.custom.path", "f(tokens, options)"],
+        ),
+        (["FOLDER/mine.py", "rollout.should_accept_fn=FOLDER/wrong.py:short"], "config.wrong_function", ["short"]),
         (["FOLDER/mine.py", "rollout.should_accept_fn=nope"], "config.bad_reference", ["rollout.should_accept_fn"]),
         (["FOLDER/mine.py", "rollouts.on_stale=drop"], "config.unknown_key", ["rollouts", "did you mean rollout?"]),
         (["FOLDER/mine.py", "++rollout.on_stale=nope"], "config.not_a_choice", ["rollout.on_stale: 'nope'"]),

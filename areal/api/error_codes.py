@@ -59,6 +59,8 @@ config.unresolved_interpolation: An interpolation ${...} names itself, or an opt
     Correct the name, set the environment variable, or write the value.
 config.unsupported: The configuration needs a feature that this version does not have.
     Remove the option, or use the alternative in the message.
+config.wrong_function: An option names a value, an async function, a class or a function with other parameters.
+    Name a plain function that accepts the call in the message.
 config.wrong_type: A value has another type than its option, or cannot be stored.
     Give a value of the type in the message; put text that reads as another type in quotes.
 
@@ -255,8 +257,6 @@ request.too_long: A prompt, or prompt and answer together, exceed a length limit
 request.unauthorized: A request to a server of the run has no token or a wrong one.
     Send the token of the run as a bearer token.
 
-reward.async_function: A reward function is declared with `async def`.
-    Declare it with `def`: it runs in a worker process and may block.
 reward.bad_row: A column of a row has a value that a built-in reward function cannot use.
     Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.
 reward.bad_section: Two options of the section `reward`, or `reward_fn` and that section, contradict each other.

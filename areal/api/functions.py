@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
@@ -54,6 +55,42 @@ MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", 
 """The tables of registered names are here, so that the launcher checks names without importing the functions."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How areal calls the functions that one option names."""
+
+    text: str
+    """The call, for errors."""
+    num_positional: int
+    takes_columns: bool = False
+    """Every further parameter gets the column of the dataset row that has its name."""
+
+    def problem(self, signature: inspect.Signature, *, is_async: bool) -> str:
+        """Why a function with this signature cannot be called so; empty when it can."""
+        if is_async:
+            return f"is an async function, and areal calls {self.text}: use a plain function (def)"
+        try:
+            bind = signature.bind_partial if self.takes_columns else signature.bind
+            bound = bind(*range(self.num_positional))
+            if unfilled := [
+                name
+                for name, parameter in signature.parameters.items()
+                if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
+            ][len(bound.args) :]:
+                raise TypeError(f"nothing is passed for {unfilled[0]!r}")
+        except TypeError as error:
+            return f"has the parameters {signature}, and areal calls {self.text}: {error}"
+        return ""
+
+
+REWARD_CALL = CallForm(
+    text="f(prompt, completion, prompt_ids, completion_ids, **columns)", num_positional=4, takes_columns=True
+)
+ACCEPT_CALL = CallForm(text="f(group)", num_positional=1)
+MAP_CALL = CallForm(text="f(row)", num_positional=1)
+LOSS_CALL = CallForm(text="f(tokens, options)", num_positional=2)
+
+
 def function_ref(function: Callable[..., Any]) -> FunctionRef:
     """The reference of a function or class defined at the top level of a module or script. ConfigError otherwise."""
     name = getattr(function, "__qualname__", None)
@@ -72,18 +109,24 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
     return FunctionRef(name=name, file=str(Path(file).resolve()))
 
 
-def resolve_function(text: str, registered: Mapping[str, FunctionRef], *, key: str) -> FunctionRef:
-    """The registered function of that name, or the one an import path or file path names. `key` is for errors."""
+def resolve_function(
+    text: str, registered: Mapping[str, FunctionRef], *, key: str, call: CallForm | None = None
+) -> FunctionRef:
+    """The registered function of that name, or what `parse_function_path` finds."""
     if text in registered:
         return registered[text]
     if ":" not in text:
         known = f"{_did_you_mean(text, registered)}registered are {', '.join(sorted(registered))}"
         raise _bad_reference(key, text, f"is not known: {known}; give your own as module:function or file.py:function")
-    return parse_function_path(text, key=key)
+    return parse_function_path(text, key=key, call=call)
 
 
-def parse_function_path(text: str, *, key: str) -> FunctionRef:
-    """The reference that `module:function` or `path/to/file.py:function` names. Runs no code. `key` is for errors."""
+def parse_function_path(text: str, *, key: str, call: CallForm | None = None) -> FunctionRef:
+    """The reference that `module:function` or `path/to/file.py:function` names. Runs no code.
+
+    `key` is for errors. With `call`, ConfigError also when the source shows that the name is no function that can be
+    called so; a name that is imported or computed there passes.
+    """
     where, _, name = text.rpartition(":")
     if not where or not name.isidentifier():
         raise _bad_reference(key, text, "is neither a registered name nor module:function nor file.py:function")
@@ -91,14 +134,14 @@ def parse_function_path(text: str, *, key: str) -> FunctionRef:
         file = Path(where).expanduser().resolve()
         if not file.is_file():
             raise _bad_reference(key, text, f"cannot be found: there is no file {file}")
-        _require_defined(file, name, key, text)
+        _check_source(file, name, key, text, call)
         return FunctionRef(name=name, file=str(file))
     spec = _find_module(where)
     if spec is None:
         hint = f"no module {where} is on the path; a file is given as path/to/file.py:{name}"
         raise _bad_reference(key, text, f"cannot be found: {hint}")
     if spec.origin is not None and spec.origin.endswith(".py"):
-        _require_defined(Path(spec.origin), name, key, text)
+        _check_source(Path(spec.origin), name, key, text, call)
     return FunctionRef(name=name, module=where)
 
 
@@ -127,23 +170,104 @@ def parse_python(file: Path, *, key: str) -> ast.Module:
         raise _bad_reference(key, str(file), f"cannot be read ({error.strerror or error})") from None
 
 
-def _require_defined(file: Path, name: str, key: str, text: str) -> None:
-    """ConfigError when `file` is not Python or binds no such name."""
-    known: set[str] = set()
-    for node in ast.walk(parse_python(file, key=key)):  # also names bound under `if` or `try`; too many is harmless
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            known.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            known.add(node.id)
-        elif isinstance(node, ast.alias):
-            known.add((node.asname or node.name).partition(".")[0])
-    if not known & {name, "*", "__getattr__"}:
+def _check_source(file: Path, name: str, key: str, text: str, call: CallForm | None) -> None:
+    """ConfigError when `file` is not Python, binds no such name, or only as what cannot be called as `call`."""
+    tree = parse_python(file, key=key)
+    known: dict[str, list[ast.AST]] = {}
+    for node, bound in _module_bindings(tree.body):
+        for each in bound:
+            known.setdefault(each, []).append(node)
+    set_by_functions = {each for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
+    if not known.keys() & {name, "*", "__getattr__"} and name not in set_by_functions:
         hint = _did_you_mean(name, known)
         raise _bad_reference(key, text, f"is not defined: {hint}{file} defines no {name}")
+    problems = [_source_problem(node, call) for node in known.get(name, ())]
+    if problems and all(problems):  # under `if` and `try` a name may be bound in several ways
+        problem = ConfigProblem(key, f"{text!r} {problems[-1]}", "config.wrong_function")
+        raise ConfigError(str(problem), problems=[problem])
 
 
-def load_function(ref: FunctionRef) -> Callable[..., Any]:
-    """Import the function or class of a reference. Exceptions of the module at its import are not caught."""
+def _module_bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.AST, Sequence[str]]]:
+    """What binds names at the top level of a module, also under `if` and `try`, with the names."""
+    for node in nodes:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node, [node.name]
+                continue
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield node, [name]
+                continue
+            case ast.AnnAssign(value=None) | ast.Lambda():
+                continue
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield node, [name]
+            case ast.alias():
+                yield node, [(node.asname or node.name).partition(".")[0]]
+            case _:
+                pass
+        yield from _module_bindings(ast.iter_child_nodes(node))
+
+
+def _source_problem(node: ast.AST, call: CallForm | None) -> str:
+    """Why what `node` binds to a name is not the required function or class; empty when it is, or may be."""
+    match node:
+        case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) if not isinstance(value, ast.Lambda):
+            is_literal = not any(isinstance(part, ast.Call | ast.Name | ast.Lambda) for part in ast.walk(value))
+            return f"is the value {ast.unparse(value)[:80]}, not a function" if is_literal else ""
+        case ast.Assign(value=ast.Lambda(args=args)) if call is not None:
+            return call.problem(_signature(args), is_async=False)
+        case ast.FunctionDef(decorator_list=[], args=args) | ast.AsyncFunctionDef(decorator_list=[], args=args):
+            return (
+                "" if call is None else call.problem(_signature(args), is_async=isinstance(node, ast.AsyncFunctionDef))
+            )
+        case ast.ClassDef() if call is not None:
+            return f"is a class, and areal calls {call.text}: give a function"
+        case _:
+            return ""
+
+
+def source_signature(ref: FunctionRef) -> inspect.Signature | None:
+    """The signature of a function, or of the constructor of a class, in its source; None where that does not show it.
+
+    Runs no code. ConfigError when the source cannot be parsed.
+    """
+    origin = ref.file or getattr(_find_module(ref.module), "origin", None) or ""
+    tree = parse_python(Path(origin), key=str(ref)) if origin.endswith(".py") else ast.Module([], [])
+    match [node for node, bound in _module_bindings(tree.body) if ref.name in bound]:
+        case [ast.FunctionDef(decorator_list=[], args=args)]:
+            return _signature(args)
+        case [ast.ClassDef(decorator_list=[], keywords=[], body=body)]:
+            match [node for node, bound in _module_bindings(body) if "__init__" in bound]:
+                case [ast.FunctionDef(decorator_list=[], args=args)]:
+                    signature = _signature(args)
+                    return signature.replace(parameters=list(signature.parameters.values())[1:])
+                case _:
+                    return None
+        case _:
+            return None
+
+
+def _signature(args: ast.arguments) -> inspect.Signature:
+    """The signature of a function in source. A default is any value that is not `empty`."""
+    kind = inspect.Parameter
+    plain = [(arg, kind.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kind.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    first_default = len(plain) - len(args.defaults)
+    found = [kind(a.arg, k, default=kind.empty if i < first_default else ...) for i, (a, k) in enumerate(plain)]
+    if args.vararg:
+        found.append(kind(args.vararg.arg, kind.VAR_POSITIONAL))
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...))
+    if args.kwarg:
+        found.append(kind(args.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
+def load_function(ref: FunctionRef, call: CallForm | None = None) -> Callable[..., Any]:
+    """Import the function or class of a reference. Exceptions of the module at its import are not caught.
+
+    ConfigError when it is missing, or cannot be called as `call`.
+    """
     module = _load_file(Path(ref.file)) if ref.file else importlib.import_module(ref.module)
     function = module.__dict__.get(ref.name)
     if function is None and hasattr(module, "__getattr__"):
@@ -152,6 +276,13 @@ def load_function(ref: FunctionRef) -> Callable[..., Any]:
         known = [name for name, value in module.__dict__.items() if callable(value) and not name.startswith("_")]
         message = f"{ref.file or ref.module} defines no function {ref.name}: {_did_you_mean(ref.name, known)}"
         raise ConfigError(message.rstrip(": "), code="config.bad_reference")
+    if call is not None:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some functions written in C have none
+            return function
+        if problem := call.problem(signature, is_async=inspect.iscoroutinefunction(function)):
+            raise ConfigError(f"{ref} {problem}", code="config.wrong_function")
     return function
 
 

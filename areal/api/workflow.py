@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
+from areal.api.config import PPOConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, ConfigProblem
 
 RewardFn = Callable[..., float | Mapping[str, Any]]
 """`f(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **row) -> float`.
@@ -44,3 +47,36 @@ class RolloutWorkflow(ABC):
         problem = f"{type(self).__name__} does not support evaluation: define for_evaluation(gconfig)"
         message = f"{problem}, pass an eval_workflow to PPOTrainer.train, or remove valid_dataset"
         raise ConfigError(message, code="workflow.no_evaluation")
+
+
+CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_baseline")
+"""What the constructor of a workflow receives, if it has a parameter of this name, in addition to `workflow_args`."""
+
+
+def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Parameter]) -> Iterator[ConfigProblem]:
+    """What a configuration requires of its workflow and the constructor with these parameters cannot do."""
+    kinds, name = inspect.Parameter, f"workflow={config.workflow}"
+    takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    names_functions = config.reward.names_functions
+    if names_functions and not takes_all and "reward" not in parameters:
+        text = f"has no effect, because {name} has no parameter `reward`: add it and pass it to a Scorer"
+        yield ConfigProblem("reward.fns", text, "workflow.missing_parameter")
+    if config.actor.adv_estimator == "remax" and not takes_all and "greedy_baseline" not in parameters:
+        text = f"remax needs a greedy answer, which {name} does not generate: use workflow=rlvr"
+        yield ConfigProblem("actor.adv_estimator", text, "workflow.missing_parameter")
+    if "reward_fn" in parameters and not config.reward_fn and not names_functions and config.reward_model is None:
+        text = f"is empty, but {name} needs one: set it, e.g. to gsm8k, or set reward.fns"
+        yield ConfigProblem("reward_fn", text, "reward.none_given")
+    allowed = [parameter for parameter in parameters if parameter not in CONSTRUCTOR_ARGUMENTS]
+    for argument in config.workflow_args:
+        if argument in CONSTRUCTOR_ARGUMENTS or (argument not in parameters and not takes_all):
+            near = get_close_matches(argument, allowed, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            text = f"{config.workflow} has no such parameter; {hint}allowed: {', '.join(allowed) or 'none'}"
+            yield ConfigProblem(f"workflow_args.{argument}", text, "workflow.invalid_args")
+    for argument in allowed:
+        parameter = parameters[argument]
+        variadic = parameter.kind in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+        if parameter.default is kinds.empty and not variadic and argument not in config.workflow_args:
+            text = f"is required: {config.workflow} has a parameter of this name without a default"
+            yield ConfigProblem(f"workflow_args.{argument}", text, "workflow.invalid_args")

@@ -11,7 +11,7 @@ import orjson
 
 from areal.api.config import DatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import MAP_FUNCTIONS, load_function, resolve_function
+from areal.api.functions import MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.sft_rows import EncodedRow, encode_sft_row
@@ -141,7 +141,9 @@ def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
     rows = _raw_rows(config, config.split or default_split)
     if not config.map_fn:
         return rows
-    function: Callable[[Row], Row | None] = load_function(resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"))
+    function: Callable[[Row], Row | None] = load_function(
+        resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"), MAP_CALL
+    )
     mapped: list[Row] = []
     for index, row in enumerate(rows):
         place = f"{config.path}, row {index}"

@@ -19,14 +19,20 @@ from typing import TextIO
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
 from areal.api.functions import (
+    ACCEPT_CALL,
     ACCEPT_FUNCTIONS,
+    MAP_CALL,
     MAP_FUNCTIONS,
+    REWARD_CALL,
     REWARD_FUNCTIONS,
     WORKFLOWS,
+    CallForm,
     FunctionRef,
     parse_python,
     resolve_function,
+    source_signature,
 )
+from areal.api.workflow import constructor_problems
 from areal.fleet.backends import backend_named
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
@@ -57,7 +63,6 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         if not config.rollout.server_addrs and model != config.actor.path:
             problems += _model_problems(f"{backend.name}.{backend.model_key}", model, needs_weights=True)
         problems += _head_problems(config)
-        problems += _workflow_problems(config) if script is None else []  # a script may have its own workflow
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is not a folder")
     for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
@@ -77,42 +82,32 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"train_dataset.batch_size={data.batch_size} exceeds the {rows} rows of {data.path}: lower it or add rows"
 
 
-def _workflow_problems(config: PPOConfig) -> Iterator[str]:
-    """Settings that areal's own workflows need. Other workflows are checked where they are built."""
-    if config.workflow not in ("rlvr", "multi_turn"):
-        return
-    if not config.reward_fn and not config.reward.names_functions and config.reward_model is None:
-        yield f"reward_fn: is empty, but workflow={config.workflow} needs one: set reward_fn (e.g. gsm8k) or reward.fns"
-    if config.workflow == "multi_turn" and config.actor.adv_estimator == "remax":
-        why = "workflow=multi_turn does not generate the greedy answer that remax compares with"
-        yield f"actor.adv_estimator: {why}: use workflow=rlvr or another estimator"
-
-
 def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iterator[ConfigProblem]:
-    """Functions and classes that the configuration names and that cannot be found. Runs none of their code.
+    """Functions and classes that the configuration names and that cannot be found or called. Runs none of their code.
 
     A script may use these options in its own way, so with one only files and `should_accept_fn` are checked.
     """
-    given: list[tuple[str, str, Mapping[str, FunctionRef]]] = [
-        (f"{name}.map_fn", data.map_fn, MAP_FUNCTIONS)
+    given: list[tuple[str, str, Mapping[str, FunctionRef], CallForm | None]] = [
+        (f"{name}.map_fn", data.map_fn, MAP_FUNCTIONS, MAP_CALL)
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
     if isinstance(config, PPOConfig):
-        tables = [(f"reward.{path}", name, REWARD_FUNCTIONS) for path, fns in config.reward.tables() for name in fns]
-        accept_fn = config.rollout.should_accept_fn
-        given += [
-            ("reward_fn", config.reward_fn, REWARD_FUNCTIONS),
-            *tables,
-            ("workflow", config.workflow, WORKFLOWS),
-            ("rollout.should_accept_fn", accept_fn, ACCEPT_FUNCTIONS),
-        ]
-    for key, text, registered in given:
+        names = [("reward_fn", config.reward_fn)]
+        names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
+        given += [(key, name, REWARD_FUNCTIONS, REWARD_CALL) for key, name in names]
+        given.append(("workflow", config.workflow, WORKFLOWS, None))
+        given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, ACCEPT_FUNCTIONS, ACCEPT_CALL))
+    for key, text, registered, call in given:
         is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text
-        if not text or (has_script and not is_file and (is_path or registered is not ACCEPT_FUNCTIONS)):
+        is_own = has_script and registered is not ACCEPT_FUNCTIONS
+        if not text or (is_own and not is_file) or (has_script and is_path and not is_file):
             continue
         try:
-            resolve_function(text, registered, key=key)
+            ref = resolve_function(text, registered, key=key, call=None if is_own else call)
+            if isinstance(config, PPOConfig) and registered is WORKFLOWS and not is_own:
+                signature = source_signature(ref)
+                yield from () if signature is None else constructor_problems(config, signature.parameters)
         except ConfigError as error:
             yield from error.problems
 

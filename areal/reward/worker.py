@@ -22,13 +22,11 @@ from typing import Any
 
 import orjson
 
-from areal.api.errors import ArealError, ConfigError, InputError
-from areal.api.functions import FunctionRef, load_function
+from areal.api.errors import ArealError, InputError
+from areal.api.functions import REWARD_CALL, FunctionRef, load_function
 from areal.system.process import watch_parent
 
 _TRACEBACKS_SHOWN = 3
-_POSITIONAL = 4
-"""A reward function's first four parameters: prompt, completion, prompt_ids, completion_ids."""
 
 
 class LoadedReward:
@@ -36,13 +34,11 @@ class LoadedReward:
 
     def __init__(self, ref: FunctionRef) -> None:
         self._name = str(ref)
-        self.function = load_function(ref)
-        if inspect.iscoroutinefunction(self.function):
-            raise ConfigError(f"{ref} is an async function: use a plain function (def)", code="reward.async_function")
+        self.function = load_function(ref, REWARD_CALL)
         parameters = list(inspect.signature(self.function).parameters.values())
-        kinds = inspect.Parameter
-        self._taken = {p.name for p in parameters[:_POSITIONAL] if p.kind is not kinds.VAR_KEYWORD}
-        named = [p for p in parameters[_POSITIONAL:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        kinds, first = inspect.Parameter, REWARD_CALL.num_positional
+        self._taken = {p.name for p in parameters[:first] if p.kind is not kinds.VAR_KEYWORD}
+        named = [p for p in parameters[first:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
         self._accepted = {p.name for p in named}
         self._required = [p.name for p in named if p.default is kinds.empty]
         self._takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)

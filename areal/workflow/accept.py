@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from areal.api.data import TrajectoryGroup
-from areal.api.functions import ACCEPT_FUNCTIONS, load_function, resolve_function
+from areal.api.functions import ACCEPT_CALL, ACCEPT_FUNCTIONS, load_function, resolve_function
 from areal.api.workflow import AcceptFn
 
 
@@ -20,4 +20,4 @@ def resolve_accept_fn(name: str) -> AcceptFn | None:
     """The filter of rollout.should_accept_fn, a registered name or the path of a function; None when empty."""
     if not name:
         return None
-    return load_function(resolve_function(name, ACCEPT_FUNCTIONS, key="rollout.should_accept_fn"))
+    return load_function(resolve_function(name, ACCEPT_FUNCTIONS, key="rollout.should_accept_fn"), ACCEPT_CALL)

@@ -6,8 +6,10 @@ import pytest
 
 from areal.api.errors import ConfigError
 from areal.api.functions import (
+    ACCEPT_CALL,
     ACCEPT_FUNCTIONS,
     MAP_FUNCTIONS,
+    REWARD_CALL,
     REWARD_FUNCTIONS,
     WORKFLOWS,
     FunctionRef,
@@ -15,6 +17,7 @@ from areal.api.functions import (
     load_function,
     parse_function_path,
     resolve_function,
+    source_signature,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +63,13 @@ def test_paths_of_modules_and_files(tmp_path):
         assert [value for value in values if value not in str(caught.value)] == []
 
 
-def test_a_file_that_breaks_at_import_is_tried_again(tmp_path):
+def test_a_file_that_fails_at_import_is_run_again(tmp_path):
     file = tmp_path / "breaks.py"
     file.write_text("raise ValueError('once')")
     ref = FunctionRef(name="f", file=str(file))
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the user's error, compared below
         load_function(ref)
+    assert caught.value.args == ("once",)
     file.write_text("def f():\n    return 'fixed'\n")
     assert load_function(ref)() == "fixed"
 
@@ -100,6 +104,71 @@ def test_a_path_is_looked_up_without_importing_anything(tmp_path, monkeypatch):
             parse_function_path(text, key="k")
         assert caught.value.code == "config.bad_reference"
     assert not [name for name in sys.modules if name.startswith("shop_of_tests")]
+
+
+CALLABLE = {
+    "plain": "def f(prompt, completion, prompt_ids, completion_ids): ...",
+    "columns": "def f(prompt, completion, prompt_ids, completion_ids, answer, *, level=1, **row): ...",
+    "args": "def f(*args, **row): ...",
+    "positional only": "def f(a, b, c, d, /, answer): ...",
+    "lambda": "f = lambda *args, **row: 1.0",
+    "imported": "from somewhere import f",
+    "computed": "f = make(5)",
+    "other name": "f = g",
+    "decorated": "@wrapped\ndef f(): ...",
+    "fallback": "try:\n    from somewhere import f\nexcept ImportError:\n    f = None",
+    "set by a function": "def start():\n    global f\n    f = print",
+    "loop": "for f in make(): ...",
+}
+NOT_CALLABLE = {
+    "number": "f = 5",
+    "annotated number": "f: float = -0.5",
+    "list": "f = [1, 2]",
+    "too few": "def f(prompt, completion): ...",
+    "too many": "def f(a, b, c, d, answer, /): ...",
+    "keywords": "def f(prompt, *, completion, prompt_ids, completion_ids): ...",
+    "async": "async def f(prompt, completion, prompt_ids, completion_ids): ...",
+    "lambda": "f = lambda prompt: 1.0",
+    "class": "class f: ...",
+    "both ways": "if x:\n    f = 1\nelse:\n    def f(): ...",
+}
+
+
+@pytest.mark.parametrize("source", CALLABLE.values(), ids=CALLABLE)
+def test_a_source_that_may_define_a_reward_function_passes(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    assert parse_function_path(f"{tmp_path / 'mine.py'}:f", key="k", call=REWARD_CALL).name == "f"
+
+
+@pytest.mark.parametrize("source", NOT_CALLABLE.values(), ids=NOT_CALLABLE)
+def test_a_source_that_defines_no_reward_function_is_refused(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        parse_function_path(f"{tmp_path / 'mine.py'}:f", key="k", call=REWARD_CALL)
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [("k", "config.wrong_function")]
+
+
+def test_a_loaded_function_with_another_signature_is_refused():
+    assert load_function(function_ref(top_level)) is top_level
+    for call in (REWARD_CALL, ACCEPT_CALL):
+        with pytest.raises(ConfigError) as caught:
+            load_function(function_ref(top_level), call)
+        assert caught.value.code == "config.wrong_function"
+    assert load_function(function_ref(print), REWARD_CALL) is print
+
+
+def test_the_signature_of_a_workflow_is_read_from_its_source(tmp_path):
+    rlvr = source_signature(WORKFLOWS["rlvr"])
+    assert rlvr is not None
+    assert {"reward_fn", "gconfig", "tokenizer"} <= rlvr.parameters.keys()
+    file = tmp_path / "own.py"
+    file.write_text("class Own:\n    def __init__(self, a, b=1): ...\nclass Derived(Own): ...\ndef make(a): ...\n")
+    for name, expected in (("Own", ["a", "b"]), ("make", ["a"])):
+        signature = source_signature(FunctionRef(name=name, file=str(file)))
+        assert signature is not None
+        assert list(signature.parameters) == expected
+    assert source_signature(FunctionRef(name="Derived", file=str(file))) is None
+    assert source_signature(FunctionRef(name="sqrt", module="math")) is None
 
 
 SCRIPT = """

@@ -24,6 +24,7 @@ from areal.launcher.preflight import (
     count_rows,
     disk_problem,
     earlier_run,
+    function_problems,
     has_launcher,
     looks_local,
     make_run_folder,
@@ -91,27 +92,26 @@ def ppo_config(tmp_path, **fields):
     )
 
 
-@pytest.mark.parametrize("workflow", ["rlvr", "multi_turn"])
-def test_answers_that_nothing_scores_are_seen_before_the_start(tmp_path, workflow):
-    (problem,) = missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn=""), None)
-    assert problem.startswith("reward_fn: ")
-    assert f"workflow={workflow}" in problem
-    assert missing_inputs(ppo_config(tmp_path, workflow=workflow), None) == []
+def codes_of(config, *, has_script=False):
+    return [(problem.path, problem.code) for problem in function_problems(config, has_script=has_script)]
+
+
+@pytest.mark.parametrize(("workflow", "args"), [("rlvr", {}), ("multi_turn", {"max_turns": 2, "turn_discount": 1.0})])
+def test_a_workflow_without_a_reward_is_refused_before_the_start(tmp_path, workflow, args):
+    fields = {"workflow": workflow, "workflow_args": args}
+    assert codes_of(ppo_config(tmp_path, reward_fn="", **fields)) == [("reward_fn", "reward.none_given")]
+    assert codes_of(ppo_config(tmp_path, **fields)) == []
     model = RewardModelConfig(path="org/reward")
-    assert missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn="", reward_model=model), None) == []
-    script = tmp_path / "own.py"
-    script.write_text("")
-    assert missing_inputs(ppo_config(tmp_path, workflow=workflow, reward_fn=""), str(script)) == []
-    assert missing_inputs(ppo_config(tmp_path, workflow="mine:Workflow", reward_fn=""), None) == []
+    assert codes_of(ppo_config(tmp_path, reward_fn="", reward_model=model, **fields)) == []
+    assert codes_of(ppo_config(tmp_path, reward_fn="", **fields), has_script=True) == []
 
 
-def test_remax_in_dialogues_is_seen_before_the_start(tmp_path):
+def test_remax_with_dialogues_is_refused_before_the_start(tmp_path):
     actor = PPOActorConfig(path="org/model", optimizer=OptimizerConfig(), adv_estimator="remax")
-    (problem,) = missing_inputs(ppo_config(tmp_path, actor=actor, workflow="multi_turn"), None)
-    assert problem.startswith("actor.adv_estimator: ")
-    assert "workflow=multi_turn" in problem
-    assert "remax" in problem
-    assert missing_inputs(ppo_config(tmp_path, actor=actor), None) == []
+    args = {"max_turns": 2, "turn_discount": 1.0}
+    config = ppo_config(tmp_path, actor=actor, workflow="multi_turn", workflow_args=args)
+    assert codes_of(config) == [("actor.adv_estimator", "workflow.missing_parameter")]
+    assert codes_of(ppo_config(tmp_path, actor=actor)) == []
 
 
 def test_a_reward_model_without_a_head_is_seen_before_the_start(tmp_path):

@@ -142,7 +142,9 @@ def controller_busy(run):
 
 def replica_hangs_in_publication(run):
     slow = replica("server-1", state="updating", version=42, reason="takes in version 43")
-    run.status = status_of("the servers to take policy version 43", replicas=[replica("server-0"), slow], updating_to=43)
+    run.status = status_of(
+        "the servers to take policy version 43", replicas=[replica("server-0"), slow], updating_to=43
+    )
     run.silent = {"server-1"}
     two_trainers(run, "publish_weights", 42)
 

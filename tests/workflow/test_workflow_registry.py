@@ -16,6 +16,10 @@ def config(**fields):
     return PPOConfig(experiment_name="e", trial_name="t", gconfig=GenerationHyperparameters(n_samples=2), **fields)
 
 
+def problems_of(error):
+    return [(problem.path, problem.code) for problem in error.value.problems]
+
+
 def test_registered_workflows_are_built(tokenizer):
     assert isinstance(build_workflow(config(reward_fn="exact"), tokenizer), RLVRWorkflow)
     multi = config(reward_fn="exact", workflow="multi_turn", workflow_args={"max_turns": 2, "turn_discount": 0.9})
@@ -25,8 +29,9 @@ def test_registered_workflows_are_built(tokenizer):
 def test_functions_with_weights_take_the_place_of_the_short_form(tokenizer):
     weighted = RewardConfig(by_source={"a": {"exact": 1.0}})
     assert isinstance(build_workflow(config(reward=weighted), tokenizer), RLVRWorkflow)
-    with pytest.raises(ConfigError, match=r"reward.by_source.a: 'exactt'.*did you mean 'exact'"):
+    with pytest.raises(ConfigError) as error:
         build_workflow(config(reward=RewardConfig(by_source={"a": {"exactt": 1.0}})), tokenizer)
+    assert problems_of(error) == [("reward.by_source.a", "config.bad_reference")]
 
 
 def test_remax_generates_a_greedy_answer(tokenizer):
@@ -35,12 +40,12 @@ def test_remax_generates_a_greedy_answer(tokenizer):
     assert not build_workflow(config(reward_fn="exact"), tokenizer)._greedy_baseline
     turns = {"workflow": "multi_turn", "workflow_args": {"max_turns": 2, "turn_discount": 0.9}}
     build_workflow(config(reward_fn="exact", **turns), tokenizer)
-    with pytest.raises(ConfigError, match="workflow=multi_turn") as error:
+    with pytest.raises(ConfigError) as error:
         build_workflow(config(reward_fn="exact", actor=remax, **turns), tokenizer)
-    assert error.value.code == "workflow.missing_parameter"
-    with pytest.raises(ConfigError, match=r"workflow_args.greedy_baseline: rlvr") as error:
+    assert problems_of(error) == [("actor.adv_estimator", "workflow.missing_parameter")]
+    with pytest.raises(ConfigError) as error:
         build_workflow(config(reward_fn="exact", workflow_args={"greedy_baseline": True}), tokenizer)
-    assert error.value.code == "workflow.invalid_args"
+    assert problems_of(error) == [("workflow_args.greedy_baseline", "workflow.invalid_args")]
 
 
 def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
@@ -62,29 +67,33 @@ def test_own_workflow_gets_what_its_constructor_takes(tokenizer, tmp_path):
     assert isinstance(workflow, RolloutWorkflow)
     assert (workflow.depth, workflow.gconfig.n_samples) == (3, 2)
     weighted = RewardConfig(fns={"exact": 1.0})
-    with pytest.raises(ConfigError, match="`reward`") as error:
+    with pytest.raises(ConfigError) as error:
         build_workflow(config(workflow=f"{file}:Scores", reward=weighted), tokenizer)
-    assert error.value.code == "workflow.missing_parameter"
-    with pytest.raises(ConfigError, match="Other") as error:
+    assert problems_of(error) == [("reward.fns", "workflow.missing_parameter")]
+    with pytest.raises(ConfigError) as error:
         build_workflow(config(workflow=f"{file}:Other"), tokenizer)
     assert error.value.code == "workflow.not_a_workflow"
 
 
 @pytest.mark.parametrize(
-    ("fields", "value", "code"),
+    ("fields", "path", "code"),
     [
-        ({}, "workflow=rlvr", "reward.none_given"),
-        ({"reward_fn": "exactt"}, "did you mean 'exact'", "config.bad_reference"),
-        ({"reward_fn": "exact", "workflow": "rlvrr"}, "did you mean 'rlvr'", "config.bad_reference"),
-        ({"reward_fn": "exact", "workflow_args": {"enable_thinkin": True}}, "enable_thinking", "workflow.invalid_args"),
-        ({"reward_fn": "exact", "workflow_args": {"gconfig": 1}}, "workflow_args.gconfig", "workflow.invalid_args"),
-        ({"reward_fn": "exact", "workflow": "multi_turn"}, "workflow_args.max_turns", "workflow.invalid_args"),
+        ({"reward_fn": ""}, "reward_fn", "reward.none_given"),
+        ({"reward_fn": "exactt"}, "reward_fn", "config.bad_reference"),
+        ({"workflow": "rlvrr"}, "workflow", "config.bad_reference"),
+        (
+            {"workflow_args": {"enable_thinkin": True}},
+            "workflow_args.enable_thinkin",
+            "workflow.invalid_args",
+        ),
+        ({"workflow_args": {"gconfig": 1}}, "workflow_args.gconfig", "workflow.invalid_args"),
+        ({"workflow": "multi_turn"}, "workflow_args.max_turns", "workflow.invalid_args"),
     ],
 )
-def test_wrong_names_are_config_errors(fields, value, code, tokenizer):
-    with pytest.raises(ConfigError, match=value) as error:
-        build_workflow(config(**fields), tokenizer)
-    assert error.value.code == code
+def test_wrong_names_are_config_errors(fields, path, code, tokenizer):
+    with pytest.raises(ConfigError) as error:
+        build_workflow(config(**{"reward_fn": "exact"} | fields), tokenizer)
+    assert problems_of(error)[0] == (path, code)
 
 
 def group(*rewards):
@@ -101,5 +110,6 @@ def test_mixed_rewards_rejects_groups_with_equal_rewards():
     assert not accept(replace(group(0.0, 1.0), filter_rewards=[2.0, 2.0]))
     assert accept(replace(group(0.0, 0.0), filter_rewards=[2.0, 3.0]))
     assert resolve_accept_fn("") is None
-    with pytest.raises(ConfigError, match="mixed_rewards"):
+    with pytest.raises(ConfigError) as error:
         resolve_accept_fn("mixed_reward")
+    assert problems_of(error) == [("rollout.should_accept_fn", "config.bad_reference")]

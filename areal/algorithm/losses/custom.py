@@ -10,7 +10,7 @@ from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens
 from areal.algorithm.ratio import policy_ratio, ratio_stats
 from areal.api.config import PolicyLossOptions
 from areal.api.errors import ConfigError
-from areal.api.functions import load_function, parse_function_path
+from areal.api.functions import LOSS_CALL, load_function, parse_function_path
 
 
 def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
@@ -37,4 +37,4 @@ def loss(tokens: PolicyTokens, options: PolicyLossOptions) -> PolicyLoss:
 
 @cache
 def _function(path: str) -> Callable[..., Any]:
-    return load_function(parse_function_path(path, key="custom.path"))
+    return load_function(parse_function_path(path, key="custom.path"), LOSS_CALL)

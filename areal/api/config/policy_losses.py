@@ -12,7 +12,7 @@ from typing import Any
 from areal.api.config.fields import Problem, Problems, choice, number, section
 from areal.api.config.relevance import when
 from areal.api.errors import ConfigError
-from areal.api.functions import parse_function_path
+from areal.api.functions import LOSS_CALL, parse_function_path
 
 POLICY_LOSSES = (
     "ppo",
@@ -201,6 +201,6 @@ class PolicyLossOptions:
             yield Problem("custom.path", text, "config.missing_requirement")
             return
         try:
-            parse_function_path(self.custom.path, key="custom.path")
+            parse_function_path(self.custom.path, key="custom.path", call=LOSS_CALL)
         except ConfigError as error:
             yield from error.problems
