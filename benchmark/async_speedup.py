@@ -42,6 +42,7 @@ from areal.rollout.controller_routes import make_app
 from areal.system.network import bind_socket, http_address
 
 MAX_TOKENS = 4096
+TOKEN = "benchmark"
 PROMPT = [1, 2, 3, 4]
 
 
@@ -153,7 +154,7 @@ class Trainer(threading.Thread):
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
         super().__init__(name="trainer", daemon=True)
-        self._client = RolloutClient(address)
+        self._client = RolloutClient(address, token=TOKEN)
         self._args = args
         self.seconds = 0.0
         self.staleness: list[float] = []
@@ -199,7 +200,7 @@ async def simulate(eta: int, args: argparse.Namespace, lengths: np.ndarray, fold
         total_steps=args.steps,
     )
     await controller.start()
-    runner = web.AppRunner(make_app(controller), shutdown_timeout=1.0)
+    runner = web.AppRunner(make_app(controller, token=TOKEN), shutdown_timeout=1.0)
     await runner.setup()
     bound = bind_socket()
     await web.SockSite(runner, bound).start()

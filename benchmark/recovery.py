@@ -50,6 +50,7 @@ from tests.faults.schedule import EVERYTHING  # noqa: E402
 from tests.faults.soak import prepare  # noqa: E402
 
 NUM_REQUESTS, ANSWER_TOKENS = 32, 384
+TOKEN = "benchmark"
 INTERVALS = (8, 32, 128, 2 * ANSWER_TOKENS)
 ROLES: dict[str, tuple[str, ...]] = {
     "server": ("server-1",),
@@ -148,7 +149,8 @@ def start_server(model: Path) -> subprocess.Popen[str]:
     words = ["--model-path", str(model), "--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
     words += ["--log-level", "error"]
     argv = [sys.executable, "-m", "areal.inference.server", *words]
-    return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    env = {**os.environ, "AREAL_SERVER_TOKEN": TOKEN}
+    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def read_address(server: subprocess.Popen[str]) -> str:
@@ -157,7 +159,8 @@ def read_address(server: subprocess.Popen[str]) -> str:
 
 
 def metrics(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+    request = urllib.request.Request(f"{address}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
         text = answer.read().decode()
     return {name: float(value) for name, value in re.findall(r"^areal_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
 

@@ -18,8 +18,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from areal.system.network import TOKEN_VARIABLE
+from tests.run_token import TOKEN
+
 settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal")
+os.environ[TOKEN_VARIABLE] = TOKEN
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: threads of several test processes on the same cores double the CPU time.

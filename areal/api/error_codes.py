@@ -158,10 +158,12 @@ launch.server_unprotected: A server would listen beyond loopback, where the toke
     Use native servers, or start the servers yourself and name them in rollout.server_addrs.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
     Set cluster.n_nodes=1.
-launch.token_mismatch: Two processes of a run have different tokens.
+launch.token_invalid: The token has characters that cannot be sent in an HTTP header.
+    Set AREAL_SERVER_TOKEN to letters, digits and punctuation, without spaces.
+launch.token_mismatch: Two processes of a run, or the run and a server that it uses, have different tokens.
     Give AREAL_SERVER_TOKEN the same value everywhere.
-launch.token_missing: A server or store can be reached from other machines, and no token protects it.
-    Set the environment variable AREAL_SERVER_TOKEN to a secret.
+launch.token_missing: A server or store was started by hand without the token that it must require.
+    Set the environment variable AREAL_SERVER_TOKEN to a secret. A launcher does this for its processes.
 launch.too_few_gpus: The allocation needs more GPUs than are available.
     Use smaller sizes in allocation_mode, or more GPUs.
 launch.tracker_failed: A metrics tracker did not start.
@@ -238,10 +240,14 @@ replay.override: An override has no effect in a replay, or would need other data
 replay.rank_failed: A rank of the replay exited with an error.
     Read the log that the message names.
 
+request.content_type: The body of a request is not declared as JSON.
+    Send the header Content-Type: application/json.
 request.duplicate_id: A generation request has the rid of a request that is still running.
     Use a unique rid for each request.
 request.engine_failed: The engine of the native server failed or hangs.
     Read the log of the server; the launcher restarts it.
+request.foreign_origin: A request comes from a web page, or is addressed to another host name.
+    Send requests from a program, to the address that the server printed.
 request.invalid_field: A request has a missing, unknown or invalid field.
     Correct the field that the message names; a retry with the same body fails again.
 request.no_tokenizer: A request needs a tokenizer that the server does not have, or cannot use in a stream.

@@ -22,7 +22,7 @@ from areal.api.engine import ReduceOp
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
-from areal.system.network import LOOPBACK, TOKEN_VARIABLE, bind_socket, required_token, run_token, store_prefix
+from areal.system.network import LOOPBACK, TOKEN_VARIABLE, listen, required_token, run_token, store_prefix
 from areal.system.process import ProcessContext
 
 STORE_NAME = "trainer/store"
@@ -148,9 +148,9 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
     timeout = timedelta(seconds=timeout_s)
     host = context.host
     if context.index == 0:
-        prefix = store_prefix(required_token(host, "the store of the trainer ranks"), STORE_NAME)
-        listening = bind_socket(host.bind)
-        listening.listen()
+        token = required_token("the store of the trainer ranks")
+        prefix = store_prefix(token, STORE_NAME)
+        listening = listen(host, token)
         port = listening.getsockname()[1]
         listener = listening.detach()
         store = TCPStore(

@@ -31,7 +31,8 @@ from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, required_token
+from areal.system.http_guard import RequestGuard
+from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, http_address, listen, required_token
 from areal.system.process import ProcessContext, raise_open_file_limit, run_main
 
 _LOG = get_logger(__name__)
@@ -58,8 +59,8 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     """Options from flags, then from the config of the run and the context of the launcher, if any."""
     parser = argparse.ArgumentParser(
         prog="python -m areal.inference.server",
-        description=f"The native inference server. A token in {TOKEN_VARIABLE} is required of every request, and "
-        "must be set to listen beyond this machine.",
+        description=f"The native inference server. The environment variable {TOKEN_VARIABLE} must contain a secret; "
+        "clients send it with every request as `Authorization: Bearer SECRET`.",
     )
     parser.add_argument(
         "--config", help="config.yaml of the run; its section `native` has the defaults of the options below"
@@ -105,7 +106,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         port=args.port,
         device=context.device if context and not args.device else pick_device(native.device),
         num_threads=args.num_threads or (context.num_threads if context else torch.get_num_threads()),
-        token=required_token(host, "the inference server"),
+        token=required_token("the inference server"),
         process_name=context.name if context else "server",
         index=context.index if context else 0,
         registry=registry,
@@ -126,9 +127,8 @@ async def serve(
 
     native = options.native
     path = resolve_model_path(native.model_path)
-    app = ServerApp(
-        model_path=str(path), draw_seed=seed_source(native.random_seed + options.index), token=options.token
-    )
+    seeds = seed_source(native.random_seed + options.index)
+    app = ServerApp(model_path=str(path), draw_seed=seeds, guard=RequestGuard(options.token, options.host))
     detokenizer = load_detokenizer(path)
     engine = build_engine(
         native,
@@ -140,11 +140,11 @@ async def serve(
         from_scratch=options.from_scratch,
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
-    bound = bind_socket(options.host.bind, options.port)
+    bound = listen(options.host, options.token, options.port)
     # A closed connection cancels its handler, which aborts the request of the client.
     runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    await web.SockSite(runner, bound, backlog=4096).start()
+    await web.SockSite(runner, bound, backlog=BACKLOG).start()
     engine.start()
     on_ready(http_address(bound, options.host.advertise))
     async with beating_loop(launched_heartbeat(), lambda: _activity(engine)):

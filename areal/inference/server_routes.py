@@ -6,7 +6,6 @@ Handlers run in the asyncio thread. A control handler waits until the engine thr
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -18,6 +17,7 @@ from areal.inference.json_answers import error_response, json_response, ok, read
 from areal.inference.request_parser import RequestLimits, bool_field, check_fields, text_field
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
+from areal.system.http_guard import RequestGuard
 
 _LOG = get_logger(__name__)
 _MAX_BODY_BYTES = 1 << 28
@@ -27,9 +27,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ServerApp:
     """Routes of one server."""
 
-    def __init__(self, *, model_path: str, draw_seed: Callable[[], int], token: str = "") -> None:
+    def __init__(self, *, model_path: str, draw_seed: Callable[[], int], guard: RequestGuard) -> None:
         self.model_path = model_path
-        self._token = token
+        self._guard = guard
         self.generate = GenerateRoute(draw_seed)
 
     def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
@@ -41,7 +41,7 @@ class ServerApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application = web.Application(middlewares=[self._check_request], client_max_size=_MAX_BODY_BYTES)
         posts: dict[str, Handler] = {
             "/generate": self.generate.answer,
             "/abort_request": self._abort_request,
@@ -57,18 +57,21 @@ class ServerApp:
             "/metrics": self._metrics,
         }
         for path, handler in posts.items():
-            application.router.add_post(path, self._guarded(handler))
+            application.router.add_post(path, self._answering_errors(handler))
         for path, handler in gets.items():
-            application.router.add_get(path, self._guarded(handler))
+            application.router.add_get(path, self._answering_errors(handler))
         return application
 
-    def _guarded(self, handler: Handler) -> Handler:
-        """Check the token, and answer errors as JSON."""
-        expected = f"Bearer {self._token}".encode()
+    @web.middleware
+    async def _check_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refusal := self._guard.refusal(request.headers, has_body=request.can_read_body):
+            return error_response(refusal.status, refusal.message, refusal.code)
+        return await handler(request)
+
+    def _answering_errors(self, handler: Handler) -> Handler:
+        """Answer errors as JSON."""
 
         async def run(request: web.Request) -> web.StreamResponse:
-            if self._token and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
-                return error_response(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
             try:
                 return await handler(request)
             except RequestError as error:

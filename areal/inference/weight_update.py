@@ -102,7 +102,7 @@ class WeightReceiver:
             message = f"rank {rank} of a server must be between 1 and world_size - 1 = {world_size - 1}"
             raise RequestError(message, code="weights.no_group")
         self.leave()
-        store = open_store(master_address, master_port, is_master=False, timeout_s=timeout_s)
+        store = open_store(master_address, master_port, timeout_s=timeout_s)
         self._group = UpdateGroup(
             store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s
         )

@@ -64,13 +64,17 @@ def wait_until_all_answer(
     limit_s: float,
     say: Callable[[str], None],
     *,
+    token: str = "",
     hurry: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return once each gave any HTTP answer, or `hurry()` is true. LaunchError names those that gave none."""
+    """Return once each gave any HTTP answer, or `hurry()` is true. LaunchError names those that gave none.
+
+    ConfigError when a server requires another token than `token`.
+    """
     began_s, was_reported = time.monotonic(), False
     missing = dict.fromkeys(urls, "")
     while True:
-        missing = {url: failure for url in missing if (failure := _failure_of(url))}
+        missing = {url: failure for url in missing if (failure := _failure_of(url, token))}
         if not missing or hurry():
             return
         text = ", ".join(f"{url} ({failure})" for url, failure in missing.items())
@@ -85,14 +89,18 @@ def wait_until_all_answer(
         time.sleep(min(_POLL_S, limit_s))
 
 
-def _failure_of(url: str) -> str:
-    """Why a server gives no HTTP answer; empty when it gives any."""
+def _failure_of(url: str, token: str) -> str:
+    """Why a server gives no HTTP answer; empty when it gives any. ConfigError when it refuses the token."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/health", timeout=_ANSWER_LIMIT_S):
+        request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {token}"})
+        with opener.open(request, timeout=_ANSWER_LIMIT_S):
             return ""
-    except urllib.error.HTTPError:
-        return ""  # an error, or a request for a token, is an answer
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            message = f"the server at {url} requires another token: set {TOKEN_VARIABLE} to its token or API key"
+            raise ConfigError(message, code="launch.token_mismatch") from None
+        return ""  # an error is an answer
     except urllib.error.URLError as error:
         return str(getattr(error.reason, "strerror", None) or error.reason)
     except (OSError, http.client.HTTPException) as error:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -72,15 +72,19 @@ class ProcessBackend(Protocol):
 class LocalBackend:
     """Processes on this machine, as children of the launcher. Implements `ProcessBackend`."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, secrets: Mapping[str, str] | None = None) -> None:
+        """`secrets`: environment variables of every process that are in no plan, such as the run's token."""
         self._paths = paths
+        self._secrets = dict(secrets or {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
 
     def start(self, planned: PlannedProcess) -> int:
         log = Path(planned.log_path)
         self._logs[planned.name] = (log, log.stat().st_size if log.exists() else 0)
-        process = self._processes[planned.name] = spawn(planned.argv, {**os.environ, **planned.env}, log)
+        process = self._processes[planned.name] = spawn(
+            planned.argv, {**os.environ, **planned.env, **self._secrets}, log
+        )
         return process.pid
 
     def poll(self, name: str) -> int | None:

@@ -46,7 +46,7 @@ from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
-from areal.system.network import Host
+from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
 from areal.system.process import AREAL_PROCESS, run_main
 from areal.system.run_paths import RunPaths
 
@@ -57,7 +57,7 @@ USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
 configuration names all parts. --dry-run prints the plan and starts nothing. --attach changes a run that is running
 (see --attach --help). AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as
-rollout.server_addrs does; servers on other machines also need their secret in AREAL_SERVER_TOKEN.
+rollout.server_addrs does; AREAL_SERVER_TOKEN contains their token or API key.
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
@@ -154,16 +154,18 @@ def launch(request: Launch, machine: Machine) -> int:
         raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
     if request.dry_run:
         return 0
+    token = required_token("the run") if run_token() else new_token()
     make_run_folder(paths)
     with run_lock(paths):
         wait_for_orphans(paths, limit_s=_ORPHANS_LIMIT_S, say=line.say)
         finish_interrupted_writes(paths.recover)
         check_run_folder(config, paths)
         save_config(config, paths.config, extra=request.extras)
+        write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions:
             try:
-                outcome = _run(request, machine, paths, rows, line, interruptions)
+                outcome = _run(request, machine, paths, rows, line, interruptions, token)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
@@ -192,6 +194,7 @@ def _run(
     rows: int | None,
     line: StatusLine,
     interruptions: Interruptions,
+    token: str,
 ) -> Outcome:
     """Start all processes and wait until all have ended."""
     config = request.config
@@ -205,18 +208,20 @@ def _run(
     registry.clear()
     if plan.attached and isinstance(config, PPOConfig):
         limit_s = config.rollout.setup_timeout
-        wait_until_all_answer(plan.attached, limit_s, line.say, hurry=lambda: interruptions.count > 0)
+        wait_until_all_answer(plan.attached, limit_s, line.say, token=token, hurry=lambda: interruptions.count > 0)
         register(registry, plan.attached)
     RequestBox(paths).clear()
     shutil.rmtree(paths.alive, ignore_errors=True)
     total_steps = plan.numbers.total_steps
-    source = StatusSource(registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps)
+    source = StatusSource(
+        registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps, token=token
+    )
     return Supervisor(
         plan,
         config.launcher,
         config.recover,
         paths,
-        LocalBackend(paths),
+        LocalBackend(paths, {TOKEN_VARIABLE: token}),
         registry=registry,
         source=source,
         line=line,

@@ -19,7 +19,6 @@ from areal.launcher.liveness import LivenessWatch
 from areal.launcher.stall import StallWatch
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
-from areal.system.network import run_token
 
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
@@ -78,8 +77,17 @@ def waiting_text(children: Sequence[Child], now_s: float) -> str | None:
 class StatusSource:
     """Reads the state of a run from the controller, or from metrics.jsonl when there is none."""
 
-    def __init__(self, registry: NameRegistry, metrics: Path, *, has_controller: bool, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        registry: NameRegistry,
+        metrics: Path,
+        *,
+        has_controller: bool,
+        total_steps: int | None,
+        token: str = "",
+    ) -> None:
         self._registry = registry
+        self._headers = {"Authorization": f"Bearer {token}"}
         self._metrics = metrics
         self._has_controller = has_controller
         self._total_steps = total_steps
@@ -94,9 +102,7 @@ class StatusSource:
         if found is None:
             return None
         try:
-            token = run_token()
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            request = urllib.request.Request(f"{json.loads(found)['address']}/status", headers=headers)
+            request = urllib.request.Request(f"{json.loads(found)['address']}/status", headers=self._headers)
             with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
                 status = json.loads(answer.read())
             return status if isinstance(status, dict) else None

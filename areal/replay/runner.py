@@ -14,6 +14,7 @@ from pathlib import Path
 from areal.api.errors import LaunchError
 from areal.launcher.backend import LocalBackend
 from areal.launcher.job import PlannedProcess
+from areal.system.network import TOKEN_VARIABLE, new_token, run_token
 from areal.system.process import ERROR_PREFIX, ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -45,7 +46,8 @@ def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder
 
 def run_ranks(ranks: Sequence[PlannedProcess], on_poll: Callable[[], None]) -> None:
     """Run all ranks to their end. When one fails, kill the others and raise LaunchError with its last output."""
-    backend = LocalBackend(RunPaths(Path(ranks[0].log_path).parents[1]))
+    secrets = {TOKEN_VARIABLE: run_token() or new_token()}
+    backend = LocalBackend(RunPaths(Path(ranks[0].log_path).parents[1]), secrets)
     try:
         for rank in ranks:
             backend.start(rank)

@@ -45,7 +45,7 @@ class RolloutClient:
         self,
         address: str | Callable[[], str],
         *,
-        token: str | None = None,
+        token: str,
         reconnect_s: float = 120.0,
         answer_s: float = ANSWER_S,
         silent_s: float = SILENT_S,
@@ -149,9 +149,7 @@ class RolloutClient:
         address = self._address if isinstance(self._address, str) else self._address()
         parts = urlsplit(address)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         try:
             if body is None:
                 connection.request("GET", path, headers=headers)
@@ -176,6 +174,6 @@ def _error_of(path: str, status: int, answer: bytes) -> ArealError:
         message, code = str(body["error"]), str(body["code"])
     if status == 409:
         return WeightsNeeded(message)
-    if status in (400, 401, 410, 413):
+    if status in (400, 401, 403, 410, 413, 415):
         return RequestError(message, code=code)
     return ControllerError(f"the rollout controller could not serve {path}: {message}", code=code)

@@ -19,7 +19,7 @@ from areal.rollout.controller import Controller
 from areal.rollout.controller_routes import make_app
 from areal.system.discovery import NameRegistry
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import Host, bind_socket, http_address, required_token
+from areal.system.network import Host, http_address, listen, required_token
 
 _log = get_logger(__name__)
 
@@ -42,10 +42,10 @@ def collect_rarely() -> None:
 
 async def serve_made(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
     """Make a controller in the running loop and serve it on `host`, protected by the run's token."""
-    token = required_token(host, "the rollout controller")
+    token = required_token("the rollout controller")
     controller = make_controller()
     async with beating_loop(launched_heartbeat(), controller.waiting_for):
-        await serve(controller, bind_socket(host.bind), registry, advertise=host.advertise, token=token)
+        await serve(controller, listen(host, token), registry, host=host, token=token)
 
 
 async def serve(
@@ -53,12 +53,13 @@ async def serve(
     bound: socket.socket,
     registry: NameRegistry,
     *,
-    advertise: str | None = None,
-    token: str | None = None,
+    host: Host,
+    token: str,
 ) -> None:
-    """Listen on `bound`, register as `controller` and, once the fleet is healthy, as `ready/controller`.
+    """Serve on the listening socket `bound`.
 
-    Waits for /finish of the trainers, for an error (raised once a trainer received it), or for SIGTERM or SIGINT.
+    Registers as `controller` and, once the fleet is healthy, as `ready/controller`. Waits for
+    /finish of the trainers, for an error (raised once a trainer received it), or for SIGTERM or SIGINT.
     """
     loop = asyncio.get_running_loop()
     stopped = False
@@ -70,11 +71,11 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    runner = web.AppRunner(make_app(controller, token=token), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(make_app(controller, token=token, host=host), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()
-        value = {"address": http_address(bound, advertise), "pid": os.getpid()}
+        value = {"address": http_address(bound, host.advertise), "pid": os.getpid()}
         registry.add(CONTROLLER, orjson.dumps(value).decode(), replace=True)
         starting = asyncio.ensure_future(controller.start())
         ended = asyncio.ensure_future(controller.ended())

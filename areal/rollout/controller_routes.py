@@ -16,7 +16,6 @@ Every call may be repeated; its work is done once. Errors answer {"error": one l
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 import orjson
@@ -27,6 +26,8 @@ from areal.api.errors import ArealError, LedgerError, RequestError
 from areal.observe.log import get_logger
 from areal.rollout.controller import BatchUnavailable, Controller
 from areal.rollout.share_codec import WeightsNeeded, decode_update
+from areal.system.http_guard import RequestGuard
+from areal.system.network import Host
 
 _log = get_logger(__name__)
 
@@ -36,11 +37,12 @@ MAX_BODY_BYTES = 64 * 2**20
 """A weight update lists every weight of a model."""
 
 
-def make_app(controller: Controller, *, token: str | None = None, poll_s: float = POLL_S) -> web.Application:
-    """The application. `token`: what callers must send as `Authorization: Bearer`; None = no check."""
-    app = web.Application(
-        middlewares=[_errors_as_json, *([_bearer(token)] if token else [])], client_max_size=MAX_BODY_BYTES
-    )
+def make_app(
+    controller: Controller, *, token: str, host: Host | None = None, poll_s: float = POLL_S
+) -> web.Application:
+    """The application. `token` and `host` (None = loopback): see `RequestGuard`."""
+    guard = _guarded(RequestGuard(token, host or Host()))
+    app = web.Application(middlewares=[guard, _errors_as_json], client_max_size=MAX_BODY_BYTES)
     handlers = _Handlers(controller, poll_s)
     app.add_routes(
         [
@@ -163,14 +165,11 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, status=500)
 
 
-def _bearer(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
+def _guarded(guard: RequestGuard) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
-            return _json({"error": "a bearer token is required", "code": "request.unauthorized"}, status=401)
+        if refusal := guard.refusal(request.headers, has_body=request.can_read_body):
+            return _json({"error": refusal.message, "code": refusal.code}, status=refusal.status)
         return await handler(request)
 
     return check

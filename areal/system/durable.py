@@ -7,6 +7,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the content of `path`. A reader sees the old or the new content, also after a crash."""
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace the content of `path`. A reader sees the old or the new content, also after a crash.
+
+    `mode`: permissions of the file before the umask; 0o600 = only for its user.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,8 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from areal.api.errors import ConfigError, LaunchError
 LOOPBACK = "127.0.0.1"
 TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 """Environment variable that holds the run's token. A token is never in a plan, a command line or a log."""
+_TOKEN = re.compile(r"[!-~]+")
+BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +41,37 @@ def run_token(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(TOKEN_VARIABLE, "")
 
 
-def required_token(host: Host, what: str) -> str:
-    """The token that `what`, a server or store on `host`, must require; empty = none, which only loopback allows.
+def new_token() -> str:
+    """A random token of 256 bits."""
+    return secrets.token_urlsafe(32)
 
-    ConfigError when it needs one and none is set.
+
+def required_token(what: str, environ: Mapping[str, str] | None = None) -> str:
+    """The token that `what`, a server or store, requires of its clients, also on loopback.
+
+    ConfigError when none is set, or when it cannot be sent in an HTTP header.
     """
-    token = run_token()
-    if not token and not is_loopback(host.bind):
-        message = f"{what} listens on {host.bind}, which other machines can reach: set {TOKEN_VARIABLE} to a secret"
+    token = run_token(environ)
+    if not token:
+        message = f"{what} needs a token: set {TOKEN_VARIABLE} to a secret, such as 32 random letters"
         raise ConfigError(message, code="launch.token_missing")
+    if not _TOKEN.fullmatch(token):
+        message = f"{TOKEN_VARIABLE} has characters that an HTTP header cannot carry: use letters and digits"
+        raise ConfigError(message, code="launch.token_invalid")
     return token
+
+
+def listen(host: Host, token: str, port: int = 0) -> socket.socket:
+    """A listening socket on the host's address. Every listening socket of areal comes from here.
+
+    `token`: what its server or store requires of clients; ConfigError without one. Port 0 = any free one. LaunchError
+    when the address cannot be used.
+    """
+    if not token:
+        raise ConfigError("a listening socket needs a token for its clients", code="launch.token_missing")
+    bound = bind_socket(host.bind, port)
+    bound.listen(BACKLOG)
+    return bound
 
 
 def store_prefix(token: str, name: str) -> str:

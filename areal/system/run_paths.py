@@ -32,6 +32,8 @@ class RunPaths:
     """How the run ended; written once by the launcher."""
     lock = _Below("launcher.lock")
     """Held by the one launcher that runs on this folder."""
+    token = _Below("token")
+    """The token of the running launch; readable by the user of the run only."""
     logs = _Below("logs")
     names = _Below("names")
     """Records of the name registry."""

@@ -25,7 +25,7 @@ from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, required_token
 from areal.weights.control import FleetControl, publish_once
-from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 
 log = get_logger(__name__)
 
@@ -62,8 +62,7 @@ class CollectiveChannel:
         self._bucket_bytes = bucket_bytes
         self._backend = backend
         self._host = host or Host()
-        if ranks.rank == 0:
-            required_token(self._host, "the store of the weight update group")
+        self._token = required_token("the store of the weight update group") if ranks.rank == 0 else ""
         self._ranks_per_replica = ranks_per_replica
         self._timeout_s = timeout_s
         self._plan: list[list[WeightSpec]] = []
@@ -135,7 +134,7 @@ class CollectiveChannel:
             # A new name excludes confusion with a group that a replica is still in. It is random and sent over
             # token-protected HTTP only: the store's keys cannot be guessed without it.
             group_name = f"weights-{uuid.uuid4().hex}"
-            self._store = open_store(host.advertise, 0, is_master=True, timeout_s=JOIN_TIMEOUT_S, bind=host.bind)
+            self._store = serve_store(host, self._token, timeout_s=JOIN_TIMEOUT_S)
         else:
             group_name = self._group.group_name
         assert self._store is not None
@@ -182,7 +181,7 @@ class CollectiveChannel:
         made: list[UpdateGroup | BaseException] = []
         assert self._store is not None
         # A separate connection: when the channel drops the store, the thread fails at once.
-        store = open_store(self._host.advertise, self._store.port, is_master=False, timeout_s=JOIN_TIMEOUT_S)
+        store = open_store(self._host.advertise, self._store.port, timeout_s=JOIN_TIMEOUT_S)
 
         def join() -> None:
             try:

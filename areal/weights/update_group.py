@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -16,6 +17,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.server_side.areal_transfer import group, layout
+from areal.system.network import Host, listen
 
 
 def bucket_bytes(specs: list[WeightSpec]) -> int:
@@ -31,10 +33,27 @@ def bucket_views(buffer: Tensor, specs: list[WeightSpec]) -> dict[str, Tensor]:
     return {spec.name: view for spec, view in zip(specs, views, strict=True)}
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind: str | None = None) -> TCPStore:
-    """See `areal_transfer.group.open_store`. Raises WeightSyncError when a client finds no master."""
+def serve_store(host: Host, token: str, *, timeout_s: float) -> TCPStore:
+    """Serve the store through which the ranks of a group find each other, on a free port of `host`.
+
+    `token`: the run's. The store itself checks none: the keys of a group begin with its name, which is random and which
+    the servers get by requests with the token.
+    """
+    listening = listen(host, token)  # torch alone would listen on every interface
+    return TCPStore(
+        host.advertise,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
+    )
+
+
+def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """See `areal_transfer.group.open_store`. Raises WeightSyncError when there is no store."""
     with _as_ours():
-        return group.open_store(host, port, is_master=is_master, timeout_s=timeout_s, bind=bind)
+        return group.open_store(host, port, timeout_s=timeout_s)
 
 
 class UpdateGroup:

@@ -93,7 +93,8 @@ class Run:
             self._address = record["address"]
             self._connection = http.client.HTTPConnection(urlsplit(self._address).netloc, timeout=_STATUS_TIMEOUT_S)
         try:
-            self._connection.request("GET", "/status")
+            token = (self.folder / "token").read_text()
+            self._connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
             found = json.loads(self._connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError):
             self._connection.close()

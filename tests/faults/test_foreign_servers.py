@@ -69,7 +69,7 @@ def short_backoff(monkeypatch):
 def strikes_once(action):
     """A trainer that waits for the server, does `action` to it, and is done when another one serves."""
     return (
-        "import urllib.request\n"
+        "import os, urllib.request\n"
         "ready(); server = names / 'servers' / '0.json'\n"
         "wait_for('servers/0.json'); first = server.read_text()\n"
         "def pid(name): return int((run / (name + '.pid')).read_text())\n"
@@ -77,7 +77,9 @@ def strikes_once(action):
         "def current(): return server.read_text() if server.exists() else first\n"
         "while current() == first: time.sleep(0.01)\n"
         "second = current()\n"
-        "urllib.request.urlopen(json.loads(second)['address'] + '/health').close()\n"
+        "url, token = json.loads(second)['address'] + '/health', os.environ['AREAL_SERVER_TOKEN']\n"
+        "bearer = {'Authorization': f'Bearer {token}'}\n"
+        "urllib.request.urlopen(urllib.request.Request(url, headers=bearer)).close()\n"
         "note(first); note(second)\n"
     )
 

@@ -22,12 +22,14 @@ from areal.fleet.fleet import Fleet
 from areal.inference.engine_builder import build_engine, request_limits
 from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
-from areal.system.network import bind_socket, http_address
+from areal.system.http_guard import RequestGuard
+from areal.system.network import Host, bind_socket, http_address
 from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
 from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit, until
+from tests.run_token import TOKEN
 
 PROMPT = [5, 9, 11, 30]
 
@@ -65,7 +67,7 @@ class NativeServer:
         native = NativeServerConfig(
             model_path=str(folder), dtype="float32", device="cpu", max_total_tokens=4096, context_length=1024
         )
-        app = ServerApp(model_path=str(folder), draw_seed=seed_source(1))
+        app = ServerApp(model_path=str(folder), draw_seed=seed_source(1), guard=RequestGuard(TOKEN, Host()))
         self.engine = build_engine(
             native, folder, "cpu", deliver=app.generate.deliver, on_failure=print, detokenizer=None
         )

@@ -37,6 +37,7 @@ from areal.inference.sequence import SamplingParams, Sequence
 from areal.inference.server import ServerOptions, serve
 from areal.system.network import Host
 from tests.inference.integrity import check_scheduler
+from tests.run_token import BEARER, TOKEN
 
 VOCABULARY = 50
 PROMPT = [3, 4, 5, 6, 7]
@@ -240,7 +241,7 @@ def options(checkpoint) -> ServerOptions:
         port=0,
         device="cpu",
         num_threads=1,
-        token="",
+        token=TOKEN,
         process_name="server-0",
         index=0,
         registry=None,
@@ -265,12 +266,14 @@ def keep_engine(monkeypatch) -> list[Engine]:
 def serve_with(keep_engine: list[Engine]) -> Callable[..., AsyncIterator[Served]]:
     """`async for one in serve_with(options, headers)`: a server for the length of the loop's only round."""
 
-    async def run(options: ServerOptions, headers: Any = None) -> AsyncIterator[Served]:
+    async def run(options: ServerOptions, headers: Any = BEARER) -> AsyncIterator[Served]:
         stopped, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
         task = asyncio.create_task(serve(options, stopped, ready.set_result))
         done, _ = await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
         assert ready in done, task.result()
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with aiohttp.ClientSession(
+            headers={**headers, "Content-Type": "application/json"}, connector=aiohttp.TCPConnector(limit=0)
+        ) as session:
             yield Served(ready.result(), session, keep_engine[-1], task)
         stopped.set()
         await task

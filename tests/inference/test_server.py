@@ -17,6 +17,7 @@ from areal.inference import engine, server
 from areal.inference.server import serve
 from areal.system import heartbeat
 from areal.system.network import Host
+from tests.attack.requests import REFUSED_HEADERS, status_of
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -275,10 +276,17 @@ async def test_a_tokenizer_in_the_folder_makes_text_and_stop_strings(options, se
         assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-async def test_a_token_is_required_when_there_is_one(options, serve_with):
+@pytest.mark.parametrize(("headers", "status"), REFUSED_HEADERS)
+async def test_requests_without_token_of_web_pages_or_without_json_are_refused(served, headers, status):
+    for path in ("/pause_generation", "/no_such_route"):
+        assert await asyncio.to_thread(status_of, served.address, path, headers) == status
+    assert not served.engine.is_paused
+
+
+async def test_the_token_is_required(options, serve_with):
     everywhere = Host(bind="0.0.0.0", advertise="127.0.0.2")
     secured = replace(options, token="secret", host=everywhere)
-    async for one in serve_with(secured):
+    async for one in serve_with(secured, {"Authorization": "Bearer other"}):
         assert one.address.startswith("http://127.0.0.2:")
         assert (await refused(one.generate(401)))[0] == "request.unauthorized"
         await one.get("/health", 401)

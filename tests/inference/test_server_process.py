@@ -21,6 +21,7 @@ from areal.system.heartbeat import read_beat
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import request_stacks
+from tests.run_token import BEARER
 
 CONTEXT = ProcessContext(
     role="server",
@@ -68,6 +69,9 @@ def test_options_come_from_the_config_and_the_context(config_file, monkeypatch):
     assert parse_options(["--config", str(config_file)]).from_scratch
 
 
+HEADERS = {**BEARER, "Content-Type": "application/json"}
+
+
 def contains_soon(read, text: str) -> bool:
     """Whether `read()` contains `text` within the time limit."""
     deadline = time.monotonic() + 200.0
@@ -89,7 +93,7 @@ def test_a_process_registers_serves_and_ends(config_file, tmp_path):
         record = json.loads(registry.wait("servers/1", 200))
         assert record["pid"] == process.pid
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
-        request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode())
+        request = urllib.request.Request(record["address"] + "/generate", json.dumps(body).encode(), HEADERS)
         with urllib.request.urlopen(request, timeout=200) as response:
             assert len(json.loads(response.read())["output_ids"]) == 3
         assert contains_soon(lambda: str(read_beat(paths.alive_of("server-1"))), "runs 0 requests, 0 queued, version 0")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from areal.api.data import WeightSpec
-from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
+from areal.system.network import Host
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -78,7 +79,7 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
     weights = {name: value.detach() for name, value in new.named_parameters()}
     names = list(weights)
     buckets = [names[:5], names[5:]]
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
+    store = serve_store(Host(), "secret", timeout_s=200)
 
     def send() -> None:
         group = UpdateGroup(store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=200)
@@ -133,7 +134,7 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
 
 
 async def test_leaving_the_group_ends_a_waiting_receive(served, build_model):
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
+    store = serve_store(Host(), "secret", timeout_s=200)
     groups: list[UpdateGroup] = []
 
     def join() -> None:

@@ -17,7 +17,8 @@ from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
 from areal.system.durable import publish_folder
-from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store
+from areal.system.network import Host
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
 
 
 class TiedModel(nn.Module):
@@ -127,7 +128,7 @@ class Sender:
     """The trainer's end: rank 0 of a group of two, in a thread."""
 
     def __init__(self, weights: dict[str, torch.Tensor], receiver: WeightReceiver, timeout_s: float = 10) -> None:
-        store = open_store("127.0.0.1", 0, is_master=True, timeout_s=timeout_s)
+        store = serve_store(Host(), "secret", timeout_s=timeout_s)
         joined: list[UpdateGroup] = []
         thread = threading.Thread(
             target=lambda: joined.append(
@@ -214,7 +215,7 @@ def test_a_receiver_without_a_sender_gives_up() -> None:
     receiver = WeightReceiver(TiedModel(), "cpu")
     with pytest.raises(WeightSyncError, match="no store of an update group at"):
         receiver.join("127.0.0.1", 9, 1, 2, "g", "gloo", 60)
-    store = open_store("127.0.0.1", 0, is_master=True, timeout_s=1)
+    store = serve_store(Host(), "secret", timeout_s=1)
     with pytest.raises(WeightSyncError, match="did not meet the others"):
         receiver.join("127.0.0.1", store.port, 1, 2, "g", "gloo", 0.5)
     with pytest.raises(RequestError, match="must be between"):

@@ -14,6 +14,7 @@ from areal.api.errors import ServerUnavailable
 from areal.rollout import client as client_module
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.network import bind_socket, http_address
+from tests.run_token import TOKEN
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ def test_a_call_survives_a_controller_restart(monkeypatch):
             now_s += 200.0 if found == hung else 0.0
             return found
 
-        client = RolloutClient(look_up, answer_s=0.15, reconnect_s=300.0, silent_s=1000.0)
+        client = RolloutClient(look_up, token=TOKEN, answer_s=0.15, reconnect_s=300.0, silent_s=1000.0)
         assert client.status() == {"step": 3}
         assert now_s > 300.0
         assert set(asked) == {"/status"}
@@ -77,7 +78,7 @@ def test_a_call_survives_a_controller_restart(monkeypatch):
 
 def test_an_unanswered_call_ends():
     with stopped() as hung:
-        client = RolloutClient(hung, answer_s=0.01, reconnect_s=0.0, silent_s=0.0)
+        client = RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=0.0, silent_s=0.0)
         with pytest.raises(ServerUnavailable, match=r"0 s for batch 4 \(TimeoutError") as error:
             client.next_batch(4)
         assert error.value.code == "rollout.controller_unreachable"
@@ -86,20 +87,22 @@ def test_an_unanswered_call_ends():
 def test_finishing_does_not_wait_for_a_controller_that_hangs(monkeypatch):
     monkeypatch.setattr("areal.rollout.client.FINISH_S", 0.0)
     with stopped() as hung:
-        RolloutClient(hung, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish()
+        RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish()
 
 
 def test_another_process_on_the_controller_port_is_detected():
     with answering((404, b"no such page")) as (server, _), answering((200, b'{"live": ["a"]}')) as (address, asked):
         addresses = iter([server, address])
-        assert RolloutClient(lambda: next(addresses)).live_replicas(7) == ["a"]
+        assert RolloutClient(lambda: next(addresses), token=TOKEN).live_replicas(7) == ["a"]
         assert asked == ["/replicas?version=7"]
 
 
 def test_a_call_is_repeated_while_the_answer_is_not_ready():
     answers = [(204, b"")] * 20 + [(200, orjson.dumps({"reward": 1.0}))]
     with answering(*answers) as (address, asked):
-        assert RolloutClient(address, reconnect_s=0.0, silent_s=0.0).evaluate(3, "greedy") == {"reward": 1.0}
+        assert RolloutClient(address, token=TOKEN, reconnect_s=0.0, silent_s=0.0).evaluate(3, "greedy") == {
+            "reward": 1.0
+        }
     assert len(asked) == 21
 
 
@@ -107,7 +110,7 @@ def test_a_call_is_repeated_while_the_answer_is_not_ready():
 def test_weights_needed_is_raised_from_http_409(ask):
     answer = (409, b'{"error": "a server waits for policy version 2"}')
     with answering(answer) as (address, _), pytest.raises(WeightsNeeded, match="policy version 2"):
-        ask(RolloutClient(address))
+        ask(RolloutClient(address, token=TOKEN))
 
 
 def test_a_dropped_connection_is_tried_again():
@@ -125,6 +128,6 @@ def test_a_dropped_connection_is_tried_again():
         thread = threading.Thread(target=drop, args=(listening,))
         thread.start()
         addresses = itertools.chain([http_address(listening)] * 2, itertools.repeat(address))
-        RolloutClient(lambda: next(addresses)).consumed(5, 6, "abc")
+        RolloutClient(lambda: next(addresses), token=TOKEN).consumed(5, 6, "abc")
         thread.join()
     assert asked == ["/consumed"]

@@ -20,8 +20,10 @@ from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share, decode_update
 from areal.system.discovery import NameRegistry
-from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
+from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, listen
+from tests.attack.requests import REFUSED_HEADERS, status_of
 from tests.rollout import rollout_kit
+from tests.run_token import BEARER, TOKEN
 
 
 @contextlib.asynccontextmanager
@@ -37,9 +39,9 @@ async def listening(app):
 
 
 @contextlib.asynccontextmanager
-async def running(controller, **options):
+async def running(controller, *, token=TOKEN, **options):
     await controller.start()
-    async with listening(make_app(controller, **options)) as address:
+    async with listening(make_app(controller, token=token, **options)) as address:
         yield address
     await controller.close()
 
@@ -59,7 +61,7 @@ async def test_a_whole_run_through_the_client(tmp_path):
     )
 
     def train(address):
-        client = RolloutClient(address)
+        client = RolloutClient(address, token=TOKEN)
         client.attach(rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         result = client.evaluate(0, "greedy")
         assert (result["reward"], result["num"], result["failed"]) == (3.0, 2.0, 0.0)
@@ -94,7 +96,7 @@ async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(tmp_p
     blobs = []
     for start in range(2):
         controller = rollout_kit.make_controller(Ledger.open(tmp_path))
-        async with running(controller) as address, ClientSession() as session:
+        async with running(controller) as address, ClientSession(headers=BEARER) as session:
             if start == 0:
                 attach = {"rank": 0, "world_size": 2, "dp_size": 2, "step": 0, "version": 0}
                 assert (await session.post(address + "/attach", json=attach)).status == 200
@@ -111,7 +113,7 @@ async def test_ranks_of_one_data_parallel_rank_get_the_same_share(tmp_path):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
 
     def ask(address: str, rank: int):
-        client = RolloutClient(address)
+        client = RolloutClient(address, token=TOKEN)
         client.attach(rank=rank, world_size=4, dp_rank=rank // 2, dp_size=2, step=0, version=0)
         return client.next_batch(0)
 
@@ -156,12 +158,12 @@ async def test_not_ready_is_204_and_the_client_repeats_the_call(tmp_path):
             return await super().arun_episode(engine, data)
 
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=Workflow())
-    async with running(controller, poll_s=0.01) as address, ClientSession() as session:
+    async with running(controller, poll_s=0.01) as address, ClientSession(headers=BEARER) as session:
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         answer = await session.post(address + "/batch", json={"step": 0, "dp_rank": 0, "dp_size": 1})
         assert (answer.status, await answer.read()) == (204, b"")
         assert "batch 0: 0 of 4 episodes accepted, 8 running" in controller.waiting_for()
-        waiting = asyncio.create_task(asyncio.to_thread(RolloutClient(address).next_batch, 0))
+        waiting = asyncio.create_task(asyncio.to_thread(RolloutClient(address, token=TOKEN).next_batch, 0))
         gate.set()
         assert (await waiting).step == 0
 
@@ -179,7 +181,7 @@ async def test_not_ready_is_204_and_the_client_repeats_the_call(tmp_path):
 )
 async def test_bad_requests_are_refused_with_one_line(tmp_path, path, body, code, value):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
-    async with running(controller) as address, ClientSession() as session:
+    async with running(controller) as address, ClientSession(headers=BEARER) as session:
         answer = await session.post(address + path, json=body)
         assert answer.status == 400
         error = await answer.json()
@@ -188,14 +190,22 @@ async def test_bad_requests_are_refused_with_one_line(tmp_path, path, body, code
         assert "\n" not in error["error"]
 
 
-async def test_a_token_is_required_where_one_is_set(tmp_path):
+async def test_the_token_is_required(tmp_path):
     controller = rollout_kit.make_controller(Ledger.open(tmp_path))
     async with running(controller, token="secret") as address:
         with pytest.raises(RequestError) as error:
-            await asyncio.to_thread(RolloutClient(address).status)
+            await asyncio.to_thread(RolloutClient(address, token=TOKEN).status)
         assert error.value.code == "request.unauthorized"
         status = await asyncio.to_thread(RolloutClient(address, token="secret").status)
         assert status["waiting_for"] == "a trainer to attach"
+
+
+@pytest.mark.parametrize(("headers", "status"), REFUSED_HEADERS)
+async def test_requests_without_token_of_web_pages_or_without_json_are_refused(tmp_path, headers, status):
+    controller = rollout_kit.make_controller(Ledger.open(tmp_path))
+    async with running(controller) as address:
+        assert await asyncio.to_thread(status_of, address, "/finish", headers) == status
+        assert controller.status()["waiting_for"] == "a trainer to attach"
 
 
 @pytest.mark.parametrize("outcome", ["fail", "reject"])
@@ -203,7 +213,7 @@ async def test_a_run_whose_episodes_all_fail_stops_with_the_reason(tmp_path, out
     workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(outcome=outcome, token_s=0.0))
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), workflow=workflow)
     async with running(controller) as address:
-        client = RolloutClient(address)
+        client = RolloutClient(address, token=TOKEN)
         await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         cause = {"fail": r" 50 .*ValueError: row \d+ is broken", "reject": " 400 "}[outcome]
         code = {"fail": "rollout.all_failed", "reject": "rollout.all_rejected"}[outcome]
@@ -225,7 +235,7 @@ async def test_a_failed_publication_is_an_error_and_may_be_tried_again(tmp_path)
     fleet = Fleet()
     controller = rollout_kit.make_controller(Ledger.open(tmp_path), fleet=fleet)
     async with running(controller) as address:
-        client = RolloutClient(address)
+        client = RolloutClient(address, token=TOKEN)
         with pytest.raises(WeightSyncError, match="no replica took it") as error:
             await asyncio.to_thread(client.publish, update(1))
         assert error.value.code == "weights.none"
@@ -258,9 +268,9 @@ async def test_the_client_finds_a_controller_that_moved(tmp_path):
     with bind_socket() as dead:
         async with running(controller) as address:
             addresses = iter([http_address(dead), address, address])
-            status = await asyncio.to_thread(RolloutClient(lambda: next(addresses)).status)
+            status = await asyncio.to_thread(RolloutClient(lambda: next(addresses), token=TOKEN).status)
             assert status["step"] == 0
-        unreachable = RolloutClient(http_address(dead), reconnect_s=0.0)
+        unreachable = RolloutClient(http_address(dead), token=TOKEN, reconnect_s=0.0)
         with pytest.raises(ServerUnavailable, match="for batch 7") as error:
             await asyncio.to_thread(unreachable.next_batch, 7)
         assert error.value.code == "rollout.controller_unreachable"
@@ -272,7 +282,7 @@ async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
         Ledger.open(tmp_path / "ledger"),
         workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=3600.0)),
     )
-    serving = asyncio.create_task(serve(controller, bind_socket(), registry))
+    serving = asyncio.create_task(serve(controller, listen(Host(), TOKEN), registry, host=Host(), token=TOKEN))
     await asyncio.to_thread(registry.wait, "ready/controller", 200.0)
     assert orjson.loads(registry.get("controller") or "")["pid"] == os.getpid()
     client = RolloutClient.from_registry(registry, rollout_kit.make_config().rollout)
@@ -283,13 +293,14 @@ async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
     assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
 
 
-async def test_a_controller_off_loopback_requires_the_token(tmp_path, monkeypatch):
+async def test_a_controller_process_requires_the_token_of_its_environment(tmp_path, monkeypatch):
     registry, everywhere = NameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"))
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(ConfigError) as error:
-        await asyncio.to_thread(run_serving, lambda: controller, everywhere, registry)
-    assert error.value.code == "launch.token_missing"
+    for host in (everywhere, Host()):
+        with pytest.raises(ConfigError) as error:
+            await asyncio.to_thread(run_serving, lambda: controller, host, registry)
+        assert error.value.code == "launch.token_missing"
 
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     serving = asyncio.create_task(serve_made(lambda: controller, everywhere, registry))
@@ -312,7 +323,7 @@ async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
 
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
     with pytest.raises(ServerUnavailable, match="server-1"):
-        await serve(controller, bind_socket(), NameRegistry(tmp_path / "names"))
+        await serve(controller, listen(Host(), TOKEN), NameRegistry(tmp_path / "names"), host=Host(), token=TOKEN)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
 
 
@@ -344,7 +355,7 @@ async def test_the_controller_requests_weights_that_only_the_trainer_has(tmp_pat
 
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet(), total_steps=2)
     async with running(controller, poll_s=0.05) as address:
-        client = RolloutClient(address)
+        client = RolloutClient(address, token=TOKEN)
         await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
         with pytest.raises(WeightsNeeded, match="policy version 0"):
             await asyncio.to_thread(client.next_batch, 0)

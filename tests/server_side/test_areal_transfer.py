@@ -18,6 +18,8 @@ from torch import Tensor
 from areal.server_side import FOLDER
 from areal.server_side.areal_transfer import group, layout
 from areal.server_side.areal_transfer.group import TransferError
+from areal.system.network import Host
+from areal.weights.update_group import serve_store
 
 DTYPES = ["float32", "int32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
 SHAPES = [[3], [2, 2], [5], [], [7], [0, 4]]
@@ -80,7 +82,7 @@ print(int(buffer.long().sum()))
 
 def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=250)
+    store = serve_store(Host(), "secret", timeout_s=250)
     url = f"tcp://127.0.0.1:{store.port}"
     foreign = subprocess.Popen([sys.executable, "-c", FOREIGN_RANK, url, "1", "3"], stdout=subprocess.PIPE)
     buffers = [torch.arange(1000).to(torch.uint8), torch.empty(1000, dtype=torch.uint8)]
@@ -110,7 +112,7 @@ def exchange(port: int, rank: int, buffer: Tensor) -> None:
 
 
 def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
+    store = serve_store(Host(), "secret", timeout_s=200)
     names = {"group_name": "g", "backend": "gloo", "timeout_s": 0.5}
     with pytest.raises(TransferError, match=r"group g: rank 1 of 2 did not meet the others within 0\.5 s"):
         group.connect("127.0.0.1", store.port, rank=1, world_size=2, **names)
@@ -120,7 +122,7 @@ def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
 
 def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
     was_initialized = dist.is_initialized()  # other tests of this process may have done that
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=200)
+    store = serve_store(Host(), "secret", timeout_s=200)
     made: dict[int, group.TransferGroup] = {}
 
     def join(rank: int) -> None:
@@ -174,7 +176,7 @@ def test_a_store_that_nobody_opened_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TransferError, match=f"no store of an update group at 127.0.0.1:{port}"):
-        group.open_store("127.0.0.1", port, is_master=False, timeout_s=200)
+        group.open_store("127.0.0.1", port, timeout_s=200)
 
 
 def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +192,16 @@ def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: p
 
     threading.Thread(target=die_at_the_greeting, daemon=True).start()
     with pytest.raises(TransferError, match="no store of an update group"):
-        group.open_store("127.0.0.1", server.getsockname()[1], is_master=False, timeout_s=1e4)
+        group.open_store("127.0.0.1", server.getsockname()[1], timeout_s=1e4)
 
 
 def test_a_greeting_that_torch_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
+    store = serve_store(Host(), "secret", timeout_s=20)
     monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(group, "TCPStore", lambda *_, **__: released.wait(100))
     with pytest.raises(TransferError, match=r"it did not answer in 0\.2 s"):
-        group.open_store("127.0.0.1", store.port, is_master=False, timeout_s=20)
+        group.open_store("127.0.0.1", store.port, timeout_s=20)
     released.set()
 
 
@@ -222,8 +224,8 @@ def test_a_broadcast_that_torch_does_not_end_is_given_up_at_the_limit() -> None:
 
 
 def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:
-    master = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=20)
-    client = group.open_store("127.0.0.1", master.port, is_master=False, timeout_s=20)
+    master = serve_store(Host(), "secret", timeout_s=20)
+    client = group.open_store("127.0.0.1", master.port, timeout_s=20)
     assert client.timeout.total_seconds() == 20
     client.set("a", "b")
     assert master.get("a") == b"b"

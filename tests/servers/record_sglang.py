@@ -26,6 +26,8 @@ from areal.api.data import WeightSpec
 from areal.fleet.replica import GenerationPart
 from areal.fleet.sglang_wire import ServerFacts, bucket_body, generate_body, parse_facts, vocabulary_probe
 from areal.server_side.areal_transfer import group, layout
+from areal.system.network import Host
+from areal.weights.update_group import serve_store
 from tests.servers.checkpoints import build_model, build_tokenizer
 from tests.servers.real_server import RealServer
 from tests.servers.record_vllm import FOLDER, PROMPT, Recorder, a_part
@@ -138,7 +140,7 @@ async def record_collective_update(recorder: Recorder, model: Path) -> None:
     dtypes = [str(value.dtype).removeprefix("torch.") for value in weights.values()]
     shapes = [list(value.shape) for value in weights.values()]
     specs = [WeightSpec(name=n, dtype=d, shape=s) for n, d, s in zip(weights, dtypes, shapes, strict=True)]
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=_LIMIT_S)
+    store = serve_store(Host(), "secret", timeout_s=_LIMIT_S)
     info = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
     info |= {"group_name": "recorded", "backend": "gloo"}
     joining = asyncio.create_task(recorder.ask("join", "POST", "/init_weights_update_group", info))

@@ -26,6 +26,8 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.fleet.replica import GenerationPart
 from areal.fleet.vllm_wire import generate_body
 from areal.server_side.areal_transfer import group, layout
+from areal.system.network import Host
+from areal.weights.update_group import serve_store
 from tests.servers.checkpoints import build_model, build_tokenizer
 from tests.servers.real_server import RealServer
 
@@ -138,7 +140,7 @@ async def record_disk_updates(recorder: Recorder, model: Path) -> None:
 
 async def record_collective_update(recorder: Recorder, model: Path) -> None:
     weights = {name: value.contiguous() for name, value in load_file(model / "model.safetensors").items()}
-    store = group.open_store("127.0.0.1", 0, is_master=True, timeout_s=_LIMIT_S)
+    store = serve_store(Host(), "secret", timeout_s=_LIMIT_S)
     names = list(weights)
     dtypes = [str(weights[name].dtype).removeprefix("torch.") for name in names]
     shapes = [list(weights[name].shape) for name in names]

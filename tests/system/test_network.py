@@ -11,6 +11,8 @@ from areal.system.network import (
     bind_socket,
     http_address,
     is_loopback,
+    listen,
+    new_token,
     required_token,
     store_prefix,
 )
@@ -43,9 +45,10 @@ def test_bound_socket_is_ours_alone():
         assert http_address(bound, "10.0.0.7") == f"http://10.0.0.7:{port}"
         assert http_address(bound, "fd00::7") == f"http://[fd00::7]:{port}"
         bound.listen()
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}") as error:
+        with pytest.raises(LaunchError) as error:
             bind_socket(port=port)
         assert error.value.code == "process.cannot_listen"
+        assert f"127.0.0.1:{port}" in str(error.value)
         with socket.create_connection(("127.0.0.1", port), 5):
             pass
 
@@ -65,14 +68,37 @@ def test_is_loopback(host, expected):
     assert is_loopback(host) is expected
 
 
-def test_a_host_off_loopback_needs_a_token(monkeypatch):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    assert required_token(Host(), "it") == ""
-    with pytest.raises(ConfigError, match=f"0.0.0.0.*{TOKEN_VARIABLE}") as error:
-        required_token(EVERYWHERE, "it")
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [
+        ({}, "launch.token_missing"),
+        ({TOKEN_VARIABLE: ""}, "launch.token_missing"),
+        ({TOKEN_VARIABLE: "two words"}, "launch.token_invalid"),
+        ({TOKEN_VARIABLE: "line\nX-Other: 1"}, "launch.token_invalid"),
+        ({TOKEN_VARIABLE: "\u00f6"}, "launch.token_invalid"),
+    ],
+)
+def test_a_token_is_required_and_fits_into_a_header(environ, code):
+    with pytest.raises(ConfigError) as error:
+        required_token("it", environ)
+    assert error.value.code == code
+    assert not any(value in str(error.value) for value in environ.values() if value)
+
+
+def test_a_new_token_is_valid_and_random():
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(required_token("it", {TOKEN_VARIABLE: token}) == token and len(token) >= 40 for token in tokens)
+
+
+def test_a_socket_listens_only_with_a_token_and_on_the_address_of_the_host():
+    with listen(Host(bind="127.0.0.3", advertise="127.0.0.3"), "secret") as listening:
+        assert listening.getsockname()[0] == "127.0.0.3"
+        with socket.create_connection(listening.getsockname(), 5):
+            pass
+    with pytest.raises(ConfigError) as error:
+        listen(Host(), "")
     assert error.value.code == "launch.token_missing"
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert required_token(EVERYWHERE, "it") == required_token(Host(), "it") == "secret"
 
 
 def test_a_process_gets_its_host_from_the_environment():
@@ -101,6 +127,7 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
     from areal.engine import mesh
 
     registry = NameRegistry(tmp_path)
+    monkeypatch.delenv(TOKEN_VARIABLE)
     with pytest.raises(ConfigError) as missing:
         mesh._open_store(rank(0), registry, 20.0)
     assert missing.value.code == "launch.token_missing"

@@ -38,27 +38,15 @@ class TransferGroup:
         """The only reference to torch's group; none once left."""
 
 
-def open_store(host: str, port: int, *, is_master: bool, timeout_s: float, bind: str | None = None) -> TCPStore:
-    """The key-value store through which the ranks of a group find each other; port 0 lets the master choose.
+def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Connect to the key-value store through which the ranks of a group find each other.
 
-    `bind`: address that the master listens on; None = `host`, under which the others reach it.
-
-    A client that finds no master gets a TransferError at once, because the master listens before its address is sent.
-    A client whose master dies during the connection gets it after _CONNECT_TIMEOUT_S.
+    A client that finds no store gets a TransferError at once, because the trainer listens before its address is sent.
+    A client whose trainer dies during the connection gets it after _CONNECT_TIMEOUT_S.
     """
-    try:
-        if not is_master:  # torch would retry until its time-out
-            socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
-            return _greet(host, port, timeout_s)
-        listening = socket.create_server((bind or host, port))  # torch alone would listen on every interface
-        return TCPStore(
-            host,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listening.detach(),
-        )
+    try:  # torch would retry until its time-out
+        socket.create_connection((host, port), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
+        return _greet(host, port, timeout_s)
     except (OSError, RuntimeError) as error:
         raise TransferError(f"no store of an update group at {host}:{port} ({_first_line(error)})") from error
 
@@ -120,7 +108,7 @@ def connect(
 ) -> TransferGroup:
     """Join the group whose store rank 0 holds at host:port; blocks until all ranks have joined. TransferError when
     there is no store, or not all ranks join within `timeout_s`."""
-    store = open_store(host, port, is_master=False, timeout_s=timeout_s)
+    store = open_store(host, port, timeout_s=timeout_s)
     return meet(store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=timeout_s)
 
 

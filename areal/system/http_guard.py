@@ -1,0 +1,57 @@
+"""The rules that every HTTP request to a server of a run must satisfy before its route is called."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from areal.system.network import Host, is_loopback
+
+
+class Refusal(NamedTuple):
+    """The answer to a request that breaks a rule."""
+
+    status: int
+    message: str
+    code: str
+
+
+class RequestGuard:
+    """Checks the token, the addressed host, the origin and the type of the body."""
+
+    def __init__(self, token: str, host: Host) -> None:
+        """`token`: what clients send as `Authorization: Bearer`. `host`: where the server listens."""
+        if not token:
+            raise ValueError("a server needs a token that its clients must have")
+        self._expected = f"Bearer {token}".encode()
+        self._names = {host.bind.lower(), host.advertise.lower()}
+
+    def refusal(self, headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
+        """Why a request is refused; None when it may pass. `headers` ignores the case of names.
+
+        A web page that was opened on this machine can send requests to loopback. A browser adds Origin to those that
+        change something, and Host keeps the name of the page's server when that name now resolves to this machine.
+        """
+        if not self._is_own_name(headers.get("Host", "")) or "Origin" in headers:
+            return Refusal(403, "requests of web pages and for other hosts are refused", "request.foreign_origin")
+        given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._expected):
+            return Refusal(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
+        kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if has_body and kind != "application/json":
+            return Refusal(415, "a body must have Content-Type: application/json", "request.content_type")
+        return None
+
+    def _is_own_name(self, text: str) -> bool:
+        """Whether a Host header is an IP address, or a name of this server."""
+        try:
+            name = urlsplit(f"//{text}").hostname or ""
+            if name in self._names or is_loopback(name):
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
