@@ -311,15 +311,16 @@ def test_options_are_checked_before_anything_starts(monkeypatch, tmp_path: Path)
     monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
     for argv, code, value in [
         ([], "config.required", "--model-path"),
-        (["--model-path", "x", "--host", "0.0.0.0"], "launch.token_missing", server.TOKEN_VARIABLE),
+        (["--model-path", "x"], "launch.token_missing", server.TOKEN_VARIABLE),
         (["--model-path", "x", "--max-total-tokens", "100", "--context-length", "200"], "config.conflict", "100"),
     ]:
         with pytest.raises(server.ConfigError, match=value) as error:
             server.parse_options(argv)
         assert error.value.code == code
+    monkeypatch.setenv(server.TOKEN_VARIABLE, "secret")
     options = server.parse_options(["--model-path", "m", "--dtype", "float32", "--device", "cpu", "--num-threads", "2"])
     assert (options.native.model_path, options.native.dtype, options.num_threads) == ("m", "float32", 2)
-    assert options.registry is None
+    assert (options.registry, options.token) == (None, "secret")
 
 
 def test_a_missing_model_is_a_config_error(options):

@@ -251,6 +251,12 @@ def launch(folder, address, *words):
     return subprocess.run([*argv, *words], capture_output=True, text=True, timeout=240, env=env)
 
 
+def test_a_server_with_another_token_is_an_error_at_once(serve):
+    with pytest.raises(ConfigError) as error:
+        wait_until_all_answer([serve(200), serve(401)], 600, pytest.fail, token="other")
+    assert error.value.code == "launch.token_mismatch"
+
+
 def test_a_launch_uses_them_and_starts_none(serve, tmp_path):
     url = serve(200)
     done = launch(tmp_path, url.removeprefix("http://"))
