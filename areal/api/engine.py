@@ -68,7 +68,10 @@ class TrainEngine(WeightSource, Protocol):
         ...
 
     def optimizer_step(self) -> Metrics:
-        """Clip, step, advance the schedule, clear gradients. A gradient norm that is not finite skips the step."""
+        """Clip, step, advance the schedule, clear gradients.
+
+        Raises TrainingDiverged on every rank when a loss, a gradient or an updated weight of any rank is not finite.
+        """
         ...
 
     def reset_optimizer(self) -> None:

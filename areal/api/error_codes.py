@@ -321,6 +321,9 @@ server.unsupported_sampling: A sampling setting that this kind of server does no
 server.wrong_backend: A server at this address does not answer like a native server.
     Name the backend of the running servers in allocation_mode.
 
+training.not_finite: A loss, gradient or updated weight is not finite, or the weights are too large to compute with.
+    Use a lower learning rate, check the model and the data. Checkpoints are from before that step.
+
 weights.bad_folder: A checkpoint folder is missing, incomplete, or does not match the served model.
     Publish the weights again, or fix the folder that the message names.
 weights.do_not_fit: A weight update has names or shapes that the server's model does not have.

@@ -78,5 +78,33 @@ class WeightSyncError(ArealError, RuntimeError):
     """A weight update did not reach every replica."""
 
 
+class TrainingDiverged(ArealError, ArithmeticError):
+    """A loss, gradient or weight of a trained model is not finite. Equal on every trainer rank; a restart is useless.
+
+    `kind`: loss, gradient or weight. `parameter`: Hugging Face name of the first parameter that is affected. `role` and
+    `step` (train steps counted from 1) are empty until the training loop adds them with `at`.
+    """
+
+    code = "training.not_finite"
+
+    def __init__(self, kind: str, parameter: str, learning_rate: float, *, role: str = "", step: int = 0) -> None:
+        self.kind, self.parameter, self.learning_rate = kind, parameter, learning_rate
+        self.role, self.step = role, step
+        problem = "is not finite" if kind != "weight" else "is not finite or too large to compute with"
+        of = f"loss (and the gradient of {parameter})" if kind == "loss" else f"{kind} {parameter}"
+        where = f"train step {step}, {role}: " if step else ""
+        last = (
+            f"; the last finite train step is {step - 1}" if step > 1 else "; no train step was finite" if step else ""
+        )
+        super().__init__(
+            f"{where}the {of} {problem}, at learning rate {learning_rate:g}{last}; nothing of this step was published "
+            "or saved; use a lower learning rate, and check the model and the data"
+        )
+
+    def at(self, role: str, step: int) -> TrainingDiverged:
+        """The same error with the role of the model and the train step."""
+        return TrainingDiverged(self.kind, self.parameter, self.learning_rate, role=role, step=step)
+
+
 class LaunchError(ArealError, RuntimeError):
     """A process of the run could not be started, or died; the message names it and quotes the cause."""

@@ -51,6 +51,8 @@ class FSDPEngine:
         self._mb_spec = mb_spec
         self._dtype = dtype
         self._source = source
+        self._loss = torch.zeros(())
+        """Sum of the losses of this rank since the last optimiser step, on the device."""
 
     @property
     def dp_rank(self) -> int:
@@ -98,11 +100,13 @@ class FSDPEngine:
             micro, inputs = make_micro_batch(batch, indices, self._mesh.device)
             result = loss_fn(self._model.as_outputs(self._model(inputs)), micro)
             (result.loss * scale).backward()
+            self._loss = self._loss.to(result.loss.device) + result.loss.detach()
             metrics = merge_metrics(metrics, result.metrics)
         return metrics
 
     def optimizer_step(self) -> Metrics:
-        return self._require_optimizer().step(self._mesh.all_reduce)  # shards of one gradient are on all ranks
+        loss, self._loss = self._loss, torch.zeros(())
+        return self._require_optimizer().step(self._mesh.all_reduce, loss)  # shards of one gradient are on all ranks
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self._mesh.dp_all_reduce(values, op)

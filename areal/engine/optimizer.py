@@ -11,8 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from areal.api.config import OptimizerConfig
-from areal.api.errors import InputError
+from areal.api.errors import InputError, TrainingDiverged
 from areal.api.metrics import Metric, Metrics
+
+MAX_WEIGHT_NORM = 2.0**32
+"""Euclidean norm of all weights. An attention score multiplies four of them: above it float32 overflows."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -30,32 +33,35 @@ class ScheduledOptimizer:
         self._total_steps = total_steps
         self._optimizer = _make_optimizer(list(parameters.values()), config)
         self.num_steps = 0
-        """Calls of `step` so far, skipped ones included: the position in the schedule."""
+        """Calls of `step` so far: the position in the schedule."""
 
-    def step(self, reduce_sum: Callable[[Tensor], Tensor]) -> Metrics:
+    def step(self, reduce_sum: Callable[[Tensor], Tensor], loss: Tensor) -> Metrics:
         """Clip, update the weights, clear gradients, advance the schedule; a collective.
 
-        `reduce_sum`: sum of a CPU float64 tensor over all ranks.
+        `reduce_sum`: sum of a CPU float64 tensor over all ranks. `loss` []: of this rank, on any device. Raises
+        TrainingDiverged on every rank when a loss or gradient of any rank, or an updated weight, is not finite.
         """
         rate = learning_rate(self._config, self.num_steps, self._total_steps)
-        gradients = [local_part(p.grad) for p in self._parameters.values() if p.grad is not None]
-        squared = get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
-        norm = math.sqrt(reduce_sum(squared.reshape(1).cpu()).item())  # every shard is on exactly one rank
-        finite = math.isfinite(norm)
-        if finite:
-            if norm > self._config.gradient_clipping:
-                for gradient in gradients:
-                    gradient.mul_(self._config.gradient_clipping / norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+        gradients = {name: local_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        squared, total_loss = reduce_sum(torch.stack([_squared_norm(gradients), loss.cpu().double()])).tolist()
+        if not math.isfinite(squared + total_loss):
+            kind = "gradient" if math.isfinite(total_loss) else "loss"
+            raise TrainingDiverged(kind, _worst(gradients, reduce_sum), rate)
+        norm = math.sqrt(squared)  # every shard is on exactly one rank
+        if norm > self._config.gradient_clipping:
+            for gradient in gradients.values():
+                gradient.mul_(self._config.gradient_clipping / norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
-        return {
-            "lr": Metric(rate),
-            "grad_norm": Metric(norm) if finite else Metric(0.0, 0.0),
-            "update_successful": Metric(float(finite)),
-        }
+        # Checked here, not while weights are published: a collective publication has sent its first buckets before the
+        # last weight is read, and only policies are published. One fused pass over this rank's shards, one number read.
+        weights = {name: local_part(parameter) for name, parameter in self._parameters.items()}
+        if not reduce_sum(_squared_norm(weights).reshape(1)).item() < MAX_WEIGHT_NORM**2:
+            raise TrainingDiverged("weight", _worst(weights, reduce_sum), rate)
+        return {"lr": Metric(rate), "grad_norm": Metric(norm)}
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's part of the optimiser state: `<parameter>/<kind>` -> tensor."""
@@ -114,6 +120,20 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def _squared_norm(tensors: dict[str, Tensor]) -> Tensor:
+    """Sum of squares of this rank's parts: [] float64 on the CPU."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    return get_total_norm(list(tensors.values())).cpu().double().square()
+
+
+def _worst(tensors: dict[str, Tensor], reduce_sum: Callable[[Tensor], Tensor]) -> str:
+    """The first tensor that is not finite on any rank, else the one with the largest norm; a collective."""
+    squares = torch.stack([_squared_norm({name: tensor}) for name, tensor in tensors.items()])
+    found = dict(zip(tensors, reduce_sum(squares).tolist(), strict=True))
+    return next((name for name, value in found.items() if not math.isfinite(value)), max(found, key=found.__getitem__))
 
 
 def _like(parameter: nn.Parameter, kind: str, value: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from areal.trainer.kl_term import kl_penalty, num_candidates, with_candidates
 from areal.trainer.minibatch import Passes, global_mean, prefixed, train_on_minibatches
 from areal.trainer.off_policy import needs_prox_logprobs, with_correction
 from areal.trainer.policy_update import PolicyUpdate
+from areal.trainer.progress import updating
 from areal.trainer.recover import ActorState
 
 
@@ -154,7 +155,8 @@ class PPOActor:
             seed=self._seed,
             step=step,
         )
-        metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
+        with updating("actor", step):
+            metrics = train_on_minibatches(self._engine, batch, passes, rule, target_kl=config.target_kl)
         metrics |= penalty_metrics(batch, config, self._max_new_tokens)
         if batch.ref_logprobs is not None:
             metrics["kl_coef"] = Metric(self._kl_coef)

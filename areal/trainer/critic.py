@@ -23,6 +23,7 @@ from areal.api.config import PPOCriticConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
 from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
+from areal.trainer.progress import updating
 
 
 class Critic:
@@ -48,7 +49,8 @@ class Critic:
         passes = Passes(
             num_minibatches=config.ppo_n_minibatches, num_epochs=config.ppo_epochs, seed=self._seed, step=step
         )
-        return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
+        with updating("critic", step):
+            return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
         """This rank's part of the denominator of a minibatch, [1] float64."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from fractions import Fraction
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.data import StepInfo
-from areal.api.errors import ConfigError
+from areal.api.errors import ConfigError, TrainingDiverged
 from areal.observe.log import get_logger
 
 
@@ -73,3 +74,12 @@ class Progress:
 
     def stop(self) -> None:
         self._stopped = True
+
+
+@contextlib.contextmanager
+def updating(role: str, step: int) -> Iterator[None]:
+    """The update of the model `role` in train step `step` (from 0): names both in the error of its engine."""
+    try:
+        yield
+    except TrainingDiverged as error:
+        raise error.at(role, step + 1) from error

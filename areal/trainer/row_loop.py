@@ -27,7 +27,7 @@ from areal.observe.phase import phase
 from areal.system.discovery import registry_of
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.process_setup import TrainingRank, announce_ready, join_run, training_rank
-from areal.trainer.progress import Progress, TrainingLength
+from areal.trainer.progress import Progress, TrainingLength, updating
 from areal.trainer.reduce import reduce_metrics
 
 ConfigT = TypeVar("ConfigT", bound=RowsExperimentConfig)
@@ -111,7 +111,8 @@ class RowTrainer(ABC, Generic[ConfigT, RowT]):
                 first = info.step * batch_size
                 rows = [self._train_rows[order.index(k)] for k in range(first, first + batch_size)]
                 batch = task.batch_of(share_of(task, rows))
-            metrics = task.update(batch)
+            with updating(next(iter(engines)), info.step):
+                metrics = task.update(batch)
             seconds = time.monotonic() - began_s
             metrics["trained_tokens_per_s"] = Metric(batch.num_tokens / seconds, 1.0, "sum")
             with phase("after_step"):

@@ -5,6 +5,7 @@ The two ranks run this file through runpy with `RANK` and `FOLDER` set; tests lo
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.errors import ArealError
+from areal.api.errors import ArealError, TrainingDiverged
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
 from areal.data.pack import rows_to_train_batch
@@ -152,6 +153,7 @@ def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     _critic(mesh, folder, batch)
     _checkpoints(mesh, folder, batch)
     facts["errors"] = _errors(mesh, models)
+    facts["diverged"] = _diverged(mesh, models)
     return facts
 
 
@@ -221,6 +223,23 @@ def _errors(mesh: TrainerMesh, models: Path) -> list[str]:
             action()
         except ArealError as error:
             found.append(error.code)
+    return found
+
+
+def _diverged(mesh: TrainerMesh, models: Path) -> list[list[object]]:
+    """A loss or gradient that is not finite on rank 1 only, and weights after a huge step: the errors of this rank."""
+
+    def broken(outputs, micro, factor: float) -> LossOutput:
+        return LossOutput(loss=outputs.logprobs.sum() * (factor if mesh.rank == 1 else 1.0), metrics={})
+
+    found: list[list[object]] = []
+    for factor, rate in ((float("nan"), 1e-2), (1e30, 1e-2), (1.0, 1e36)):
+        engine = make_engine(models / "qwen2", mesh, optimizer=replace(ADAM, lr=rate))
+        try:
+            train(engine, share_of(make_batch(), mesh), loss_fn=partial(broken, factor=factor))
+        except TrainingDiverged as error:
+            found.append([error.kind, error.parameter])
+        mesh.barrier()
     return found
 
 

@@ -141,3 +141,9 @@ def test_random_weights_are_the_same_on_both_ranks(cases, folder):
 def test_an_error_on_one_rank_ends_the_call_on_both(facts):
     for rank in range(2):
         assert facts[rank]["errors"] == ["data.too_long", "checkpoint.not_written", "checkpoint.missing"]
+
+
+def test_both_ranks_end_with_the_same_error_when_one_diverges(facts):
+    assert [kind for kind, _ in facts[0]["diverged"]] == ["loss", "gradient", "weight"]
+    assert facts[0]["diverged"] == facts[1]["diverged"]
+    assert all(parameter.startswith(("model.", "lm_head.")) for _, parameter in facts[0]["diverged"])
