@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
@@ -17,6 +18,8 @@ from areal.api.errors import ConfigError
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
+from areal.launcher.placement import Demand, Machine, Place, Placement, place
+from areal.launcher.restart_rules import Role
 from areal.system.device import core_ids
 from areal.system.model_shape import ModelShape
 from areal.system.network import Host
@@ -25,20 +28,9 @@ from areal.system.run_paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The resources of a machine that a plan may use."""
-
-    cores: int
-    gpus: tuple[str, ...] = ()
-    """Ids in the form of CUDA_VISIBLE_DEVICES."""
-    host: Host = field(default_factory=Host)
-    """Where processes on it listen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedProcess:
     name: str
-    role: Literal["controller", "trainer", "server"]
+    role: Role
     index: int
     host: Host
     argv: tuple[str, ...]
@@ -93,56 +85,54 @@ class LaunchPlan:
 
 def make_plan(
     config: BaseExperimentConfig,
-    machine: Machine,
+    machines: Sequence[Machine],
     *,
     script: str | None = None,
     num_rows: int | None = None,
     recover: bool = False,
 ) -> LaunchPlan:
-    """The plan of a configuration. ConfigError when the machine or this version cannot run it."""
+    """The plan of a configuration. ConfigError when the machines or this version cannot run it.
+
+    The controller runs on the first machine.
+    """
     mode = config.allocation
     check_supported(mode)
     attached = tuple(server_url(text) for text in config.rollout.server_addrs) if isinstance(config, PPOConfig) else ()
-    servers = mode.inference
-    num_servers = servers.num_replicas if servers is not None else 0
-    counts = {
-        "controller": 1 if num_servers else 0,
-        "server": 0 if attached else num_servers,
-        "trainer": mode.train[0].parallel.world_size,
-    }
-    sizes = {"server": servers.instance_size if servers is not None else 1, "trainer": 1}
-    gpus = _share_gpus(config, machine, counts, sizes)
-    num_computing = sum(counts[role] * sizes[role] for role in ("server", "trainer"))
-    threads = _share_cores(config, machine, num_computing)
+    num_servers = mode.inference.num_replicas if mode.inference is not None else 0
+    server_size = mode.inference.instance_size if mode.inference is not None else 1
+    num_ranks = mode.train[0].parallel.world_size
+    placed = _placed(config, machines, 0 if attached else num_servers, server_size, num_ranks)
+    places: dict[tuple[Role, int], Place] = {("controller", 0): Place(machine=machines[0])} if num_servers else {}
+    places |= {("server", index): members[0] for index, members in enumerate(placed.servers)}
+    places |= {("trainer", rank): own for rank, own in enumerate(placed.trainers)}
+    computing = Counter[Host]()
+    for (role, _), own in places.items():
+        computing[own.machine.host] += {"controller": 0, "server": server_size, "trainer": 1}[role]
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
-    for role, count in counts.items():
-        for index in range(count):
-            own_gpus = gpus.get((role, index), ())
-            context = ProcessContext(
-                role=role,  # pyright: ignore[reportArgumentType] - one of the three above
-                index=index,
-                world_size=counts["trainer"],
-                num_servers=num_servers,
-                run_id=0,
-                run_dir=str(paths.root),
-                num_threads=threads[role],
-                recover=recover,
-                device="cuda:0" if own_gpus else "cpu",
-                host=machine.host,
-            )
-            processes.append(_planned(context, config, paths, script=script, gpus=own_gpus, machine=machine))
-    used = {gpu for own in gpus.values() for gpu in own}
-    shortage = f"warning: {num_computing} server and trainer processes share {machine.cores} cores, which is slow: "
+    for (role, index), own in places.items():
+        context = ProcessContext(
+            role=role,
+            index=index,
+            world_size=num_ranks,
+            num_servers=num_servers,
+            run_id=0,
+            run_dir=str(paths.root),
+            num_threads=_threads(config, role, own.machine, computing[own.machine.host]),
+            recover=recover,
+            device="cuda:0" if own.gpus else "cpu",
+            host=own.machine.host,
+        )
+        processes.append(_planned(context, config, paths, script=script, place=own))
     return LaunchPlan(
         run_dir=str(paths.root),
         recover=recover,
         allocation=str(mode),
         processes=tuple(processes),
-        spare_gpus=tuple(gpu for gpu in machine.gpus[: config.cluster.n_gpus_per_node] if gpu not in used),
+        spare_gpus=tuple(gpu for machine, gpus in placed.spare_gpus for gpu in gpus if machine == machines[0]),
         attached=attached,
         numbers=_run_numbers(config, num_rows),
-        warning=f"{shortage}use fewer (allocation_mode)" if num_computing > 2 * machine.cores else "",
+        warning="; ".join(_shortages(machines, computing)),
     )
 
 
@@ -174,39 +164,43 @@ def _context(planned: PlannedProcess) -> ProcessContext:
     return context
 
 
-def _share_gpus(
-    config: BaseExperimentConfig, machine: Machine, counts: Mapping[str, int], sizes: Mapping[str, int]
-) -> dict[tuple[str, int], tuple[str, ...]]:
-    """The GPUs of each server and trainer rank; empty on a machine without GPUs."""
+def _placed(
+    config: BaseExperimentConfig, machines: Sequence[Machine], num_servers: int, server_size: int, num_ranks: int
+) -> Placement:
+    """The places of the servers and trainer ranks. Without GPUs all run on the CPU."""
+    gpu_limit = config.cluster.n_gpus_per_node
+    has_gpus = gpu_limit > 0 and any(machine.gpus for machine in machines)
     device = "auto"
     if isinstance(config, PPOConfig) and config.server_backend == "native":
         device = config.native.device
-    available = list(machine.gpus[: config.cluster.n_gpus_per_node])
-    if device == "cuda" and not available:
+    if device == "cuda" and not has_gpus:
         raise ConfigError("native.device=cuda, but no GPU is available: use auto or cpu", code="launch.no_gpu")
-    if not available:
-        return {}
-    roles = ["trainer"] if device == "cpu" else ["server", "trainer"]
-    needed = sum(counts[role] * sizes[role] for role in roles)
-    if needed > len(available):
-        raise ConfigError(
-            f"allocation_mode={config.allocation_mode} needs {needed} GPUs, but {len(available)} are available "
-            f"(cluster.n_gpus_per_node={config.cluster.n_gpus_per_node}): use smaller sizes, or "
-            "cluster.n_gpus_per_node=0 to run on the CPU",
-            code="launch.too_few_gpus",
-        )
-    users = [(role, index) for role in roles for index in range(counts[role])]
-    return {(role, index): tuple(available.pop(0) for _ in range(sizes[role])) for role, index in users}
+    servers = Demand(count=num_servers, gpus=server_size if has_gpus and device != "cpu" else 0)
+    placed = place(machines, servers, Demand(count=num_ranks, gpus=int(has_gpus)), gpu_limit=gpu_limit)
+    if any(len(members) > 1 for members in placed.servers):
+        message = f"allocation_mode={config.allocation_mode}: a server of {server_size} GPUs needs several machines"
+        raise ConfigError(message, code="launch.several_nodes")
+    return placed
 
 
-def _share_cores(config: BaseExperimentConfig, machine: Machine, num_computing: int) -> dict[str, int]:
-    """CPU threads of one process by role: an equal share of the cores, within the configured limits."""
-    share = machine.cores // num_computing
-    return {
-        "controller": 1,
-        "server": max(1, min(config.launcher.inference_server_cpus_per_gpu, share)),
-        "trainer": max(1, min(config.launcher.trainer_cpus_per_gpu, share)),
-    }
+def _shortages(machines: Sequence[Machine], computing: Mapping[Host, int]) -> Iterator[str]:
+    """A warning for each machine with more than two computing processes per core."""
+    for machine in machines:
+        if computing[machine.host] > 2 * machine.cores:
+            where = f" of {machine.host.node}" if len(machines) > 1 else ""
+            yield (
+                f"warning: {computing[machine.host]} server and trainer processes share {machine.cores} cores{where}, "
+                "which is slow: use fewer (allocation_mode)"
+            )
+
+
+def _threads(config: BaseExperimentConfig, role: Role, machine: Machine, num_computing: int) -> int:
+    """CPU threads of one process: an equal share of the machine's cores, within the configured limits."""
+    if role == "controller":
+        return 1
+    launcher = config.launcher
+    limit = launcher.inference_server_cpus_per_gpu if role == "server" else launcher.trainer_cpus_per_gpu
+    return max(1, min(limit, machine.cores // num_computing))
 
 
 def _planned(
@@ -215,9 +209,9 @@ def _planned(
     paths: RunPaths,
     *,
     script: str | None,
-    gpus: tuple[str, ...],
-    machine: Machine,
+    place: Place,
 ) -> PlannedProcess:
+    gpus, machine = place.gpus, place.machine
     more = {
         "controller": "",
         "server": config.launcher.inference_server_env_vars,

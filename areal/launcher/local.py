@@ -26,8 +26,9 @@ from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import LocalBackend
-from areal.launcher.job import LaunchPlan, Machine, describe, make_plan
+from areal.launcher.job import LaunchPlan, describe, make_plan
 from areal.launcher.orphans import wait_for_orphans
+from areal.launcher.placement import Machine
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
@@ -137,7 +138,7 @@ def launch(request: Launch, machine: Machine) -> int:
     config, paths = request.config, RunPaths.of(request.config)
     rows = count_rows(config)
     line = StatusLine()
-    plan = make_plan(config, machine, script=request.script, num_rows=rows)
+    plan = make_plan(config, [machine], script=request.script, num_rows=rows)
     for notice in (notice_of(config), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
@@ -200,7 +201,7 @@ def _run(
     config = request.config
     recovers = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if recovers else None
-    plan = make_plan(config, machine, script=request.script, num_rows=rows, recover=newest is not None)
+    plan = make_plan(config, [machine], script=request.script, num_rows=rows, recover=newest is not None)
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())

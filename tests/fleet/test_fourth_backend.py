@@ -22,7 +22,8 @@ from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import ServerClient
 from areal.fleet.server_command import foreign_command
 from areal.fleet.server_flags import FlagRules
-from areal.launcher.job import Machine, make_plan
+from areal.launcher.job import make_plan
+from areal.launcher.placement import Machine
 from areal.system.discovery import NameRegistry
 from areal.system.network import Host, bind_socket, http_address
 
@@ -113,7 +114,7 @@ def test_its_flags_and_limits_are_checked_like_those_of_the_others() -> None:
 
 
 def test_it_is_planned_like_the_others() -> None:
-    server = make_plan(config_of(echo={"shout": 2}), Machine(cores=4)).processes[1]
+    server = make_plan(config_of(echo={"shout": 2}), [Machine(cores=4)]).processes[1]
     assert server.argv[server.argv.index("--backend") + 1] == "echo"
     assert {"org/model", "--loud", "--shout=2", "--port={port}"} < set(server.argv)
     assert server.env["ECHO"] == "1"

@@ -22,7 +22,8 @@ from areal.fleet.server_command import SERVER_SIDE, server_python
 from areal.fleet.server_flags import flag_words
 from areal.fleet.sglang_server import SGLANG, core_bindings
 from areal.fleet.vllm_server import VLLM
-from areal.launcher.job import Machine, another_server, make_plan
+from areal.launcher.job import another_server, make_plan
+from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
 from areal.system.network import Host
 from areal.system.process import ProcessContext
@@ -206,7 +207,7 @@ def test_interpreter_of_the_servers(tmp_path, monkeypatch):
 def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     machine = Machine(cores=64, gpus=("0", "1", "2", "3", "4", "5", "7"))
-    plan = make_plan(config_of("sglang", "d2t2"), machine)
+    plan = make_plan(config_of("sglang", "d2t2"), [machine])
     servers = [process for process in plan.processes if process.role == "server"]
     assert [server.gpus for server in servers] == [("0", "1"), ("2", "3")]
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
@@ -227,15 +228,15 @@ def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
     trainer = plan.processes[-1]
     assert trainer.gpus == ("4",)
     assert (trainer.env["NCCL_CUMEM_ENABLE"], trainer.env["NCCL_NVLS_ENABLE"]) == ("0", "0")
-    assert "NCCL_CUMEM_ENABLE" not in make_plan(config_of("vllm", "d1"), machine).processes[-1].env
+    assert "NCCL_CUMEM_ENABLE" not in make_plan(config_of("vllm", "d1"), [machine]).processes[-1].env
 
 
 def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
-    plan = make_plan(config_of("vllm", "d1t3"), Machine(cores=8))
+    plan = make_plan(config_of("vllm", "d1t3"), [Machine(cores=8)])
     assert [process.num_threads for process in plan.processes] == [1, 2, 2]
     assert plan.processes[1].env["OMP_NUM_THREADS"] == "2"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(12, 20), 3, 5})  # in a container
-    bound = make_plan(config_of("sglang", "d2t2"), Machine(cores=10)).processes
+    bound = make_plan(config_of("sglang", "d2t2"), [Machine(cores=10)]).processes
     assert [one.env["SGLANG_CPU_OMP_THREADS_BIND"] for one in bound[1:3]] == ["3,5|12,13", "14,15|16,17"]
     assert core_bindings(1, 2, 1, [0, 1]) == {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, "round and round"
     assert core_bindings(0, 1, 1, [0]) == {}
@@ -246,11 +247,11 @@ def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("PATH", "/usr/bin")
     config = config_of("vllm", server_python="/env/bin/python")
-    server = make_plan(config, Machine(cores=4)).processes[1]
+    server = make_plan(config, [Machine(cores=4)]).processes[1]
     assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/mine"
     assert server.env["PATH"] == f"/env/bin{os.pathsep}/usr/bin"
     launcher = LauncherConfig(inference_server_env_vars="PYTHONPATH=/given,VLLM_HOST_IP=10.0.0.1")
-    server = make_plan(config_of("vllm", launcher=launcher), Machine(cores=4)).processes[1]
+    server = make_plan(config_of("vllm", launcher=launcher), [Machine(cores=4)]).processes[1]
     assert server.env["PYTHONPATH"] == f"{SERVER_SIDE}{os.pathsep}/given", "in place of the inherited, as elsewhere"
     assert server.env["PATH"] == f"{os.path.dirname(sys.executable)}{os.pathsep}/usr/bin"
     assert server.env["VLLM_HOST_IP"] == "10.0.0.1"
@@ -258,7 +259,7 @@ def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
 
 def test_memory_of_a_foreign_server(model):
     def memory(machine, **changes):
-        return make_plan(config_of(changes.pop("backend"), actor={"path": model}, **changes), machine).processes[1]
+        return make_plan(config_of(changes.pop("backend"), actor={"path": model}, **changes), [machine]).processes[1]
 
     on_cpu, parameters = Machine(cores=4), ModelShape.read(model).parameters
     assert memory(on_cpu, backend="vllm").memory_bytes == 4 * (parameters + 40000 * KV_VALUES)
@@ -278,7 +279,7 @@ def test_memory_of_a_native_server(model):
 def test_servers_that_run_already_take_no_place(tmp_path):
     rollout = InferenceEngineConfig(server_addrs=["127.0.0.1:1", "http://127.0.0.1:2"])
     for backend in ("native", "sglang"):
-        plan = make_plan(config_of(backend, rollout=rollout), Machine(cores=2, gpus=("0",)))
+        plan = make_plan(config_of(backend, rollout=rollout), [Machine(cores=2, gpus=("0",))])
         assert [(process.name, process.gpus) for process in plan.processes] == [
             ("controller", ()),
             ("trainer-0", ("0",)),
@@ -291,4 +292,4 @@ def test_servers_that_run_already_take_no_place(tmp_path):
 
 def test_options_of_native_servers_do_not_bind_others():
     config = config_of("vllm", native=NativeServerConfig(device="cpu"))
-    assert make_plan(config, Machine(cores=4, gpus=("0", "1", "2"))).processes[1].gpus == ("0",)
+    assert make_plan(config, [Machine(cores=4, gpus=("0", "1", "2"))]).processes[1].gpus == ("0",)

@@ -22,7 +22,6 @@ from areal.api.config import (
 )
 from areal.api.errors import ConfigError
 from areal.launcher.job import (
-    Machine,
     another_server,
     describe,
     make_plan,
@@ -31,7 +30,9 @@ from areal.launcher.job import (
     trained_bytes,
 )
 from areal.launcher.local import bytes_text
+from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
+from areal.system.network import Host
 from areal.system.process import ProcessContext
 
 
@@ -50,7 +51,7 @@ def rl_config(tmp_path, allocation="native:d2+fsdp:d2", **changes):
 
 
 def test_plan_of_an_asynchronous_run(tmp_path):
-    plan = make_plan(rl_config(tmp_path), Machine(cores=8), num_rows=100)
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=8)], num_rows=100)
     assert [process.name for process in plan.processes] == [
         "controller",
         "server-0",
@@ -76,21 +77,21 @@ def test_plan_of_an_asynchronous_run(tmp_path):
 
 def test_script_runs_in_the_controller_and_in_every_trainer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = make_plan(rl_config(tmp_path), Machine(cores=1), script="train.py")
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=1)], script="train.py")
     scripts = [str(tmp_path / "train.py") in process.argv for process in plan.processes]
     assert scripts == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
 def test_cores_are_shared_between_what_computes(tmp_path, cores, threads):
-    plan = make_plan(rl_config(tmp_path), Machine(cores=cores))
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=cores)])
     shares = {process.role: process.num_threads for process in plan.processes}
     assert shares == {"controller": 1, "server": threads, "trainer": threads}
     assert plan.processes[1].env["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_every_process_gets_its_own_gpu(tmp_path):
-    plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7")))
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=32, gpus=("0", "3", "5", "6", "7"))])
     seen = {process.name: (process.gpus, process.env["CUDA_VISIBLE_DEVICES"]) for process in plan.processes}
     assert seen == {
         "controller": ((), ""),
@@ -105,19 +106,19 @@ def test_every_process_gets_its_own_gpu(tmp_path):
 
 
 def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
-    plan = make_plan(rl_config(tmp_path), Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8")))
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8"))])
     assert plan.spare_gpus == ("7", "8")
     joins = another_server(plan.processes[1], 2, gpus=("7",))
     assert (joins.name, joins.gpus, joins.env["CUDA_VISIBLE_DEVICES"]) == ("server-2", ("7",), "7")
     assert joins.num_threads == plan.processes[1].num_threads
     assert joins.log_path.endswith("server-2.log")
     assert ProcessContext.from_env(joins.env).name == "server-2"
-    on_cpu = make_plan(rl_config(tmp_path), Machine(cores=4))
+    on_cpu = make_plan(rl_config(tmp_path), [Machine(cores=4)])
     assert on_cpu.spare_gpus == ()
 
 
 def test_process_that_starts_again_is_told_what_has_changed(tmp_path):
-    trainer = make_plan(rl_config(tmp_path), Machine(cores=4)).processes[-1]
+    trainer = make_plan(rl_config(tmp_path), [Machine(cores=4)]).processes[-1]
     again = start_again(trainer, num_servers=3, run_id=2, recover=True)
     context = ProcessContext.from_env(again.env)
     assert (context.name, context.num_servers, context.run_id, context.recover) == ("trainer-1", 3, 2, True)
@@ -127,21 +128,21 @@ def test_process_that_starts_again_is_told_what_has_changed(tmp_path):
 
 
 def test_too_few_gpus_are_refused_and_none_means_cpu(tmp_path):
-    with pytest.raises(ConfigError, match=r"4 GPUs, but 2.*n_gpus_per_node") as error:
-        make_plan(rl_config(tmp_path), Machine(cores=8, gpus=("0", "1")))
+    with pytest.raises(ConfigError) as error:
+        make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=("0", "1"))])
     assert error.value.code == "launch.too_few_gpus"
     on_cpu = rl_config(tmp_path, cluster=ClusterSpecConfig(fileroot=str(tmp_path), n_gpus_per_node=0))
-    plan = make_plan(on_cpu, Machine(cores=8, gpus=("0", "1")))
+    plan = make_plan(on_cpu, [Machine(cores=8, gpus=("0", "1"))])
     assert {process.device for process in plan.processes} == {"cpu"}
     assert {process.env["CUDA_VISIBLE_DEVICES"] for process in plan.processes} == {""}
     with pytest.raises(ConfigError, match=r"native.device=cuda") as error:
-        make_plan(rl_config(tmp_path, native=NativeServerConfig(device="cuda")), Machine(cores=8))
+        make_plan(rl_config(tmp_path, native=NativeServerConfig(device="cuda")), [Machine(cores=8)])
     assert error.value.code == "launch.no_gpu"
 
 
 def test_servers_on_the_cpu_leave_the_gpus_to_the_trainers(tmp_path):
     config = rl_config(tmp_path, native=NativeServerConfig(device="cpu"))
-    plan = make_plan(config, Machine(cores=8, gpus=("0", "1")))
+    plan = make_plan(config, [Machine(cores=8, gpus=("0", "1"))])
     assert [process.gpus for process in plan.processes] == [(), (), (), ("0",), ("1",)]
 
 
@@ -156,13 +157,13 @@ def test_supervised_run_starts_only_trainers(tmp_path):
         total_train_steps=7,
         model=TrainEngineConfig(path="org/model", optimizer=OptimizerConfig()),
     )
-    plan = make_plan(config, Machine(cores=2), num_rows=65)
+    plan = make_plan(config, [Machine(cores=2)], num_rows=65)
     assert [process.name for process in plan.processes] == ["trainer-0", "trainer-1"]
     assert (plan.numbers.steps_per_epoch, plan.numbers.total_steps) == (3, 7)
     assert plan.numbers.max_staleness is None
-    assert make_plan(config, Machine(cores=2)).numbers.total_steps is None
+    assert make_plan(config, [Machine(cores=2)]).numbers.total_steps is None
     two_epochs = dataclasses.replace(config, total_train_epochs=2)
-    assert make_plan(two_epochs, Machine(cores=2), num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
+    assert make_plan(two_epochs, [Machine(cores=2)], num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
 
 
 def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
@@ -178,10 +179,10 @@ def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
         "total_train_n_seqs": 640,
     }
     trained, frozen = TrainEngineConfig(**model, optimizer=OptimizerConfig()), TrainEngineConfig(**model)
-    dpo = make_plan(DPOConfig(actor=trained, ref=frozen, **common), Machine(cores=2), num_rows=3200)
+    dpo = make_plan(DPOConfig(actor=trained, ref=frozen, **common), [Machine(cores=2)], num_rows=3200)
     free = DPOConfig(actor=trained, dpo=DPOOptions(reference_free=True), **common)
     reward = RWConfig(model=ScoreModelConfig(**model, optimizer=OptimizerConfig()), **common)
-    plans = [dpo, *(make_plan(config, Machine(cores=2), num_rows=3200) for config in (free, reward))]
+    plans = [dpo, *(make_plan(config, [Machine(cores=2)], num_rows=3200) for config in (free, reward))]
     assert [[process.name for process in plan.processes] for plan in plans] == [["trainer-0"]] * 3
     with_reference, *without = [plan.processes[0].memory_bytes for plan in plans]
     assert with_reference == without[0] * 5 // 4  # weights, gradient and two moments; the weights again
@@ -189,8 +190,8 @@ def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
 
 
 def test_far_more_processes_than_cores_are_warned_of(tmp_path):
-    assert make_plan(rl_config(tmp_path), Machine(cores=2)).warning == ""
-    crowded = make_plan(rl_config(tmp_path, "vllm:d9+fsdp:d1"), Machine(cores=2))
+    assert make_plan(rl_config(tmp_path), [Machine(cores=2)]).warning == ""
+    crowded = make_plan(rl_config(tmp_path, "vllm:d9+fsdp:d1"), [Machine(cores=2)])
     assert "10 server and trainer processes share 2 cores" in crowded.warning
 
 
@@ -202,7 +203,7 @@ def test_environment_of_the_user(tmp_path):
             parse_env_vars(bad)
         assert error.value.code == "launch.bad_env_vars"
     launcher = LauncherConfig(trainer_env_vars="A=1", inference_server_env_vars="A=2,OMP_NUM_THREADS=9")
-    plan = make_plan(rl_config(tmp_path, launcher=launcher), Machine(cores=8))
+    plan = make_plan(rl_config(tmp_path, launcher=launcher), [Machine(cores=8)])
     found = {process.role: process.env.get("A") for process in plan.processes}
     assert found == {"controller": None, "server": "2", "trainer": "1"}
     assert plan.processes[1].env["OMP_NUM_THREADS"] == "9"
@@ -249,3 +250,18 @@ def test_memory_of_a_process(tmp_path):
     assert trained_bytes(TrainEngineConfig(path=path), 1) == 4 * count
     assert trained_bytes(TrainEngineConfig(path="org/hub-name"), 1) is None
     assert [bytes_text(size) for size in (None, 3 * 2**20, 3 * 2**29)] == ["unknown", "3.0 MiB", "1.50 GiB"]
+
+
+def test_processes_of_several_nodes_listen_on_their_node_and_share_its_cores(tmp_path):
+    nodes = [
+        Machine(cores=cores, host=Host(bind=f"10.0.0.{n}", advertise=f"10.0.0.{n}", node=f"node{n}"))
+        for n, cores in ((1, 4), (2, 8))
+    ]
+    plan = make_plan(rl_config(tmp_path, "native:d3+fsdp:d3"), nodes)
+    by_node = {node.host.node: [p for p in plan.processes if p.host == node.host] for node in nodes}
+    assert [p.name for p in by_node["node1"]] == ["controller", "server-1", "trainer-0"]
+    assert [p.name for p in by_node["node2"]] == ["server-0", "server-2", "trainer-1", "trainer-2"]
+    assert {p.num_threads for p in by_node["node1"] if p.role != "controller"} == {2}
+    assert {p.num_threads for p in by_node["node2"]} == {2}
+    contexts = [ProcessContext.from_env(p.env) for p in plan.processes]
+    assert [context.host for context in contexts] == [p.host for p in plan.processes]

@@ -10,7 +10,7 @@ import pytest
 
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import local
-from areal.launcher.job import Machine
+from areal.launcher.placement import Machine
 from areal.system.durable import publish_folder
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths

@@ -20,7 +20,8 @@ from areal.api.config import (
 from areal.api.config.relevance import options_without_effect
 from areal.api.errors import ConfigError
 from areal.launcher import local
-from areal.launcher.job import Machine, make_plan
+from areal.launcher.job import make_plan
+from areal.launcher.placement import Machine
 from areal.launcher.server_check import environment_versions, notices, server_problems
 
 
@@ -65,7 +66,7 @@ def reporting(folder="/", **versions):
 
 
 def check(config, *, machine=None, said=None, **limits):
-    plan = make_plan(config, machine or Machine(cores=2))
+    plan = make_plan(config, [machine or Machine(cores=2)])
     return server_problems(config, plan, (said if said is not None else []).append, **limits)
 
 

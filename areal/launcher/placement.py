@@ -1,0 +1,108 @@
+"""Which node each process of a run is placed on, and which of its GPUs it gets. Pure rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from areal.api.errors import ConfigError
+from areal.system.network import Host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The resources of a machine that a plan may use."""
+
+    cores: int
+    gpus: tuple[str, ...] = ()
+    """Ids in the form of CUDA_VISIBLE_DEVICES."""
+    host: Host = field(default_factory=Host)
+    """Where processes on it listen. `host.node` names the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The machine of one process, and its GPUs there; no GPUs = it runs on the CPU."""
+
+    machine: Machine
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The processes of one role."""
+
+    count: int
+    gpus: int
+    """GPUs of each; 0 = it runs on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    servers: tuple[tuple[Place, ...], ...]
+    """For each server, the places of its members: one, unless it needs the GPUs of several machines."""
+    trainers: tuple[Place, ...]
+    """In rank order. The ranks of a machine follow each other."""
+    spare_gpus: tuple[tuple[Machine, tuple[str, ...]], ...]
+    """Machines with GPUs that no process uses."""
+
+
+def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:
+    """Place the processes of a run. ConfigError with code launch.too_few_gpus when they do not fit.
+
+    At most `gpu_limit` GPUs of each machine are used. A server is placed on one machine, the first with enough free
+    GPUs; when it needs more than any machine has, on whole machines. Trainer ranks first take whole free machines,
+    then what is left. Processes on the CPU are divided between the machines by their number of cores.
+    """
+    usable = [machine.gpus[:gpu_limit] for machine in machines]
+    free = {index: list(gpus) for index, gpus in enumerate(usable)}
+    load = dict.fromkeys(range(len(machines)), 0)
+
+    def take(index: int, count: int) -> Place:
+        taken = tuple(free[index].pop(0) for _ in range(count))
+        return Place(machine=machines[index], gpus=taken)
+
+    def by_cores() -> int:
+        index = min(load, key=lambda index: (load[index] + 1) / machines[index].cores)
+        load[index] += 1
+        return index
+
+    def server() -> tuple[Place, ...]:
+        if not servers.gpus:
+            return (take(by_cores(), 0),)
+        if (one := next((index for index in free if len(free[index]) >= servers.gpus), None)) is not None:
+            return (take(one, servers.gpus),)
+        largest = max(1, *map(len, usable))
+        whole = [index for index in free if len(free[index]) == len(usable[index]) == largest]
+        members = servers.gpus // largest
+        if servers.gpus <= largest or servers.gpus % largest or len(whole) < members:
+            raise _too_few(machines, usable, servers, trainers)
+        return tuple(take(index, largest) for index in whole[:members])
+
+    placed_servers = tuple(server() for _ in range(servers.count))
+    if trainers.gpus:
+        by_room = sorted(free, key=lambda index: len(free[index]) < len(usable[index]))  # stable: whole ones first
+        slots = [index for index in by_room for _ in range(len(free[index]) // trainers.gpus)][: trainers.count]
+        if len(slots) < trainers.count:
+            raise _too_few(machines, usable, servers, trainers)
+    else:
+        slots = sorted(by_cores() for _ in range(trainers.count))
+    placed_trainers = tuple(take(index, trainers.gpus) for index in slots)
+    spare = tuple((machines[index], tuple(gpus)) for index, gpus in free.items() if gpus)
+    return Placement(placed_servers, placed_trainers, spare)
+
+
+def _too_few(
+    machines: Sequence[Machine], usable: Sequence[Sequence[str]], servers: Demand, trainers: Demand
+) -> ConfigError:
+    demands = ((servers, "servers"), (trainers, "trainer ranks"))
+    needed = [f"{demand.count} {role} of {demand.gpus}" for demand, role in demands if demand.count and demand.gpus]
+    total = sum(demand.count * demand.gpus for demand, _ in demands)
+    have = ", ".join(
+        f"{machine.host.node or 'this machine'} has {len(gpus)}" for machine, gpus in zip(machines, usable, strict=True)
+    )
+    return ConfigError(
+        f"allocation_mode needs {total} GPUs ({', '.join(needed)}), but {have}: use smaller sizes, more nodes "
+        "(cluster.n_nodes), more of their GPUs (cluster.n_gpus_per_node), or n_gpus_per_node=0 to run on the CPU",
+        code="launch.too_few_gpus",
+    )

@@ -1,0 +1,93 @@
+"""Where the processes of a run are placed."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.api.errors import ConfigError
+from areal.launcher import placement
+from areal.launcher.placement import Demand, Machine
+from areal.system.network import Host
+
+NONE = Demand(count=0, gpus=0)
+
+
+def place(machines, servers, trainers, gpu_limit=8):
+    return placement.place(machines, servers, trainers, gpu_limit=gpu_limit)
+
+
+def machines(*sizes, cores=8):
+    return [
+        Machine(cores=cores, gpus=tuple(map(str, range(size))), host=Host(node=f"node{index}"))
+        for index, size in enumerate(sizes, 1)
+    ]
+
+
+def shown(places):
+    return [(one.machine.host.node, ",".join(one.gpus)) for one in places]
+
+
+def test_a_server_stays_on_one_machine_and_trainers_take_whole_machines_first():
+    placed = place(machines(8, 8, 8), Demand(count=3, gpus=4), Demand(count=8, gpus=1))
+    assert [shown(members) for members in placed.servers] == [
+        [("node1", "0,1,2,3")],
+        [("node1", "4,5,6,7")],
+        [("node2", "0,1,2,3")],
+    ]
+    assert shown(placed.trainers) == [("node3", str(gpu)) for gpu in range(8)]
+    assert [(machine.host.node, gpus) for machine, gpus in placed.spare_gpus] == [("node2", ("4", "5", "6", "7"))]
+
+
+def test_trainers_use_what_servers_leave_once_no_whole_machine_is_free():
+    placed = place(machines(4, 4), Demand(count=1, gpus=2), Demand(count=6, gpus=1))
+    assert shown(placed.trainers) == [("node2", g) for g in "0123"] + [("node1", g) for g in "23"]
+
+
+def test_a_server_that_needs_more_than_a_machine_takes_whole_machines():
+    placed = place(machines(8, 8, 8), Demand(count=1, gpus=16), Demand(count=4, gpus=1))
+    assert [len(one.gpus) for one in placed.servers[0]] == [8, 8]
+    assert [one.machine.host.node for one in placed.servers[0]] == ["node1", "node2"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "servers", "trainers"),
+    [
+        ((8,), Demand(count=2, gpus=4), Demand(count=1, gpus=1)),
+        ((3, 3), Demand(count=1, gpus=4), NONE),
+        ((8, 8), Demand(count=1, gpus=12), NONE),
+        ((0, 0), Demand(count=1, gpus=1), NONE),
+    ],
+)
+def test_what_does_not_fit_is_refused(sizes, servers, trainers):
+    with pytest.raises(ConfigError) as error:
+        place(machines(*sizes), servers, trainers)
+    assert error.value.code == "launch.too_few_gpus"
+
+
+def test_gpus_beyond_the_limit_are_not_used():
+    placed = place(machines(8, 8), Demand(count=2, gpus=2), Demand(count=2, gpus=1), gpu_limit=3)
+    assert [shown(members) for members in placed.servers] == [[("node1", "0,1")], [("node2", "0,1")]]
+    assert shown(placed.trainers) == [("node1", "2"), ("node2", "2")]
+    assert placed.spare_gpus == ()
+
+
+def test_processes_on_the_cpu_are_divided_by_cores():
+    large, small = machines(0, cores=12)[0], machines(0, 0, cores=4)[1]
+    placed = place([large, small], Demand(count=4, gpus=0), NONE)
+    assert [members[0].machine.host.node for members in placed.servers].count("node1") == 3
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(0, 4), st.integers(1, 8), st.integers(0, 12))
+def test_no_gpu_is_used_twice_and_ranks_of_a_machine_follow_each_other(sizes, num_servers, size, num_trainers):
+    try:
+        placed = place(machines(*sizes), Demand(count=num_servers, gpus=size), Demand(count=num_trainers, gpus=1))
+    except ConfigError:
+        return
+    used = [(p.machine.host.node, gpu) for ps in (*placed.servers, placed.trainers) for p in ps for gpu in p.gpus]
+    spare = [(machine.host.node, gpu) for machine, gpus in placed.spare_gpus for gpu in gpus]
+    assert len(used) == len(set(used)) == num_servers * size + num_trainers
+    assert sorted(used + spare) == [(f"node{i}", str(gpu)) for i, count in enumerate(sizes, 1) for gpu in range(count)]
+    nodes = [one.machine.host.node for one in placed.trainers]
+    assert len([1 for a, b in itertools.pairwise(nodes) if a != b]) == max(0, len(set(nodes)) - 1)
