@@ -18,6 +18,8 @@ algorithm.not_finite: A train batch holds NaN or infinity in a reward or at a tr
 allocation.invalid: allocation_mode has invalid syntax or contradictory sizes.
     Follow the hint at the marked column.
 
+checkpoint.ahead_of_ledger: The newest events of the ledger were lost, and every recovery checkpoint needs them.
+    Restore the ledger folder, or do what the message says to continue without it.
 checkpoint.damaged: A file of a checkpoint is cut short, changed, or contradicts the index.
     Copy or download it again.
 checkpoint.incomplete: A checkpoint folder lacks its configuration or its weights.
@@ -170,11 +172,13 @@ launch.tracker_failed: A metrics tracker did not start.
     Read its message, or set its mode to disabled.
 
 ledger.bad_payload: The payload of an episode is missing, damaged or belongs to another episode.
-    Restore the ledger folder from a copy, or choose a new trial_name; the audit lists the affected episodes.
+    Restore the ledger folder from a copy, or move it away to continue from a checkpoint; the audit lists the episodes.
+ledger.behind_trainer: A trainer has done more steps than the ledger records, because its newest events were lost.
+    The launcher restarts the trainers from an earlier checkpoint; find out who deleted or truncated ledger files.
 ledger.broken_rule: An event contradicts the events before it.
     Report the output of the ledger audit as a defect of areal; a new trial_name starts a new ledger.
 ledger.damaged: Events that were on disk are damaged or missing.
-    Restore the ledger folder from a copy, or choose a new trial_name.
+    Restore the ledger folder from a copy, or move it away to continue from a checkpoint.
 ledger.locked: Another process writes the ledger of this run.
     End the process that the message names, then start again.
 ledger.not_found: There is no ledger, episode or batch at the given path or number.
@@ -183,8 +187,8 @@ ledger.not_writable: The ledger folder cannot be opened or written, for example 
     Free disk space or restore access, then start the same command again; no recorded data is lost.
 ledger.other_data: The data settings differ from those with which the ledger of this run was started.
     Restore the settings that the message names, or choose a new trial_name.
-ledger.other_run: The recovery checkpoint of the trainer and the ledger belong to different runs.
-    Restore the matching checkpoint or ledger, or choose a new trial_name.
+ledger.other_run: The recovery checkpoint of the trainer is older than the first batch in the ledger.
+    Restore a later checkpoint or the ledger of the earlier steps, or choose a new trial_name.
 ledger.unknown_event: The ledger holds an event that this version of areal does not know.
     Continue the run with the version of areal that wrote it, or a newer one.
 

@@ -101,6 +101,10 @@ class _Audit:
         for segment, ids in self.missing.items():
             path = payload_path(self.folder, segment)
             report.violate("payload", f"{path} is missing: it holds episodes {listed(ids)}", episodes=ids)
+        for path in reader.lost(newest=True):
+            report.violate("lost events", f"{path} is missing, but its payload file exists")
+        for path in reader.lost(newest=False):
+            report.notes.append(f"{path} was lost; the next controller continued from the events before it")
         if reader.damage:
             report.violate("damage", f"{reader.damage}; no later event was audited")
         if not report.violations:  # the state machine stops at the first violation, so it may differ after one

@@ -9,6 +9,7 @@ follow, the checksum of the previous group and its own: {"event": "group", "numb
 a missing file, a file of another run and a second writer are detected. A damaged last group was incomplete, was never
 relied on, and is cut. A damaged group before a valid one means that durable data was changed, which is an error. Each
 start of a controller opens new files. Payload bytes without an event belong to an incomplete group and are not read.
+An events file is created before the payload files of its controller, so a payload file without one shows a lost file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ import orjson
 from areal.api.errors import LedgerError
 from areal.ledger.state import Event, LedgerState
 from areal.system.durable import fsync_path
+
+SEGMENT_BYTES = 256 * 2**20
+"""A payload segment of this size is closed and the next one is started."""
+REMEDY = (
+    "restore the ledger folder from a copy, or move it away: training then continues from the newest recovery "
+    "checkpoint, with the dataset from its first row"
+)
 
 _GROUP_START = b'{"event":"group","number":'
 _CRC_KEY = b',"crc":'
@@ -102,12 +110,28 @@ class LedgerReader:
         self._folder = folder
         self.numbers = _numbers(folder, _EVENTS)
         """Numbers of the event files."""
-        self.next_number = max([0, *self.numbers, *_numbers(folder, _PAYLOAD)]) + 1
+        self.segments = _numbers(folder, _PAYLOAD)
+        """Numbers of the payload files."""
+        self.next_number = max([0, *self.numbers, *self.segments]) + 1
         """Number for the files of the next writer."""
         self.incomplete: IncompleteTail | None = None
         self.damage = ""
         """Why the pass ended early: durable lines are damaged."""
         self.end = NO_GROUP
+
+    def lost(self, *, newest: bool) -> list[Path]:
+        """The events files that no longer exist although the payload file of the same number does.
+
+        `newest`: those after all others; else those before the files of a controller that started without them.
+        """
+        last = max(self.numbers, default=0)
+        found = [number for number in self.segments if number not in self.numbers and (number > last) == newest]
+        return [events_path(self._folder, number) for number in found if not self._is_next_segment(number)]
+
+    def _is_next_segment(self, number: int) -> bool:
+        """Whether the controller with the payload file before this one has filled it."""
+        before = payload_path(self._folder, number - 1)
+        return before.exists() and before.stat().st_size >= SEGMENT_BYTES
 
     def groups(self) -> Iterator[list[Event]]:
         """The events of each group, its mark first. Ends at the first damage."""
@@ -153,8 +177,7 @@ class LedgerReader:
         for group in self.groups():
             yield from group
         if self.damage:
-            message = f"{self.damage}; restore the ledger from a copy, or choose a new trial_name"
-            raise LedgerError(message, code="ledger.damaged")
+            raise LedgerError(f"{self.damage}; {REMEDY}", code="ledger.damaged")
 
 
 def open_reader(folder: Path) -> LedgerReader:
@@ -185,31 +208,61 @@ class RecoveredLedger:
     state: LedgerState
     end: GroupEnd
     next_number: int
+    lost: tuple[Path, ...] = ()
+    """Missing files with the newest events. What they recorded is unknown, unless a trainer depends on it."""
 
 
 def recover_folder(folder: Path) -> RecoveredLedger:
     """Prepare the ledger in `folder` for the next writer, or create it.
 
     Reads all events, cuts an incomplete tail, and fsyncs what was read: a controller killed between write and fsync
-    leaves lines that can be read but would not survive a power failure. Every step may be repeated.
+    leaves lines that can be read but would not survive a power failure. Every step may be repeated. Raises LedgerError
+    when events are damaged, or payloads that are still needed are missing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fsync_path(folder.parent)
         reader = LedgerReader(folder)
         state = LedgerState.replay(reader.events())
+        _require_payloads(folder, state)
         if reader.incomplete is not None:
             with open(reader.incomplete.path, "r+b") as file:
                 file.truncate(reader.incomplete.offset)
                 os.fsync(file.fileno())
         if reader.numbers:
             last = reader.numbers[-1]
-            newest = [payload_path(folder, number) for number in _numbers(folder, _PAYLOAD) if number >= last]
+            newest = [payload_path(folder, number) for number in reader.segments if number >= last]
             for path in [events_path(folder, last), *newest]:
                 fsync_path(path)
     except OSError as error:
         raise not_writable(folder, error) from error
-    return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number)
+    lost = tuple(reader.lost(newest=True))
+    return RecoveredLedger(state=state, end=reader.end, next_number=reader.next_number, lost=lost)
+
+
+def _require_payloads(folder: Path, state: LedgerState) -> None:
+    """Raise LedgerError when a payload file ends before an episode that waits or may be trained on again."""
+    recorded = [batch for step, batch in state.batches.items() if step >= state.committed_step]
+    ends = dict[int, int]()
+    for batch in recorded:
+        for segment, offset, size in batch.payloads:
+            ends[segment] = max(ends.get(segment, 0), offset + size)
+    for episode in state.waiting.values():
+        segment, offset, size = episode.payload
+        ends[segment] = max(ends.get(segment, 0), offset + size)
+    for segment, end in ends.items():
+        path = payload_path(folder, segment)
+        found = path.stat().st_size if path.exists() else 0
+        if found < end:
+            problem = f"{path} has {found} bytes, but the events need {end}" if found else f"{path} is missing"
+            raise LedgerError(f"{problem}; {remedy(state)}", code="ledger.bad_payload")
+
+
+def remedy(state: LedgerState) -> str:
+    """What to do about durable data that is lost."""
+    return (
+        f"{REMEDY}; the newest recorded one is that of step {state.committed_step}" if state.committed_step else REMEDY
+    )
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:

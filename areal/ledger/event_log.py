@@ -18,15 +18,21 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import LedgerError
-from areal.ledger.event_files import NO_GROUP, AppendFile, GroupEnd, encode_group, events_path, payload_path
+from areal.ledger.event_files import (
+    NO_GROUP,
+    SEGMENT_BYTES,
+    AppendFile,
+    GroupEnd,
+    encode_group,
+    events_path,
+    payload_path,
+)
 from areal.ledger.state import Event
 
 LINGER_S = 0.05
 """Maximum time that an event stays in memory while no caller waits for it."""
 GROUP_BYTES = 4 * 2**20
 """A buffer of this size is written at once."""
-SEGMENT_BYTES = 256 * 2**20
-"""A payload segment of this size is closed and the next one is started."""
 
 
 class EventLog(Protocol):
@@ -74,12 +80,12 @@ class GroupWriter:
     def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
         """Make one group durable. After an error the file may end with an incomplete group; the next writer cuts it."""
         data, end = encode_group(self._end, time.time(), events)
+        if self._events is None:
+            self._events = self._open_file(events_path(self.folder, self._number))
         for segment, pieces in groupby(payloads, key=itemgetter(0)):
             file = self._segment_file(segment)
             file.write(b"".join([payload for _, payload in pieces]))
             file.sync()
-        if self._events is None:
-            self._events = self._open_file(events_path(self.folder, self._number))
         try:
             self._events.write(data)
             self._events.sync()

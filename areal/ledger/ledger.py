@@ -7,12 +7,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
-from areal.ledger.event_files import not_writable, read_payload, recover_folder
+from areal.ledger.event_files import not_writable, read_payload, recover_folder, remedy
 from areal.ledger.event_log import EventLog, GroupCommitLog, GroupWriter
 from areal.ledger.payload import EncodedEpisode, check_payload
 from areal.ledger.state import IDENTITY, BatchRecord, Event, LedgerState
@@ -63,9 +64,12 @@ class Ledger:
         read_payload: Callable[[tuple[int, int, int]], bytes],
         clock: Callable[[], float] = time.time,
         lock: LedgerLock | None = None,
+        lost: Sequence[Path] = (),
     ) -> None:
+        """`lost`: missing files with the newest events."""
         self._log = log
         self._lock = lock
+        self.lost = lost
         self._read_payload = read_payload
         self._clock = clock
         self._cached: dict[int, bytes] = {}  # payloads of episodes that this process accepted and that wait for a batch
@@ -85,7 +89,8 @@ class Ledger:
             raise
         writer = GroupWriter(folder, found.next_number, after=found.end)
         log = GroupCommitLog(writer, first_segment=found.next_number)
-        return cls(log, state=found.state, read_payload=lambda where: read_payload(folder, where), lock=lock)
+        read = partial(read_payload, folder)
+        return cls(log, state=found.state, read_payload=read, lock=lock, lost=found.lost)
 
     def start(self, on_failure: Callable[[LedgerError], None]) -> None:
         """Start writing, on the running loop. `on_failure` is called with a write error immediately."""
@@ -210,8 +215,11 @@ class Ledger:
         """The payload of an accepted episode. Raises LedgerError when it is damaged."""
         if (cached := self._cached.get(episode_id)) is not None:
             return cached
-        data = self._read_payload(where)
-        check_payload(episode_id, data)
+        try:
+            data = self._read_payload(where)
+            check_payload(episode_id, data)
+        except LedgerError as error:
+            raise LedgerError(f"{error}; {remedy(self.state)}", code=error.code) from error
         return data
 
     def forget(self, episode_ids: Sequence[int]) -> None:

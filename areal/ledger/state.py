@@ -21,6 +21,21 @@ from typing import Any, ClassVar, NamedTuple, Self
 from areal.api.errors import ConfigError, LedgerError
 from areal.data.prompt_stream import PromptStream
 
+
+class LedgerBehind(LedgerError):
+    """A trainer has done more train steps than the ledger records: its newest events were lost."""
+
+    code = "ledger.behind_trainer"
+
+    def __init__(self, step: int, newest_step: int | None) -> None:
+        recorded = "records no trainer" if newest_step is None else f"ends after step {newest_step}"
+        super().__init__(
+            f"the trainer is at step {step}, but the ledger {recorded}: its newest events were lost. "
+            f"Training can continue from a checkpoint of at most {newest_step or 0} steps"
+        )
+        self.step, self.newest_step = step, newest_step
+
+
 Event = dict[str, Any]
 """One line of the ledger, JSON-ready; key "event" names its kind."""
 
@@ -123,6 +138,30 @@ class LedgerState:
         """The first train step without a recorded batch."""
         return self.skipped_steps + len(self.batches)
 
+    @property
+    def newest_step(self) -> int | None:
+        """The most train steps that a trainer can have done; None = any, because no trainer is recorded.
+
+        A trainer that has done more, or that has a checkpoint of more, knows of events that were lost.
+        """
+        return None if self.trained_steps is None else self.skipped_steps + len(self.consumed_steps)
+
+    def require_reached(self, step: int) -> None:
+        """Raise LedgerBehind when a trainer that attached before has done `step` train steps, more than recorded."""
+        if self.trained_steps is None or step > self.trained_steps:
+            raise LedgerBehind(step, self.newest_step)
+
+    def require_batch(self, step: int, version: int) -> None:
+        """Raise LedgerBehind when a trainer trained on the batch of `step` to `version`, and either is not recorded."""
+        self.require_reached(step)
+        if step not in self.batches or version > self.version:
+            raise LedgerBehind(step, self.newest_step)
+
+    def require_version(self, version: int) -> None:
+        """Raise LedgerBehind when the recorded batches do not lead to policy `version`."""
+        if self.trained_steps is not None and version > self.next_step:
+            raise LedgerBehind(version, self.newest_step)
+
     @classmethod
     def replay(cls, events: Iterable[Event]) -> Self:
         """The state after `events`. Raises LedgerError at the first one that breaks a rule."""
@@ -200,13 +239,15 @@ class LedgerState:
 
     def _attached(self, event: Event) -> None:
         step: int = event["step"]
+        if self.newest_step is not None and step > self.newest_step:
+            raise LedgerBehind(step, self.newest_step)
         if not self.batches:  # no recorded batch leads to an earlier version again
             self.skipped_steps = step
             self.highest_version = event["version"]
-        elif not self.skipped_steps <= step <= self.next_step:
+        elif step < self.skipped_steps:
             raise LedgerError(
-                f"the trainer continues at step {step}, but this ledger holds the batches of steps "
-                f"{self.skipped_steps} to {self.next_step - 1}: they belong to different runs",
+                f"the trainer continues at step {step}, but the first batch in this ledger is that of step "
+                f"{self.skipped_steps}: restore a checkpoint of that step or later, or the ledger of the earlier steps",
                 code="ledger.other_run",
             )
         self.trained_steps = step

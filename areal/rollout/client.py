@@ -108,6 +108,10 @@ class RolloutClient:
         """A recovery checkpoint after `step` train steps is complete."""
         self._call("/committed", {"step": step, "path": str(path)}, f"to report the checkpoint of step {step}")
 
+    def newest_step(self) -> int | None:
+        """The most train steps of a checkpoint from which the ledger can serve a trainer; None = any."""
+        return self.status()["newest_step"]
+
     def status(self) -> dict[str, Any]:
         """What GET /status answers."""
         return orjson.loads(self._call("/status", None, "for its status"))

@@ -99,6 +99,8 @@ class Controller:
 
     async def start(self) -> None:
         """Start writing the ledger and wait for the fleet. Episodes start once a trainer is attached."""
+        for path in self._ledger.lost:
+            _log.error("%s is missing: its events were lost, and the run continues from the events before them", path)
         self._ledger.start(self.fail)
         self._ledger.started(self._rows, total_steps=self._total_steps)
         await self._fleet.start()
@@ -185,6 +187,8 @@ class Controller:
         self._require_running()
         self._has_met_trainer = True
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
+        if step > 0 and self._ledger.state.trained_steps is None:
+            _log.warning("the ledger is new, but the trainer is at step %d: rows of earlier steps are used again", step)
         if rank == 0 or self._ledger.state.trained_steps is None:
             if version < self._ledger.state.highest_version and not self._ledger.state.batches:
                 self._executor.restart_running()  # no recorded batch leads to the version these episodes wait for
@@ -208,6 +212,7 @@ class Controller:
                 f"step {step} is after the end of the run, which has {self._total_steps} steps",
                 code="rollout.past_the_end",
             )
+        self._ledger.state.require_reached(step)
         self._resume_with_trainer()
         if step not in self._ledger.state.batches:
             self._require_weights()
@@ -225,6 +230,7 @@ class Controller:
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
         """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
         self._require_running()
+        self._ledger.state.require_version(update.version)
         return await self._weights.publish(update, timeout_s=timeout_s)
 
     async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
@@ -239,6 +245,7 @@ class Controller:
 
     async def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
         """The trainer has trained on batch `step` and published `version`."""
+        self._ledger.state.require_batch(step, version)
         self._ledger.consumed(step=step, version=version, weights=weights_checksum)
         await self._ledger.durable()
         self._resume_with_trainer()
@@ -252,6 +259,7 @@ class Controller:
         """
         self._require_running()
         self._evaluations.check(mode)
+        self._ledger.state.require_reached(step)
         if (step, mode) not in self._ledger.state.evaluations:
             self._resume_with_trainer()
             if not await self._weights.fleet_is_ready(timeout_s):
@@ -269,6 +277,7 @@ class Controller:
 
     async def committed(self, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
+        self._ledger.state.require_reached(step)
         self._ledger.committed(step=step, path=path)
         await self._ledger.durable()
         self._resume_with_trainer()
@@ -300,6 +309,7 @@ class Controller:
         stats, since_s = last.stats if last else {}, self._waiting_since_s()
         return {
             "step": state.trained_steps or 0,
+            "newest_step": state.newest_step,
             "total_steps": self._total_steps,
             "version": state.version,
             "highest_version": state.highest_version,

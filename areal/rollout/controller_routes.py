@@ -5,6 +5,7 @@
     POST /attach       {rank, world_size, dp_size, step, version}
     POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not ready, repeat the call | 410 never
                                                     409 a server lacks the weights: publish them again first
+                                                    412 the ledger lost events that this trainer depends on
     POST /publish      a WeightUpdate               200 every replica serves it | 204 not ready, repeat the call
     POST /consumed     {step, version, weights_checksum}
     POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 and 409 as above
@@ -23,6 +24,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from areal.api.errors import ArealError, LedgerError, RequestError
+from areal.ledger.state import LedgerBehind
 from areal.observe.log import get_logger
 from areal.rollout.controller import BatchUnavailable, Controller
 from areal.rollout.share_codec import WeightsNeeded, decode_update
@@ -149,6 +151,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except ArealError as error:
         match error:
+            case LedgerBehind():
+                status = 412  # the trainer must go back to an earlier checkpoint
             case BatchUnavailable() | LedgerError():
                 status = 410  # a repeated call cannot succeed
             case WeightsNeeded():

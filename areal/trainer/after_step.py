@@ -121,14 +121,16 @@ class AfterStep:
         hooks: StepHooks,
         recovered: dict[str, TrainEngine],
         after_failure: bool,
+        newest_step: Callable[[], int | None] = lambda: None,
     ) -> tuple[Self, RecoverPoint | None]:
         """Return what follows the steps of a run, and the checkpoint that it continues from; a collective.
 
         `recovered`: the engines in a recovery checkpoint, which is already loaded. `after_failure`: this is a restart.
+        `newest_step`: as in RecoverStore.start_from.
         """
         paths = RunPaths.of(config)
         recover = RecoverStore(paths.recover, config.recover, recovered, ranks)
-        source = recover.start_from(after_failure=after_failure)
+        source = recover.start_from(after_failure=after_failure, newest_step=newest_step)
         point = recover.load(source) if source else None
         first_step = point.step + 1 if point else 1
         trackers = build_trackers(config, paths, first_step=first_step) if ranks.rank == 0 else []

@@ -200,7 +200,13 @@ def _join_run(
         actor_state=roles.actor.state,
     )
     after_step, point = AfterStep.of_run(
-        config, roles.trained, mesh, hooks=hooks, recovered=roles.recovered, after_failure=context.recover
+        config,
+        roles.trained,
+        mesh,
+        hooks=hooks,
+        recovered=roles.recovered,
+        after_failure=context.recover,
+        newest_step=client.newest_step,
     )
     stack.callback(after_step.close)
     start_step = point.step if point else 0

@@ -70,10 +70,13 @@ class RecoverStore:
         self._previous: Path | None = None
         """The checkpoint that this run continued from or wrote last: known to be intact."""
 
-    def start_from(self, *, after_failure: bool) -> Path | None:
+    def start_from(self, *, after_failure: bool, newest_step: Callable[[], int | None] = lambda: None) -> Path | None:
         """The checkpoint to continue from under recover.mode; None = start from the beginning.
 
-        Raises ConfigError when recover.mode=resume and no checkpoint is intact.
+        `newest_step`: the most train steps from which the ledger can continue, None = any; called on rank 0.
+        Checkpoints of more steps used batches whose record is lost. They are renamed.
+
+        Raises ConfigError when recover.mode=resume and no checkpoint is intact, or when all are ahead of the ledger.
         """
         if self._is_rank0:
             finish_interrupted_writes(self._folder)
@@ -83,19 +86,49 @@ class RecoverStore:
         if mode == "disabled" or (mode == "fault" and not after_failure):
             return None
         damaged: list[str] = []
+        ahead = self._ahead_of(newest_step) if self._checkpoints() else []
         for path in reversed(self._checkpoints()):
+            if path in ahead:
+                continue
             found = damage_of(path, part=self._ranks.rank, parts=self._ranks.world_size)
             if not self._count(bool(found)):
+                self._set_aside(ahead)
                 self._previous = path
                 return path
             damaged.append(path.name)
             if found:
                 get_logger("trainer").error("the recovery checkpoint %s is damaged and skipped: %s", path, found)
+        if ahead:
+            raise ConfigError(
+                "the newest events of the ledger were lost, and no intact recovery checkpoint is old enough for the "
+                f"rest: {', '.join(path.name for path in ahead)} in {self._folder}. Restore the ledger folder from a "
+                f"copy. Or move it away: training continues from {ahead[-1].name}, with the dataset from its first "
+                "row. Or move these checkpoints away: training starts from the beginning, with the recorded batches",
+                code="checkpoint.ahead_of_ledger",
+            )
         if mode == "resume":
             what = f"has only damaged checkpoints: {', '.join(damaged)}" if damaged else "has no complete checkpoint"
             message = f"recover.mode=resume, but {self._folder} {what}: use auto to start from the beginning"
             raise ConfigError(message, code="checkpoint.missing")
         return None
+
+    def _ahead_of(self, newest_step: Callable[[], int | None]) -> list[Path]:
+        """The checkpoints of more steps than the ledger records, by step; a collective."""
+        newest = newest_step() if self._is_rank0 else 0
+        shared = self._ranks.all_reduce(torch.tensor([-1.0 if newest is None else float(newest)], dtype=torch.float64))
+        limit = shared.item()
+        return [path for path in self._checkpoints() if 0 <= limit < int(path.name.removeprefix("step-"))]
+
+    def _set_aside(self, ahead: list[Path]) -> None:
+        for path in ahead if self._is_rank0 else []:
+            kept = path.with_name(f"ahead-of-ledger-{path.name}")
+            shutil.rmtree(kept, ignore_errors=True)
+            path.rename(kept)
+            get_logger("trainer").error(
+                "the newest events of the ledger were lost: the recovery checkpoint %s is ahead of it and is now %s",
+                path.name,
+                kept,
+            )
 
     def load(self, path: Path) -> RecoverPoint:
         """Restore every engine and the random number generators of this process from `path`."""

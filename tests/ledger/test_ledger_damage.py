@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit
 from areal.ledger.event_files import (
+    AppendFile,
     LedgerReader,
     events_path,
     payload_path,
@@ -18,8 +19,10 @@ from areal.ledger.event_files import (
     recover_folder,
 )
 from areal.ledger.event_log import GroupWriter
+from areal.ledger.ledger import Ledger
 from areal.ledger.payload import check_payload
 from areal.ledger.state import LedgerState
+from tests.expect import raises_code
 
 
 @pytest.fixture(autouse=True)
@@ -233,8 +236,62 @@ def test_a_missing_events_file_is_refused_unless_it_is_the_last(forge):
         assert "damage" in {violation.rule for violation in audit(forge.folder).violations}
     restore(forge.folder, files)
     events_path(forge.folder, 3).unlink()
+    assert [violation.rule for violation in audit(forge.folder).violations] == ["lost events"]
+    assert recover_folder(forge.folder).lost == (events_path(forge.folder, 3),)
     assert continue_ledger(forge.folder, forge.events[0]).next_number == 4, "no name is used twice"
+    report = audit(forge.folder)
+    assert report.is_clean
+    assert [str(events_path(forge.folder, 3)) in note for note in report.notes] == [True]
+    assert recover_folder(forge.folder).lost == ()
+
+
+def test_a_further_payload_segment_needs_no_events_file(forge, monkeypatch):
+    forge.two_steps()
+    forge.write()
+    payload_path(forge.folder, 2).write_bytes(b"incomplete group")
+    assert recover_folder(forge.folder).lost == (events_path(forge.folder, 2),)
+    monkeypatch.setattr("areal.ledger.event_files.SEGMENT_BYTES", len(forge.payloads))
+    assert recover_folder(forge.folder).lost == ()
     assert audit(forge.folder).is_clean
+
+
+def test_a_writer_killed_before_its_first_group_leaves_no_payload_without_an_events_file(forge):
+    def refuse(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    forge.folder.mkdir()
+    with pytest.raises(OSError, match="No space"):
+        GroupWriter(forge.folder, 1, open_file=refuse).write([{"event": "started"}], [(1, b"payload")])
+    writer = GroupWriter(
+        forge.folder, 1, open_file=lambda path: AppendFile(path) if "events" in path.name else refuse(path)
+    )
+    with pytest.raises(OSError, match="No space"):
+        writer.write([{"event": "started"}], [(1, b"payload")])
+    assert [path.name for path in forge.folder.iterdir()] == ["events-000001.jsonl"]
+
+
+def test_a_payload_file_that_is_too_short_is_found_at_the_start_with_its_remedy(forge):
+    forge.two_steps()
+    forge.write()
+    path = payload_path(forge.folder, 1)
+    waiting = LedgerState.replay(forge.events).waiting[4].payload
+    path.write_bytes(forge.payloads[: waiting[1] + waiting[2] - 1])
+    with raises_code("ledger.bad_payload", path, "step 2"):
+        recover_folder(forge.folder)
+    path.unlink()
+    with raises_code("ledger.bad_payload", path, "step 2"):
+        recover_folder(forge.folder)
+
+
+def test_a_damaged_payload_of_a_served_batch_names_the_remedy(forge):
+    forge.two_steps()
+    forge.write()
+    path = payload_path(forge.folder, 1)
+    path.write_bytes(bytes([forge.payloads[0] ^ 1]) + forge.payloads[1:])
+    found = recover_folder(forge.folder).state
+    ledger = Ledger.open(forge.folder)
+    with raises_code("ledger.bad_payload", "episode 0", "step 2"):
+        ledger.payload(0, found.batches[0].payloads[0])
 
 
 def test_a_file_of_another_ledger_or_of_a_second_writer_is_refused(forge, tmp_path):

@@ -70,8 +70,8 @@ async def test_recorded_batches_are_served_again_byte_for_byte(recorded):
         Ledger.open(folder), total_steps=10, fleet=rollout_kit.FakeFleet(version=3)
     )
     await controller.start()
-    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     for step in range(3):
+        await controller.attach(rank=0, world_size=1, dp_size=1, step=step, version=step)
         assert [await controller.next_batch(step, 0, 1, timeout_s=200.0)] == blobs[step]
         assert controller.status()["reward_mean"] == decode_share(blobs[step][0]).stats["reward"]
     await controller.close()

@@ -334,7 +334,8 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
                 return {"needs_weights": lacking}
 
         workflow = rollout_kit.ScriptedWorkflow()
-        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+        workflows = {"greedy": workflow, "sampled": workflow}
+        options = {"eval_rows": [{"index": 0}], "eval_workflows": workflows}
         controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Fleet(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
@@ -344,7 +345,7 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
         began_s = asyncio.get_running_loop().time()
         batch, evaluation = (
             controller.next_batch(1, 0, 1, timeout_s=9.0),
-            controller.evaluate(2, "greedy", timeout_s=9.0),
+            controller.evaluate(1, "sampled", timeout_s=9.0),
         )
         for asking in (batch, evaluation):
             with pytest.raises(WeightsNeeded, match="policy version 1"):

@@ -324,6 +324,7 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
         eval_workflows={"sampled": workflow, "greedy": broken},
     )
     await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=4, version=0)
     first, second = await asyncio.gather(
         controller.evaluate(4, "sampled", timeout_s=200.0), controller.evaluate(4, "sampled", timeout_s=200.0)
     )
@@ -334,5 +335,6 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     with pytest.raises(RequestError, match=r" 5 held-out rows .*ValueError: row") as error:
         await controller.evaluate(4, "greedy", timeout_s=200.0)
     assert error.value.code == "rollout.evaluation_failed"
-    assert await controller.evaluate(5, "sampled", timeout_s=0.0) is None
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=3, version=0)
+    assert await controller.evaluate(3, "sampled", timeout_s=0.0) is None
     await controller.close()

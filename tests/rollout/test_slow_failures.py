@@ -53,6 +53,7 @@ def test_an_evaluation_with_only_failures_ends_early():
             eval_workflows={"greedy": hangs},
         )
         await controller.start()
+        await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         with pytest.raises(EvaluationFailed, match=r" 8 held-out rows .*TimeoutError: ran past its limit"):
             await controller.evaluate(0, "greedy", timeout_s=1e6)
         assert hangs.num_ended == MAX_FIRST_FAILURES

@@ -266,3 +266,34 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_keeps_the_rest(toolbo
     assert "No space left on device" in messages[bad_rank]
     assert "another trainer rank" in messages[1 - bad_rank]
     assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_checkpoint_ahead_of_the_ledger_is_set_aside(make_store, tmp_path):
+    store = make_store(tmp_path)
+    for step in (2, 4):
+        store.save(point(step))
+    newest = make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: 3)
+    assert newest == tmp_path / "step-000002"
+    assert names(tmp_path) == ["ahead-of-ledger-step-000004", "step-000002"]
+    assert make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: 9) == newest
+
+
+@pytest.mark.parametrize("newest_step", [4, 5, None])
+def test_a_checkpoint_that_the_ledger_knows_is_used(make_store, tmp_path, newest_step):
+    for step in (2, 4):
+        make_store(tmp_path).save(point(step))
+    found = make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: newest_step)
+    assert found == tmp_path / "step-000004"
+
+
+def test_with_checkpoints_ahead_of_the_ledger_only_nothing_is_changed(make_store, tmp_path):
+    store = make_store(tmp_path)
+    for step in (2, 4):
+        store.save(point(step))
+    with raises_code("checkpoint.ahead_of_ledger", "step-000002, step-000004"):
+        make_store(tmp_path).start_from(after_failure=True, newest_step=lambda: 1)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
+def test_without_a_checkpoint_nobody_asks_the_ledger(make_store, tmp_path):
+    assert make_store(tmp_path).start_from(after_failure=False, newest_step=lambda: 1 // 0) is None
