@@ -313,19 +313,17 @@ class ServerHost:
         await process.wait()
 
     def report(self, code: int) -> tuple[int, str]:
-        """The host's exit code and error after the server ended by itself.
+        """The host's exit code and error after the server ended by itself. The server's own error is in the same log.
 
         TRANSIENT_EXIT lets the launcher start it again: a port in use, or a kill without an error before it was ready.
         A server that printed an error before it was ready would fail in the same way again.
         """
         lines = self._log_lines()
-        reason = end_reason(lines)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if self._refused_connections:
             how = f"accepted no connection for {_REFUSAL_LIMIT_S:g} s and was killed"
-        text = f"the {self._options.backend} server {how}" + (f": {reason}" if reason else "")
-        pattern = r"--{}(?![\w-])"
-        section = self._options.section
+        text = f"the {self._options.backend} server {how}"
+        pattern, section, reason = r"--{}(?![\w-])", self._options.section, " ".join(end_reason(lines))
         if named := [name for name in section if re.search(pattern.format(name.replace("_", "-")), reason)]:
             text += f" (set by {', '.join(f'{self._options.backend}.{name}' for name in named)})"
         met_taken_port = any(map(PORT_TAKEN.search, lines))

@@ -22,30 +22,30 @@ PORT_TAKEN = re.compile("address already in use|eaddrinuse", re.IGNORECASE)
 """The server found a port in use. It chose that port itself, and chooses another one next time."""
 
 
-def last_error(lines: Sequence[str]) -> str:
-    """The error that ended a server, with its details in one line; empty when the log has none."""
-    return next((text for text in _errors(lines) if not _POINTER.search(text)), "")
+def last_error(lines: Sequence[str]) -> list[str]:
+    """The error that ended a server, with the lines of its details; empty when the log has none."""
+    return next((found for found in _errors(lines) if not _POINTER.search(found[0])), [])
 
 
-def end_reason(lines: Sequence[str]) -> str:
+def end_reason(lines: Sequence[str]) -> list[str]:
     """`last_error`, or what the log says about the end of one of the server's processes; empty when it has neither."""
-    died = next((line for line in map(_plain, reversed(lines)) if _DIED.search(line)), "")
-    return last_error(lines) or died or next(_errors(lines), "")
+    died = next(([line] for line in map(_plain, reversed(lines)) if _DIED.search(line)), [])
+    return last_error(lines) or died or next(_errors(lines), [])
 
 
-def _errors(lines: Sequence[str]) -> Iterator[str]:
+def _errors(lines: Sequence[str]) -> Iterator[list[str]]:
     """The last one first."""
     plain = [_plain(line) for line in lines]
     for index in reversed(range(len(plain))):
         if _ERROR.fullmatch(plain[index]) or _USAGE.fullmatch(plain[index]):
-            yield " ".join([plain[index], *_details(plain[index + 1 :])])
+            yield [plain[index], *_details(plain[index + 1 :])]
 
 
 def _details(lines: Sequence[str]) -> Iterator[str]:
     for line in lines[:_MAX_DETAILS]:
         if not line.startswith(" ") or "For further information" in line:
             return
-        yield line.strip()
+        yield line
 
 
 def _plain(line: str) -> str:

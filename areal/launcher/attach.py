@@ -1,37 +1,110 @@
-"""The command that changes a running run: `python -m areal.launcher.local --attach RUN ...`.
+"""Changes of a running run: the command `python -m areal.launcher.local --attach RUN ...`, and the files that it uses.
 
-It waits for the answer of the run's launcher, shows what the launcher does, and gives up after a time limit.
+The command writes a request, waits for the answers of the run's launcher, shows them, and gives up after a time limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.preflight import has_launcher
-from areal.launcher.run_requests import Answer, Request, RequestBox
 from areal.launcher.status import StatusLine
+from areal.system.durable import write_atomic
 from areal.system.run_paths import RunPaths
 
 _TAKEN_LIMIT_S = 20.0
 """A launcher reads requests 20 times a second."""
 _POLL_S = 0.1
+_REQUEST, _ANSWER = ".request.json", ".answer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    action: Literal["add-replica", "remove-replica"]
+    replica: str = ""
+    """Process name of the server to remove."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    state: Literal["working", "done", "refused"]
+    """working = another answer follows."""
+    text: str
+    limit_s: float = 0.0
+    """While it works: seconds after which the launcher has finished or given up."""
+
+
+class RequestBox:
+    """The folder RUN/requests. A request stays until the command that wrote it has read the answer."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._folder = paths.requests
+        self._taken: set[str] = set()
+
+    def clear(self) -> None:
+        """Remove the requests to an earlier launcher."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def ask(self, request: Request) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path(request.id, _REQUEST), json.dumps(asdict(request)).encode())
+
+    def withdraw(self, request: Request) -> None:
+        """Remove a request and its answer."""
+        for kind in (_REQUEST, _ANSWER):
+            self._path(request.id, kind).unlink(missing_ok=True)
+
+    def answer_to(self, request: Request) -> Answer | None:
+        try:
+            return Answer(**json.loads(self._path(request.id, _ANSWER).read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    def take(self) -> list[Request]:
+        """The requests that were not taken before."""
+        found: list[Request] = []
+        for path in sorted(self._folder.glob(f"[!.]*{_REQUEST}")):
+            if path.name in self._taken:
+                continue
+            self._taken.add(path.name)
+            try:
+                found.append(Request(**json.loads(path.read_bytes())))
+            except (OSError, ValueError, TypeError):  # withdrawn meanwhile, or not a request
+                continue
+        return found
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        """Answer a request, unless its command has given up and withdrawn it."""
+        if self._path(request.id, _REQUEST).exists():
+            write_atomic(self._path(request.id, _ANSWER), json.dumps(asdict(answer)).encode())
+
+    def _path(self, request_id: str, kind: str) -> Path:
+        return self._folder / f"{request_id}{kind}"
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     """The run and the request. ConfigError when RUN is not a run folder."""
     parser = argparse.ArgumentParser(
         prog="python -m areal.launcher.local",
+        usage="%(prog)s --attach RUN (--add-replica | --remove-replica NAME)",
         description="Change a running run. Exit status: 0 done, 2 refused or no answer.",
     )
     parser.add_argument("--attach", metavar="RUN", required=True, help="the run folder, as the launcher prints it")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--add-replica", action="store_true", help="start one more inference server")
     what.add_argument("--remove-replica", metavar="NAME", help="stop an inference server, for example server-2")
-    args = parser.parse_args(argv)
+    # `--attach --help` would take --help for the run folder.
+    args = parser.parse_args(["--help"] if {"--help", "-h"} & {*argv} else argv)
     paths = RunPaths(Path(args.attach).expanduser().absolute())
     if not paths.lock.is_file():
         message = f"--attach {args.attach}: not a run folder; give the one that the launcher printed"

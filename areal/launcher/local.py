@@ -24,6 +24,7 @@ from areal.api.config.relevance import notice_of
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
+from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import LocalBackend
 from areal.launcher.job import LaunchPlan, describe, make_plan
@@ -40,7 +41,6 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     run_lock,
 )
-from areal.launcher.run_requests import RequestBox
 from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
@@ -48,7 +48,7 @@ from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
-from areal.system.process import AREAL_PROCESS, run_main
+from areal.system.process import AREAL_PROCESS, interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
@@ -142,6 +142,8 @@ def launch(request: Launch, machine: Machine) -> int:
     for notice in (notice_of(config), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
+    if notice := "" if request.dry_run else interrupts_notice():
+        line.say(notice)
     problems = missing_inputs(config, request.script)
     if isinstance(config, PPOConfig):
         for notice in notices(config):
@@ -175,6 +177,7 @@ def launch(request: Launch, machine: Machine) -> int:
             summary = {
                 "status": outcome.status,
                 "cause": outcome.cause,
+                "server_error": outcome.server_error,
                 "started_at": started_at,
                 "seconds": round(time.monotonic() - began_s, 3),
                 "peak_rss_gib": round(outcome.peak_rss_bytes / 2**30, 4),
@@ -244,9 +247,9 @@ def _report(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
 def counted_interruptions() -> Iterator[Interruptions]:
     """Count Ctrl-C, SIGTERM and SIGHUP while the block runs, instead of ending the process."""
     found = Interruptions()
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
-        numbers.append(signal.SIGHUP)
+    # A background job ignores SIGINT, and a command under nohup SIGHUP: they stay ignored.
+    numbers = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers.append(signal.SIGTERM)
     before = {number: signal.signal(number, found.add) for number in numbers}
     try:
         yield found

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from areal.api.config import LauncherConfig
 from areal.api.errors import LaunchError
+from areal.launcher.attach import Answer, Request, RequestBox
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import another_server
-from areal.launcher.run_requests import Answer, Request, RequestBox
 from areal.launcher.units import Unit
 from areal.system.discovery import NameRegistry
 

@@ -14,13 +14,13 @@ from typing import Literal
 
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError
+from areal.launcher.attach import RequestBox
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan
 from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
-from areal.launcher.run_requests import RequestBox
 from areal.launcher.status import RunStatus, StatusLine, StatusSource
 from areal.launcher.units import Child, Unit, units_of
 from areal.system.discovery import NameRegistry
@@ -56,6 +56,8 @@ class Outcome:
     status: Status
     cause: str
     """Empty unless it failed."""
+    server_error: list[str]
+    """What foreign servers of a failed run printed as their errors."""
     was_ready: bool
     """All processes were ready once."""
     exit_codes: dict[str, int | None]
@@ -110,6 +112,7 @@ class Supervisor:
             clock=clock,
         )
         self._was_ready = False
+        self._server_error: list[str] = []
         self._disk_problem = ""
         self._removed_codes: dict[str, int | None] = {}
         self._removed_restarts: dict[str, list[str]] = {}
@@ -140,6 +143,7 @@ class Supervisor:
         return Outcome(
             status=status,
             cause=(cause or "") if status == "failed" else "",
+            server_error=self._server_error if status == "failed" else [],
             was_ready=self._was_ready,
             exit_codes=self._removed_codes | {child.name: child.exit_code for child in self._children},
             restarts=self._removed_restarts | {unit.name: unit.restarts for unit in self._units if unit.restarts},
@@ -236,7 +240,7 @@ class Supervisor:
         decision = decide(unit.role, deaths, num_restarts=count, recover=self._recover, disk_problem=self._disk_problem)
         first = next(child for child in dead if child.name == decision.cause.name)
         if unit.phase == "joining":
-            text = f"{unit.name} could not join the run, which continues without it: {first.failure_text()}"
+            text = f"{unit.name} could not join the run, which continues without it: {self._failure_text(first)}"
             self._replicas.failed(unit, text)
             return None
         if decision.ends_run:
@@ -248,7 +252,7 @@ class Supervisor:
         self._unregister(unit)
         who = "all trainer ranks restart" if len(unit.children) > 1 else f"{first.name} restarts"
         self._line.say(
-            f"{first.failure_text()}\n  {who} in {delay_s:g} s "
+            f"{self._failure_text(first)}\n  {who} in {delay_s:g} s "
             f"(restart {count + 1} of at most {self._recover.retries} without progress)"
         )
         return None
@@ -298,7 +302,15 @@ class Supervisor:
         first = first if reason else dead[0]
         remark = f" ({reason})" if reason else ""
         then = [child for child in dead if child is not first and not first.has_same_error(child)]
-        return first.failure_text() + remark + "".join(f"\n  then {child.failure_text()}" for child in then)
+        return self._failure_text(first) + remark + "".join(f"\n  then {self._failure_text(child)}" for child in then)
+
+    def _failure_text(self, child: Child) -> str:
+        """How a process failed. What a foreign server printed as its error is shown first, above this text."""
+        lines = child.server_error()
+        for line in lines:
+            self._line.say(line)
+        self._server_error += lines
+        return child.failure_text()
 
     def _ended_without_taking_part(self) -> str | None:
         """A process that ended with 0 and was never ready: its script does not train."""
@@ -308,7 +320,7 @@ class Supervisor:
             if child.exit_code == 0 and not child.was_ready and self._registry.get(f"ready/{child.name}") is None:
                 return (
                     f"{child.name} ended before it joined the run: a script must call train(...) of its PPOTrainer or "
-                    f"SFTTrainer in every process ({child.failure_text()})"
+                    f"SFTTrainer in every process ({self._failure_text(child)})"
                 )
         return None
 
@@ -322,7 +334,7 @@ class Supervisor:
                 elif not child.is_ready and unit.phase != "leaving" and now - child.started_s > limit_s:
                     text = f"was not ready after {limit_s:g} s (launcher.ready_timeout_s)"
                     if not child.was_ready and unit.phase == "member":
-                        return f"{child.name} {text}: {child.failure_text()}"
+                        return f"{child.name} {text}: {self._failure_text(child)}"
                     child.kill(text)
         ranks = self._trainers.children
         if not any(child.exit_code == 0 for child in ranks):

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from areal.fleet.server_log import end_reason
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import PlannedProcess, start_again
 from areal.launcher.restart_rules import Role
@@ -100,6 +101,13 @@ class Child:
         if code is None:
             return "is running"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+
+    def server_error(self) -> list[str]:
+        """The last error that a foreign server printed, which the error of its host does not repeat."""
+        lines = self._backend.last_lines(self.name).lines
+        if "areal.fleet.server_host" not in self.planned.argv:
+            return []
+        return end_reason([line for line in lines if not line.startswith(ERROR_PREFIX)])
 
     def failure_text(self) -> str:
         """How it ended, its error line or the end of its log, and where the log is."""

@@ -19,7 +19,7 @@ from areal.replay.overrides import check_overrides
 from areal.replay.recorded import RecordedRun
 from areal.replay.report import Report
 from areal.replay.runner import plan_ranks, run_ranks
-from areal.system.process import run_main
+from areal.system.process import interrupts_notice, run_main
 
 DESCRIPTION = """Train again from the recorded batches of a run: no server, no controller, the same update.
 
@@ -108,6 +108,8 @@ def replay(request: Request) -> int:
     if len(run.total_steps) > 1:
         lengths = ", ".join(map(str, run.total_steps))
         sys.stderr.write(f"areal: the run had several lengths ({lengths} steps); the last one sets the learning rate\n")
+    if notice := interrupts_notice():
+        sys.stderr.write(f"{notice}\n")
     report = Report(run, folder, order, is_exact=not request.overrides)
     try:
         run_ranks(plan_ranks(ranks, folder), report.look)

@@ -128,6 +128,14 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     sys.exit(0)
 
 
+def interrupts_notice() -> str:
+    """A line for the start of a long command whose shell made it ignore Ctrl-C; empty when Ctrl-C ends it."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        return ""
+    why = "the shell that started it ignores it, as for a background job of a script"
+    return f"areal: this command ignores Ctrl-C (SIGINT), because {why}; to end it: kill {os.getpid()}"
+
+
 def watch_parent() -> None:
     """End this process by SIGKILL as soon as its parent has ended.
 

@@ -88,7 +88,7 @@ def strikes_once(action):
     ("victim", "told"),
     [
         ("server", "server-0 exited with 1: the vllm server was killed by SIGKILL (log:"),
-        ("engine", "server-0 exited with 1: the vllm server ended with exit code 1: RuntimeError: Engine core died."),
+        ("engine", "\nserver-0 exited with 1: the vllm server ended with exit code 1 (log:"),
         ("host", "server-0 was killed by SIGKILL"),
     ],
 )
@@ -141,9 +141,9 @@ def test_a_server_that_never_gets_ready_ends_the_run(run):
 def test_a_server_that_says_why_it_cannot_start_ends_the_run(run):
     outcome = run.with_server("says-why")
     assert outcome.status == "failed"
-    assert outcome.cause.startswith(
-        "server-0 exited with 1: the vllm server ended with exit code 1: ValueError: no such model (log: "
-    )
+    assert outcome.cause.startswith("server-0 exited with 1: the vllm server ended with exit code 1 (log: ")
+    assert outcome.server_error == ["ValueError: no such model"]
+    assert "ValueError: no such model" in run.screen.getvalue().splitlines()
     assert outcome.restarts == {}
 
 

@@ -85,6 +85,8 @@ class Run:
         self.spare_gpus = ()
         self.attached = ()
         self.gpus = {}
+        self.words = ()
+        """More words in the command of every process, which have no effect."""
         self.clock = time.monotonic
 
     def __call__(self, **codes):
@@ -135,7 +137,7 @@ class Run:
             role=role,
             index=context.index,
             host=context.host,
-            argv=(sys.executable, "-S", "-c", PRELUDE + code),
+            argv=(sys.executable, "-S", "-c", PRELUDE + code, *self.words),
             env=context.to_env(),
             log_path=str(self.folder / "logs" / f"{name}.log"),
             device=context.device,

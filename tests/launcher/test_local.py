@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -141,7 +142,9 @@ def test_failure_names_its_cause(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_ends_everything(folder, number):
-    with subprocess.Popen(command(folder, behaviour="hang"), stderr=subprocess.PIPE, text=True) as launcher:
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job that runs the tests ignores it
+    argv = command(folder, behaviour="hang")
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=reset) as launcher:
         pids = wait_until_ready(folder)
         launcher.send_signal(number)
         _, stderr = launcher.communicate(timeout=120)
@@ -149,6 +152,18 @@ def test_interruption_ends_everything(folder, number):
     assert "interrupted, all processes have ended" in stderr
     assert not any(alive(pid) for pid in pids)
     assert summary(folder)["status"] == "interrupted"
+
+
+def test_a_launch_whose_shell_ignores_interrupts_prints_how_to_end_it(folder):
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    argv = command(folder, behaviour="hang")
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=ignore) as launcher:
+        wait_until_ready(folder)
+        launcher.send_signal(signal.SIGINT)
+        launcher.terminate()
+        _, stderr = launcher.communicate(timeout=120)
+    assert launcher.returncode == 130
+    assert f"kill {launcher.pid}" in stderr.splitlines()[0]
 
 
 def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -191,3 +192,27 @@ def test_a_process_that_ends_without_taking_part_is_a_failure(run):
     outcome = run(controller=SERVE, trainer_0="print('hello')")
     assert outcome.status == "failed"
     assert outcome.cause.startswith("trainer-0 ended before it joined the run: a script must call train(...)")
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "fleet" / "recordings" / "start_errors.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "count"),
+    [
+        ("vllm-0.32.0 unknown", "main.py: error: unrecognized arguments: --max-modle-len=8", 1),
+        ("sglang-0.5.23 unknown", "sglang serve: error: unrecognized arguments: --max-modle-len=8", 1),
+        ("vllm-0.32.0 model", "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig", 2),
+    ],
+)
+def test_the_error_of_a_foreign_server_is_printed_above_the_error_of_the_run(run, name, first, count):
+    run.words = ("-m", "areal.fleet.server_host")
+    ours = "areal: error: the server ended with exit code 2"
+    code = f"print({chr(10).join([*RECORDED[name], ours])!r}, flush=True); sys.exit(1)"
+    outcome = run(controller=SERVE, server_0=code, trainer_0=SERVE)
+    assert outcome.status == "failed"
+    assert outcome.cause.startswith("server-0 exited with 1: the server ended with exit code 2 (log: ")
+    assert "\n" not in outcome.cause
+    assert len(outcome.server_error) == count
+    assert outcome.server_error[0] == first
+    assert run.screen.getvalue().splitlines()[-count:] == outcome.server_error

@@ -69,8 +69,19 @@ def folder(tmp_path_factory) -> Path:
 def start(*argv: str) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", *argv], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", *argv],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=reset_sigint,
     )
+
+
+def reset_sigint() -> None:
+    """Ctrl-C ends the child also where these tests run as a background job, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def launched(folder: Path, name: str, *words: str) -> subprocess.Popen:

@@ -16,4 +16,4 @@ def test_an_unknown_flag_ends_the_start_with_the_server_s_own_error(
         assert server.process.wait(timeout=200) != 0
     finally:
         server.kill_all()
-    assert "--max-modle-len" in last_error(server.log.read_text().splitlines())
+    assert "--max-modle-len" in last_error(server.log.read_text().splitlines())[0]
