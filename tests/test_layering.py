@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"api", "system", "observe", "algorithm", "data", "weights"},
     "workflow": {"api", "observe", "data", "reward"},
     "trainer": ALL,
-    "launcher": {"api", "system", "observe", "server_side", "fleet"},
+    "launcher": {"api", "system", "observe", "data", "server_side", "fleet"},
     "replay": ALL | {"trainer", "launcher"},
 }
 """Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""

@@ -14,6 +14,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.api.functions import MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.preference_rows import EncodedPair, encode_pair
+from areal.data.row_check import require_usable, size_problem
 from areal.data.sft_rows import EncodedRow, encode_sft_row
 from areal.data.tokenizer import Tokenizer
 
@@ -140,7 +141,7 @@ def _object(row: Any, place: str) -> Row:
 def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
     rows = _raw_rows(config, config.split or default_split)
     if not config.map_fn:
-        return rows
+        return _without_long_texts(rows, config)
     function: Callable[[Row], Row | None] = load_function(
         resolve_function(config.map_fn, MAP_FUNCTIONS, key="map_fn"), MAP_CALL
     )
@@ -157,7 +158,15 @@ def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
             raise InputError(message, code="data.map_fn_failed") from error
         if result is not None:
             mapped.append(_object(result, f"{place} after map_fn {config.map_fn}"))
-    return mapped
+    return _without_long_texts(mapped, config)
+
+
+def _without_long_texts(rows: list[Row], config: DatasetConfig) -> list[Row]:
+    """Drop rows above max_characters where longer rows are dropped anyway; else raise InputError."""
+    found = [size_problem(row, config.max_characters) for row in rows]
+    if config.max_length is None or config.truncation != "drop":
+        require_usable(found, config.path)
+    return [row for row, problem in zip(rows, found, strict=True) if problem is None]
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from areal.api.functions import (
     source_signature,
 )
 from areal.api.workflow import constructor_problems
+from areal.data.row_check import file_problem
 from areal.fleet.backends import backend_named
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
@@ -80,6 +81,11 @@ def _row_problems(config: BaseExperimentConfig) -> Iterator[str]:
         yield f"train_dataset.path: {data.path} has no rows"
     elif rows is not None and rows < data.batch_size and data.drop_last:
         yield f"train_dataset.batch_size={data.batch_size} exceeds the {rows} rows of {data.path}: lower it or add rows"
+    has_prompts = isinstance(config, PPOConfig) and config.workflow in ("rlvr", "multi_turn")
+    for key, dataset in (("train_dataset", data), ("valid_dataset", config.valid_dataset)):
+        kind = "" if isinstance(config, PPOConfig) and not has_prompts else dataset.type if dataset else ""
+        if dataset is not None and (problem := file_problem(dataset, kind=kind)):
+            yield f"{key}: {problem}"
 
 
 def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iterator[ConfigProblem]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt
+from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.generate import request_settings, settings_for_length
 from areal.workflow.scoring import Scorer
@@ -47,7 +48,8 @@ class ScoredWorkflow(RolloutWorkflow):
         settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """InputError when the first row cannot be run, or any row has no reward function."""
+        """InputError when the first row cannot be run, or any row has no usable prompt or no reward function."""
+        require_prompts(rows)
         self._scorer.check_rows(rows)
         super().check_rows(rows)
 

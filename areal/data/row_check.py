@@ -1,0 +1,142 @@
+"""Cheap checks of all rows of a dataset before anything is tokenised: columns, types, number of characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from areal.api.config import DatasetConfig
+from areal.api.errors import InputError
+
+Row = dict[str, Any]
+MAX_SHOWN = 3
+"""Maximum number of rows in a message."""
+MAX_FILE_BYTES = 256 * 2**20
+"""`file_problem` reads this much of a file."""
+_TEXTS = ("prompt", "answer", "chosen", "rejected")
+
+
+class RowProblem(NamedTuple):
+    """Why a row cannot be used."""
+
+    code: str
+    text: str
+
+
+def column_problem(row: Row, kind: str) -> RowProblem | None:
+    """The first wrong column of a row of dataset type `kind` (rl, sft or rw); None = usable as far as this shows."""
+    if "messages" in row:
+        if problem := _messages_problem(row["messages"]):
+            return problem
+    elif kind != "rw":
+        if "prompt" not in row:
+            return RowProblem("data.missing_column", f"has no column 'messages' or 'prompt', only {sorted(row)}")
+        if not isinstance(row["prompt"], str):
+            return _wrong_type("prompt", "text", row["prompt"])
+    if kind == "sft":
+        messages = row.get("messages") or [{"role": "user"}]
+        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else row.get("answer")
+        if not isinstance(answer, str):
+            return _wrong_type("answer", "text, unless the last message is of the assistant", answer)
+    for name in ("chosen", "rejected") if kind == "rw" else ():
+        if not isinstance(row.get(name), str | list):
+            return _wrong_type(name, "text or messages", row.get(name))
+    return None
+
+
+def size_problem(row: Row, limit: int | None) -> RowProblem | None:
+    """A column with more than `limit` characters; None when there is none. Tokenising such a text takes long."""
+    if limit is None:
+        return None
+    for name in (*_TEXTS, "messages"):
+        if (size := _num_characters(row.get(name))) > limit:
+            return RowProblem("data.too_long", f"column {name!r} has {size} characters, but max_characters={limit}")
+    return None
+
+
+def require_usable(found: Iterable[RowProblem | None], place: str) -> None:
+    """Raise InputError that counts and names the rows with a problem. `found`: of every row, in order."""
+    problems: list[tuple[int, RowProblem]] = []
+    num_rows = 0
+    for index, problem in enumerate(found):
+        num_rows += 1
+        if problem is not None:
+            problems.append((index, problem))
+    if problems:
+        raise InputError(_summary(problems, num_rows, place), code=problems[0][1].code)
+
+
+def require_prompts(rows: Sequence[Row]) -> None:
+    """Raise InputError when a row has no usable `messages` or `prompt`."""
+    require_usable((column_problem(row, "rl") for row in rows), "the dataset")
+
+
+def file_problem(data: DatasetConfig, *, kind: str) -> str:
+    """One sentence about unusable rows of a local .jsonl file; empty = none, or another kind of dataset.
+
+    `kind`: rl, sft or rw; empty = the columns are not checked. Those of a dataset with a map_fn are not checked either,
+    because that needs the user's code. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
+    """
+    path = Path(data.path).expanduser()
+    if path.suffix != ".jsonl" or not path.is_file():
+        return ""
+    kind = "" if data.map_fn else kind
+    limit = None if data.map_fn else data.max_characters
+    try:
+        require_usable((_line_problem(line, kind, limit) for line in _first_lines(path)), str(path))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _first_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield line
+            if file.tell() > MAX_FILE_BYTES:
+                return
+
+
+def _line_problem(line: bytes, kind: str, limit: int | None) -> RowProblem | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return RowProblem("data.invalid_file", f"is not JSON ({error})")
+    if not isinstance(row, dict):
+        return RowProblem("data.invalid_file", f"is of type {type(row).__name__}, not an object")
+    return (column_problem(row, kind) if kind else None) or size_problem(row, limit)
+
+
+def _messages_problem(messages: Any) -> RowProblem | None:
+    if not isinstance(messages, list) or not messages:
+        return _wrong_type("messages", "a list of {role, content}", messages)
+    for message in messages:
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            return _wrong_type("messages", "a list of {role, content}", message)
+    return None
+
+
+def _wrong_type(column: str, expected: str, value: Any) -> RowProblem:
+    text = repr(value)
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    what = "nothing" if value is None else f"a value of type {type(value).__name__}: {shown}"
+    return RowProblem("data.invalid_column", f"column {column!r} must be {expected}, but contains {what}")
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(_num_characters(item.get("content")) for item in value if isinstance(item, dict))
+    return 0
+
+
+def _summary(problems: Sequence[tuple[int, RowProblem]], num_rows: int, place: str) -> str:
+    shown = "; ".join(f"row {index} {problem.text}" for index, problem in problems[:MAX_SHOWN])
+    rest = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+    advice = "fix or remove them, or set map_fn (rows count from 0)"
+    return f"{place}: {len(problems)} of {num_rows} rows cannot be used: {shown}{rest}: {advice}"
