@@ -256,12 +256,16 @@ request.invalid_field: A request has a missing, unknown or invalid field.
     Correct the field that the message names; a retry with the same body fails again.
 request.no_tokenizer: A request needs a tokenizer that the server does not have, or cannot use in a stream.
     Add a tokenizer to the folder of the model, use stop_token_ids, or decode the token ids in the client.
+request.not_finite: The model has no finite probabilities for the next token of a request.
+    Look for the first step with an unusual loss, gradient norm or learning rate; the weights of the policy overflow.
 request.not_json: The body of a request is not a JSON object.
     Send a JSON object.
 request.partial_weights: A weight update of the native server is incomplete.
     Wait for its end; if it failed, send a complete one.
 request.token_id: A request has a token id outside of the vocabulary of the served model.
     Use the tokenizer of the served model, or remove the id.
+request.too_large: The body of a request has more bytes than the server accepts.
+    Send a shorter body; a prompt can have at most as many tokens as the context length of the model.
 request.too_long: A prompt, or prompt and answer together, exceed a length limit.
     Shorten the prompt, lower gconfig.max_new_tokens, or raise the limit that the message names.
 request.unauthorized: A request to a server of the run has no token or a wrong one.

@@ -142,7 +142,12 @@ def _generate_body(part: GenerationPart) -> dict[str, Any]:
 
 
 def parse_chunk(answer: dict[str, Any]) -> PartChunk:
-    """One answer or event of /generate. KeyError, TypeError or ValueError when a field is missing or wrong."""
+    """One answer or event of /generate. KeyError, TypeError or ValueError when a field is missing or wrong.
+
+    ServerUnavailable for the event of an error that ends a stream.
+    """
+    if "error" in answer:
+        raise ServerUnavailable(answer["error"]["message"], code=answer["code"])
     meta = answer["meta_info"]
     token_ids: list[int] = answer["output_ids"]
     finish = meta["finish_reason"]

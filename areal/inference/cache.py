@@ -19,6 +19,9 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    def is_free(self, block: int) -> bool:
+        return self._references[block] == 0
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks for this number of tokens."""
         return -(-num_tokens // self.block_size)

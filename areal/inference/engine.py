@@ -6,6 +6,7 @@ The thread waits for a command while nothing can be computed (idle, paused, or a
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ _T = TypeVar("_T")
 STUCK_S = 60.0
 """A step that takes longer hangs: native.chunked_prefill_size limits the work of a step."""
 PAUSE_MODES = ("abort", "retract", "in_place")
+_NOT_FINITE = FinishReason(
+    kind="error", message="the model has no finite probabilities for the next token: its weights or logits overflow"
+)
 Delivery = Callable[[list[Sequence], list[Sequence]], None]
 """Called in the engine thread with finished sequences, and streaming ones whose next event is due."""
 
@@ -215,7 +219,12 @@ class Engine:
         version = self.version
         ended: list[tuple[Sequence, FinishReason]] = []
         progressed: list[Sequence] = []
+        tainted: list[int] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                ended.append((sequence, _NOT_FINITE))
+                tainted += sequence.blocks
+                continue
             sequence.append(token, logprob, version)
             reason = self._end_of(sequence, token)
             if reason is not None:
@@ -226,6 +235,8 @@ class Engine:
         if ended:
             self.scheduler.finish_many(ended)
             self.counters.finished += len(ended)
+        if tainted:
+            self.runner.clear_blocks(self.scheduler.unused(tainted))
         return [sequence for sequence, _ in ended], progressed
 
     def _end_of(self, sequence: Sequence, token: int) -> FinishReason | None:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.inference.engine import Detokenizer, Engine
-from areal.inference.json_answers import json_response, read_json
+from areal.inference.json_answers import error_body, json_response, read_json
 from areal.inference.request_parser import (
     RequestLimits,
     bool_field,
@@ -25,6 +25,7 @@ from areal.inference.request_parser import (
     int_field,
     parse_sampling_params,
     parse_stream_interval,
+    shown,
     text_field,
     token_ids_field,
 )
@@ -32,7 +33,9 @@ from areal.inference.sequence import FinishReason, SamplingParams, Sequence
 
 _EVENT_STREAM = "text/event-stream"
 _MAX_SEED = 2**63 - 1
-_MAX_KNOWN_PARAMS = 256
+_FIXED_BODY_BYTES = 1 << 19
+"""Maximum size of a body without its token ids: more than all stop strings take as JSON escapes."""
+_BYTES_PER_ID = 24
 _GENERATE_FIELDS = frozenset(
     {"rid", "input_ids", "sampling_params", "return_logprob", "return_text", "stream", "group_id"}
 )
@@ -61,12 +64,12 @@ class GenerateRoute:
         self._by_id: dict[str, Sequence] = {}
         self._id_prefix = uuid.uuid4().hex[:12]
         self._num_requests = 0
-        self._known_params: dict[bytes, SamplingParams] = {}
 
     def attach(self, engine: Engine, limits: RequestLimits, detokenizer: Detokenizer | None) -> None:
         """Set the engine that answers. Called once, before the first request."""
         self._engine = engine
         self._limits = limits
+        self.max_body_bytes = _FIXED_BODY_BYTES + _BYTES_PER_ID * (limits.context_length + limits.vocab_size)
         self._detokenizer = detokenizer
 
     def deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -94,10 +97,10 @@ class GenerateRoute:
         """The handler of /generate: parses the body, queues a sequence, and answers from its tokens."""
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
-        call = self._parse(await read_json(request), default_id)
+        call = self._parse(await read_json(request, self.max_body_bytes), default_id)
         sequence = call.sequence
         if sequence.request_id in self._by_id:
-            message = f"rid {sequence.request_id!r} is in use by a running request: use a unique rid"
+            message = f"rid {shown(sequence.request_id)} is in use by a running request: use a unique rid"
             raise RequestError(message, code="request.duplicate_id")
         self._by_id[sequence.request_id] = sequence
         try:
@@ -118,11 +121,16 @@ class GenerateRoute:
         response: web.StreamResponse | None = None
         start = 0
         while True:
-            await waiter
-            waiter = self._waiters[call.sequence] = self._loop.create_future()
-            part, start = self._part(call, start)
+            try:
+                await waiter
+                waiter = self._waiters[call.sequence] = self._loop.create_future()
+                part, start = self._part(call, start)
+            except ServerUnavailable as error:
+                if response is None:
+                    raise
+                part = error_body(str(error), error.code)  # the last event, since the status is already sent
             event = b"data: " + orjson.dumps(part) + b"\n\n"
-            is_last = part["meta_info"]["finish_reason"] is not None
+            is_last = "error" in part or part["meta_info"]["finish_reason"] is not None
             if is_last:
                 event += b"data: [DONE]\n\n"
                 if response is None:
@@ -136,9 +144,14 @@ class GenerateRoute:
                 return response
 
     def _part(self, call: _Call, start: int) -> tuple[dict[str, Any], int]:
-        """The tokens of the answer from `start` on as JSON, and the index of their end."""
+        """The tokens of the answer from `start` on as JSON, and the index of their end.
+
+        ServerUnavailable when the engine ended the sequence with an error.
+        """
         sequence = call.sequence
         finish = sequence.finish  # read before the tokens: when it is set, they are complete
+        if finish is not None and finish.kind == "error":
+            raise ServerUnavailable(finish.message, code="request.not_finite")
         end = len(sequence.logprobs)
         token_ids = sequence.token_ids[sequence.num_prompt + start : sequence.num_prompt + end]
         spans = sequence.version_spans(start, end)
@@ -171,18 +184,16 @@ class GenerateRoute:
         """RequestError unless the body is valid. `request_id` is used for a request without one."""
         limits = self._limits
         body = check_fields(body, _GENERATE_FIELDS)
-        input_ids = token_ids_field(body, "input_ids", limits.vocab_size)
+        context = limits.context_length
+        input_ids = token_ids_field(body, "input_ids", limits.vocab_size, max_count=context - 1)
         if not input_ids:
             raise RequestError("input_ids must have at least one token", code="request.invalid_field")
-        sampling = dict(check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params"))
+        num_prompt = len(input_ids)
+        sampling = check_fields(body.get("sampling_params") or {}, _SAMPLING_FIELDS, "sampling_params")
         is_streaming = bool_field(body, "stream", False)
-        stream_interval = parse_stream_interval(sampling, is_streaming)
-        seed, num_prior = self._own_fields(sampling, len(input_ids))
-        params = self._params(sampling)
-        num_prompt, context = len(input_ids), limits.context_length
-        if num_prompt >= context:
-            message = f"the prompt has {num_prompt} tokens, which leaves no room in the context length of {context}"
-            raise RequestError(message, code="request.too_long")
+        has_seed = sampling.get("sampling_seed") is not None
+        seed = int_field(sampling, "sampling_seed", None, 0, _MAX_SEED) if has_seed else self._draw_seed()
+        params = parse_sampling_params(sampling, limits)
         if num_prompt + params.max_new_tokens > context:
             raise RequestError(
                 f"prompt ({num_prompt} tokens) and max_new_tokens ({params.max_new_tokens}) exceed the context length "
@@ -199,33 +210,11 @@ class GenerateRoute:
             num_prompt=num_prompt,
             params=params,
             seed=seed,
-            num_prior_output=num_prior,
+            num_prior_output=int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt),
             group_id=text_field(body, "group_id", ""),
-            stream_interval=stream_interval,
+            stream_interval=parse_stream_interval(sampling, is_streaming),
         )
         return _Call(sequence=sequence, with_logprobs=bool_field(body, "return_logprob", False), with_text=with_text)
-
-    def _own_fields(self, sampling: dict[str, Any], num_prompt: int) -> tuple[int, int]:
-        """Remove and return the fields that differ between requests: seed and number of prior output tokens."""
-        if sampling.get("sampling_seed") is None:
-            seed = self._draw_seed()
-        else:
-            seed = int_field(sampling, "sampling_seed", None, 0, _MAX_SEED)
-        sampling.pop("sampling_seed", None)
-        num_prior = int_field(sampling, "num_prior_output_tokens", 0, 0, num_prompt)
-        sampling.pop("num_prior_output_tokens", None)
-        return seed, num_prior
-
-    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
-        """The parsed settings, cached because a run uses few different ones."""
-        key = orjson.dumps(sampling)
-        params = self._known_params.get(key)
-        if params is None:
-            params = parse_sampling_params(sampling, self._limits)
-            if len(self._known_params) >= _MAX_KNOWN_PARAMS:
-                self._known_params.clear()
-            self._known_params[key] = params
-        return params
 
 
 def _finish_json(finish: FinishReason, num_output: int) -> dict[str, Any]:

@@ -242,6 +242,12 @@ class ModelRunner:
                 plan.later.append(LaterChunk(start=row, count=count, num_before=chunk.start, blocks=blocks))
                 row += count
 
+    def clear_blocks(self, blocks: list[int]) -> None:
+        """Set the keys and values of blocks to zero. A NaN behind the end of a sequence would reach its attention."""
+        places = torch.tensor(blocks, device=self.device)
+        for cache in self._caches:
+            cache.blocks.index_fill_(0, places, 0.0)
+
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:
             return

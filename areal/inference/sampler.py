@@ -18,7 +18,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     """The next token of each sequence and its log-probability, from logits [rows, vocabulary].
 
     The log-probability is log_softmax(logits / temperature), with temperature 1 for greedy requests, as the trainer
-    computes it. Penalties, top-k and top-p change the choice of the token but not this value.
+    computes it. Penalties, top-k and top-p change the choice of the token but not this value. It is NaN, and the token
+    has no meaning, for a row without a distribution: a logit is NaN or +inf, or every allowed one is -inf.
     """
     logits = logits.float()
     temperatures = [sequence.params.temperature or 1.0 for sequence in sequences]
@@ -27,6 +28,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
         scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = scaled.log_softmax(dim=-1)
     special = [row for row, sequence in enumerate(sequences) if not sequence.params.is_plain]
+    size = logits.shape[1]
     uniforms = torch.from_numpy(uniform_numbers(sequences))
     if logits.device.type != "cpu":
         uniforms = uniforms.to(logits.device, non_blocking=True)
@@ -37,7 +39,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
         if special:
             rows = torch.tensor(special, device=logits.device)
             tokens[rows] = _choose_special(logits[rows], [sequences[row] for row in special], uniforms[rows])
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    chosen = logprobs.gather(1, tokens.clamp(max=size - 1)[:, None])[:, 0].masked_fill(tokens == size, torch.nan)
     return tokens.tolist(), chosen.tolist()
 
 
@@ -58,7 +60,10 @@ def _scramble(values: np.ndarray) -> np.ndarray:
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One index per row with probability proportional to its weight. An index of weight 0 is never chosen."""
+    """One index per row with probability proportional to its weight. An index of weight 0 is never chosen.
+
+    The index is the length of the row when a weight is NaN.
+    """
     sums = weights.cumsum(dim=-1)
     # Below the total by at least one unit in the last place, because the numbers are at most 1 - 2**-23.
     target = uniforms[:, None] * sums[:, -1:]
@@ -66,9 +71,10 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor) -> Tensor:
-    """Tokens of rows that are greedy, restricted or penalised."""
+    """Tokens of rows that are greedy, restricted or penalised; the vocabulary size for a row without a distribution."""
     adjusted = _adjusted(logits, sequences)
-    tokens = adjusted.argmax(dim=-1)
+    highest, tokens = adjusted.max(dim=-1)  # NaN counts as the maximum
+    tokens.masked_fill_(~highest.isfinite(), logits.shape[1])
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
     if not drawn:
         return tokens
@@ -85,7 +91,9 @@ def _choose_special(logits: Tensor, sequences: list[Sequence], uniforms: Tensor)
     # independent of rounding.
     before = weights.cumsum(dim=-1) - weights
     weights = weights.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (ranks > 0), 0.0)
-    tokens[rows] = places.gather(1, _draw(weights, uniforms[rows])[:, None])[:, 0]
+    size = logits.shape[1]
+    found = _draw(weights, uniforms[rows])
+    tokens[rows] = places.gather(1, found.clamp(max=size - 1)[:, None])[:, 0].masked_fill(found == size, size)
     return tokens
 
 

@@ -195,6 +195,10 @@ class Scheduler:
             sequence.finish = reason
         self.running = deque(sequence for sequence in self.running if sequence.status is Status.RUNNING)
 
+    def unused(self, blocks: Iterable[int]) -> list[int]:
+        """The blocks among these that no sequence holds."""
+        return [block for block in blocks if self._pool.is_free(block)]
+
     def retract_all(self) -> None:
         """Move all running sequences to the head of the waiting queue in order, and release their blocks."""
         while self.running:

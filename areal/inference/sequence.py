@@ -56,11 +56,11 @@ class FinishReason:
     """Why a sequence ended, as in `finish_reason` of the HTTP answer."""
 
     kind: str
-    """stop | length | abort."""
+    """stop | length | abort | error."""
     matched: int | str | None = None
     """stop: the token id or string that ended it."""
     message: str = ""
-    """abort: the cause."""
+    """abort, error: the cause."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

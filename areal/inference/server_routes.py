@@ -13,14 +13,20 @@ from aiohttp import web
 from areal.api.errors import ArealError, RequestError
 from areal.inference.engine import PAUSE_MODES, Detokenizer, Engine
 from areal.inference.generate_route import GenerateRoute
-from areal.inference.json_answers import error_response, json_response, ok, read_json
-from areal.inference.request_parser import RequestLimits, bool_field, check_fields, text_field
+from areal.inference.json_answers import (
+    MAX_CONTROL_BYTES,
+    TOO_LARGE,
+    error_response,
+    json_response,
+    ok,
+    read_json,
+)
+from areal.inference.request_parser import RequestLimits, bool_field, check_fields, shown, text_field
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
 from areal.system.http_guard import RequestGuard
 
 _LOG = get_logger(__name__)
-_MAX_BODY_BYTES = 1 << 28
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -41,7 +47,8 @@ class ServerApp:
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
-        application = web.Application(middlewares=[self._check_request], client_max_size=_MAX_BODY_BYTES)
+        largest = max(MAX_CONTROL_BYTES, self.generate.max_body_bytes)
+        application = web.Application(middlewares=[self._check_request], client_max_size=largest)
         posts: dict[str, Handler] = {
             "/generate": self.generate.answer,
             "/abort_request": self._abort_request,
@@ -75,7 +82,7 @@ class ServerApp:
             try:
                 return await handler(request)
             except RequestError as error:
-                return error_response(400, str(error), error.code)
+                return error_response(413 if error.code == TOO_LARGE else 400, str(error), error.code)
             except ArealError as error:
                 _LOG.error("%s failed: %s", request.path, error)
                 return error_response(500, str(error), error.code)
@@ -99,7 +106,7 @@ class ServerApp:
     async def _pause(self, request: web.Request) -> web.StreamResponse:
         mode = text_field(check_fields(await read_json(request), {"mode"}), "mode", "abort")
         if mode not in PAUSE_MODES:
-            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}"
+            message = f"mode must be one of {', '.join(PAUSE_MODES)}, got {shown(mode)}"
             raise RequestError(message, code="request.invalid_field")
         await self._run(lambda: self._engine.pause(mode))
         return ok()

@@ -216,6 +216,28 @@ def test_an_update_can_abort(build_model, drive, prompts, checkpoint):
     assert sequence.status is Status.FINISHED
 
 
+def test_a_request_whose_probabilities_are_not_finite_ends_alone_and_leaves_nothing_behind(build_model, drive, prompts):
+    model = build_model("qwen3-gqa")
+    good = [[token % 40 for token in prompt] for prompt in prompts]
+    expected = drive(model)
+    for prompt in good:
+        expected.add(prompt, max_new_tokens=20)
+    expected.run()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[45] = torch.nan
+    driver = drive(model, num_blocks=24)  # few blocks, so that those of failed requests are used again
+    for prompt in good:
+        driver.add(prompt, max_new_tokens=20)
+        driver.add([*prompt, 45], max_new_tokens=20, group_id="bad")
+        driver.add([*prompt, 45], max_new_tokens=20, group_id="bad", temperature=1.0, top_p=0.5)
+    driver.run()
+    failed = [one for one in driver.finished if one.token_ids[one.num_prompt - 1] == 45]
+    assert [(one.finish.kind, one.num_output) for one in failed] == [("error", 0)] * 2 * len(good)
+    found = {one.request_id: one.answer_ids for one in driver.finished if one not in failed}
+    wanted = [next(one.answer_ids for one in expected.finished if one.token_ids[: len(p)] == p) for p in good]
+    assert [found[str(3 * place)] for place in range(len(good))] == wanted
+
+
 def test_the_thread_serves_and_stops(build_model, drive, prompts):
     driver = drive(build_model("qwen3-gqa"))
     ended = threading.Event()

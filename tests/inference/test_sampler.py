@@ -1,12 +1,16 @@
-"""Every sampling option alone, and that rows do not touch each other."""
+"""Every sampling option alone, the independence of rows, and rows without a distribution."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from areal.inference.request_parser import RequestLimits, parse_sampling_params
 from areal.inference.sampler import sample, uniform_numbers
 from areal.inference.sequence import SamplingParams, Sequence
 
@@ -125,3 +129,65 @@ def test_random_numbers_depend_on_seed_and_position_only():
 
 def test_large_seeds_are_fine():
     assert 0 <= uniform_numbers([sequence(2**63 - 1)])[0] < 1
+
+
+INF, NAN = torch.inf, torch.nan
+RESTRICTIONS: dict[str, dict] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "likeliest": {"top_k": 1},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_new_tokens": {"min_new_tokens": 1, "stop_token_ids": frozenset({0})},
+    "frequency_penalty": {"frequency_penalty": 2.0, "answer": [0]},
+    "repetition_penalty": {"repetition_penalty": 2.0},
+}
+
+
+@pytest.mark.parametrize("params", RESTRICTIONS.values(), ids=RESTRICTIONS)
+@pytest.mark.parametrize("logits", [[1, 2, NAN, 0, 0], [1, 2, INF, 0, 0], [-INF] * 5], ids=["nan", "inf", "all -inf"])
+def test_a_row_without_a_distribution_has_no_logprob_and_leaves_the_others_alone(logits, params):
+    good = sequence(3, temperature=0.7, top_k=2)
+    alone = sample(LOGITS[None], [good])
+    tokens, logprobs = sample(torch.stack([torch.tensor(logits), LOGITS]), [sequence(1, **params), good])
+    assert math.isnan(logprobs[0])
+    assert ([tokens[1]], [logprobs[1]]) == alone
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}], ids=["greedy", "sampled"])
+def test_a_row_whose_allowed_tokens_are_impossible_has_no_logprob(params):
+    logits = torch.tensor([[1.0, 0.5, -INF, -INF, -INF]])
+    _, logprobs = sample(logits, [sequence(min_new_tokens=1, stop_token_ids=frozenset({0, 1}), **params)])
+    assert math.isnan(logprobs[0])
+
+
+LIMITS = RequestLimits(vocab_size=5, context_length=64, default_stop_ids=frozenset({4}), has_tokenizer=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=5, max_size=5),
+    answer=st.lists(st.integers(0, 4), max_size=8),
+    seed=st.integers(0, 2**63 - 1),
+    body=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.one_of(st.just(0), st.floats(1e-6, 1e6)),
+            "top_p": st.floats(0, 1, exclude_min=True),
+            "top_k": st.one_of(st.just(-1), st.integers(1, 10)),
+            "frequency_penalty": st.floats(-2, 2),
+            "repetition_penalty": st.floats(1e-3, 1e3),
+            "min_new_tokens": st.integers(0, 9),
+            "stop_token_ids": st.lists(st.integers(0, 3), max_size=3),
+        },
+    ),
+)
+def test_accepted_parameters_give_finite_logprobs(logits, answer, seed, body):
+    params = parse_sampling_params(body, LIMITS)
+    row = sequence(seed, [0])
+    row.params = params
+    for token in answer:
+        row.append(token, 0.0, "0")
+    tokens, logprobs = sample(torch.tensor([logits]), [row])
+    assert tokens[0] in range(5)
+    assert math.isfinite(logprobs[0])

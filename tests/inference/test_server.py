@@ -10,10 +10,12 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.inference import engine, server
+from areal.inference.generate_route import _BYTES_PER_ID, _FIXED_BODY_BYTES
 from areal.inference.server import serve
 from areal.system import heartbeat
 from areal.system.network import Host
@@ -165,6 +167,12 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"min_new_tokens": 7}}, "min_new_tokens (7) exceeds max_new_tokens (6)"),
     ({"sampling_params": {"temperature": -1}}, "temperature"),
     ({"sampling_params": {"temperature": "hot"}}, "temperature"),
+    ({"sampling_params": {"temperature": 1e-38}}, "temperature"),
+    ({"sampling_params": {"temperature": 1e38}}, "temperature"),
+    ({"sampling_params": {"repetition_penalty": 1e-38}}, "repetition_penalty"),
+    ({"sampling_params": {"repetition_penalty": 1e38}}, "repetition_penalty"),
+    ({"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [*range(50)]}}, "stop_token_ids"),
+    ({"sampling_params": {"stop": ["x" * 257]}}, "257"),
     ({"sampling_params": {"top_p": 0}}, "top_p"),
     ({"sampling_params": {"top_k": 0}}, "top_k"),
     ({"sampling_params": {"stop": [""]}}, "stop"),
@@ -194,6 +202,8 @@ async def test_bad_requests_are_refused_with_one_line(served):
         assert value in message
     for body, expected, value in [
         ({"input_ids": [1] * 240}, "request.too_long", "240"),
+        ({"input_ids": ["x"] * 2000}, "request.too_long", "2000"),  # refused before the ids are read
+        ({"sampling_params": {"stop_token_ids": ["x"] * 51}}, "request.too_long", "51"),
         ({"sampling_params": {"max_new_tokens": 236}}, "request.too_long", "at most 235 new tokens"),
         ({"sampling_params": {"stop": ["x"]}}, "request.no_tokenizer", "stop_token_ids"),
         ({"return_text": True}, "request.no_tokenizer", "return_text"),
@@ -203,6 +213,57 @@ async def test_bad_requests_are_refused_with_one_line(served):
         assert value in message
     assert not served.engine.scheduler.waiting
     assert served.engine.counters.steps == 0
+
+
+async def test_deeply_nested_values_are_refused(served):
+    nested = b"[" * 900 + b"]" * 900
+    for field in ("input_ids", "rid", "stream", "sampling_params", "group_id"):
+        body = b'{"input_ids":[1],"%s":%s}' % (field.encode(), nested)
+        assert (await refused(served.post("/generate", body, 400)))[0] == "request.invalid_field"
+    for field in ("stop", "stop_token_ids", "temperature", "max_new_tokens", "ignore_eos", "sampling_seed", "top_k"):
+        body = b'{"input_ids":[1],"sampling_params":{"%s":%s}}' % (field.encode(), nested)
+        assert (await refused(served.post("/generate", body, 400)))[0] == "request.invalid_field"
+    assert (await refused(served.post("/generate", b"[" * 2000 + b"]" * 2000, 400)))[0] == "request.not_json"
+
+
+async def test_a_body_may_not_be_longer_than_a_request_can_be(served):
+    limit = _FIXED_BODY_BYTES + _BYTES_PER_ID * (240 + 50)
+    for path, length in [("/generate", limit), ("/pause_generation", 1 << 24)]:
+        assert (await refused(served.post(path, b" " * length, 400)))[0] == "request.not_json"
+        assert (await refused(served.post(path, b" " * (length + 1), 413)))[0] == "request.too_large"
+
+    async def pieces():
+        for _ in range(40):
+            yield b" " * (limit // 20)
+
+    async with served.session.post(served.address + "/generate", data=pieces()) as response:
+        assert response.status == 413
+    await served.generate()
+
+
+async def test_a_request_whose_probabilities_are_not_finite_is_an_error_and_the_engine_continues(served):
+    weight = served.engine.runner.model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[45] = torch.nan
+    for stream in (False, True):
+        assert (await refused(served.generate(500, input_ids=[3, 45], stream=stream)))[0] == "request.not_finite"
+    step, go_on, first = served.engine.step, threading.Event(), served.engine.counters.steps
+
+    def damage_after_the_first_token() -> None:
+        if served.engine.counters.steps > first:
+            go_on.wait(200)
+            with torch.no_grad():
+                weight[:] = torch.nan
+        step()
+
+    served.engine.step = damage_after_the_first_token
+    stream = served.events(sampling_params={"max_new_tokens": 100, "ignore_eos": True})
+    assert orjson.loads(await anext(stream))["meta_info"]["finish_reason"] is None
+    go_on.set()
+    failure, last = [event async for event in stream]
+    assert (orjson.loads(failure)["code"], last) == ("request.not_finite", b"[DONE]")
+    await served.get("/health")
+    assert served.engine.scheduler.num_used_tokens == 0
 
 
 async def test_bodies_that_are_not_json_objects_are_refused(served):

@@ -28,7 +28,7 @@ class GenerationHyperparameters:
     """Nucleus sampling: sample among the most likely tokens with this total probability; 1 = all tokens."""
     top_k: int = number(100_000_000, low=1, relevant=_SAMPLED, also="verl: rollout.top_k")
     """Sample among this number of most likely tokens; the default includes all tokens."""
-    temperature: float = number(1.0, above=0, also="verl: rollout.temperature")
+    temperature: float = number(1.0, low=1e-6, high=1e6, also="verl: rollout.temperature")
     """Sampling temperature: logits are divided by it, also for the reported log-probabilities."""
     stop_token_ids: list[int] = section(list[int])
     """Token ids that end an answer, in addition to the tokenizer's end token."""
@@ -36,7 +36,7 @@ class GenerationHyperparameters:
     """Strings that end an answer; null = none."""
     frequency_penalty: float = number(0.0, low=-2, high=2)
     """Subtracted from a token's logit once per earlier occurrence in the answer; negative values favour repetition."""
-    repetition_penalty: float = number(1.0, above=0, also="ROLL: generating_args.repetition_penalty")
+    repetition_penalty: float = number(1.0, low=1e-3, high=1e3, also="ROLL: generating_args.repetition_penalty")
     """Divides positive and multiplies negative logits of tokens that occur in prompt or answer; 1 = off."""
     ignore_eos: bool = option(False, also="verl: rollout.ignore_eos")
     """Ignore stop tokens and generate until max_new_tokens."""

@@ -79,7 +79,7 @@ class TrainEngineConfig:
     """Attention: varlen = torch varlen kernel (CUDA), sdpa = one call per sequence; the others choose by device."""
     init_from_scratch: bool = False
     """Initialise random weights from the model config in `path` instead of loading its weights."""
-    temperature: float = number(1.0, above=0)
+    temperature: float = number(1.0, low=1e-6, high=1e6)
     """Divisor of the logits before log-probabilities; must equal gconfig.temperature."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How batches are split into forward passes."""
