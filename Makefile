@@ -2,6 +2,7 @@
 PYTHON ?= python3
 # Processes that share the tests. Many tests wait for child processes, so two per core is faster than one.
 WORKERS ?= 4
+SLOW_WORKERS ?= 3
 SEED ?= 0
 KILLS ?= 30
 ARGS ?=
@@ -35,8 +36,9 @@ test: .venv/.installed
 tests: .venv/.installed
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
 
+# Each of these tests starts several processes and waits for most of its time.
 test-slow: .venv/.installed
-	$(PYTEST) -m 'slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
+	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
 
 # Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed

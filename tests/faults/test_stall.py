@@ -8,19 +8,8 @@ from tests.faults.driver import Run
 
 pytestmark = pytest.mark.slow
 
-START_S, END_S = 300.0, 300.0
+START_S = 300.0
 LIGHT = "allocation_mode=native:d1+fsdp:d2"
-REWARD = '''"""A reward that waits for somebody to make a file."""
-
-import pathlib
-import time
-
-
-def after_the_sign(prompt, completion, prompt_ids, completion_ids, **row):
-    while not pathlib.Path(__file__).with_name("sign").exists():
-        time.sleep(0.02)
-    return completion.count("1") / 8
-'''
 
 
 def wait_for_line(run: Run, pattern: str) -> re.Match[str]:
@@ -35,25 +24,18 @@ def wait_for_line(run: Run, pattern: str) -> re.Match[str]:
     return found[0]
 
 
-def wait_for_the_end(run: Run) -> None:
-    assert run.launcher is not None
-    run.launcher.wait(timeout=END_S)
-    assert run.exit_code == 0, run.log_path.read_text()[-3000:]
-
-
 def stacks_of(run: Run, name: str) -> str:
     return (run.folder / "stacks" / f"{name}.txt").read_text()
 
 
-def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
-    (tmp_path / "late.py").write_text(REWARD)
+def test_rewards_that_do_not_come_and_a_stopped_rank_are_named(make_run, hold):
+    """Each is named with the stacks of all processes, and the run continues afterwards.
+
+    The rank is stopped long enough to be named, too short to be killed. The others wait for it in a collective.
+    """
+    hold.touch()
     run = make_run(
-        LIGHT,
-        f"reward_fn={tmp_path}/late.py:after_the_sign",
-        "reward.timeout_s=600",
-        "evaluator.eval_before_train=false",
-        "total_train_steps=3",
-        "launcher.stall_s=3",
+        LIGHT, "evaluator.eval_before_train=false", "total_train_steps=12", "launcher.stall_s=11", "launcher.hang_s=600"
     )
     told = wait_for_line(
         run,
@@ -70,27 +52,17 @@ def test_rewards_that_do_not_come_are_told_of(make_run, tmp_path):
     for name in ("controller", "server-0", "trainer-0", "trainer-1"):
         assert f"pid {run.pids()[name]}: no progress for" in stacks_of(run, name)
         assert "(most recent call first)" in stacks_of(run, name)
-    (tmp_path / "sign").touch()
-    wait_for_line(run, r"^areal: progress again, after \d+ s without$")
-    wait_for_the_end(run)
-
-
-def test_a_rank_that_is_stopped_is_named_first_and_goes_on_unharmed(make_run):
-    """Long enough for a word, too short to be killed for. The others wait for it in a collective, and are signalled."""
-    run = make_run(
-        LIGHT, "total_train_steps=12", "evaluator.eval_before_train=false", "launcher.stall_s=11", "launcher.hang_s=600"
-    )
-
-    def trains() -> bool:
-        run.status()
-        return run.highest_step >= 1
-
-    assert run.wait_for(trains, START_S)
+    hold.unlink()
+    progress = r"^areal: progress again, after \d+ s without$"
+    wait_for_line(run, progress)
+    run.train_up_to(1)
     pid = run.stop(["trainer-1"])["trainer-1"]
     wait_for_line(run, rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; ")
+    dumps = stacks_of(run, "trainer-1").count("(most recent call first)")
     run.go_on(["trainer-1"])
-    wait_for_line(run, r"^areal: progress again, after \d+ s without$")
-    wait_for_the_end(run)
+    wait_for_line(run, rf"{progress}(?s:.*){progress}")
+    run.wait_for_the_end()
+    assert run.exit_code == 0, run.log_path.read_text()[-3000:]
     assert run.pids(fresh=True) == {}
-    assert f"pid {pid}: no progress for 11 s" in stacks_of(run, "trainer-1")
-    assert "(most recent call first)" in stacks_of(run, "trainer-1"), "the signal came when it went on"
+    assert stacks_of(run, "trainer-1").count(f"pid {pid}: no progress for 11 s") == 2
+    assert stacks_of(run, "trainer-1").count("(most recent call first)") > dumps, "the signal came when it continued"

@@ -125,15 +125,17 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allocation", ["fsdp:d1", "fsdp:d2"])
-def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocation):
+@pytest.mark.parametrize(
+    ("allocation", "kills"), [("fsdp:d1", ("save", "step", "save", "export", "save")), ("fsdp:d2", ("export", "save"))]
+)
+def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocation, kills):
     name = allocation[-2:]
     undisturbed, killed = Run(folder, f"undisturbed-{name}", allocation), Run(folder, f"killed-{name}", allocation)
     undisturbed.finish()
     chance = random.Random(allocation)
     recover, exports = killed.root / "recover", killed.root / "checkpoints" / "model"
     moments: list[tuple[str, Callable[[], bool]]] = []
-    for kind in ("save", "step", "save", "export", "save"):
+    for kind in kills:
         after = min(2 + 4 * len(moments) + chance.randrange(4), NUM_STEPS - 3)
         in_time = lambda after=after: killed.last_step() >= after  # noqa: E731
         what = {
@@ -146,7 +148,7 @@ def test_a_run_killed_again_and_again_equals_the_undisturbed_one(folder, allocat
     for kind, moment in moments:
         if killed.kill_when(moment, chance.uniform(0.0, 0.02)):
             cuts.append((kind, killed.last_step(), (recover / "next").exists()))
-    assert len(cuts) >= 4, cuts
+    assert len(cuts) >= len(kills) - 1, cuts
     killed.finish()
     expected, found = undisturbed.lines(), killed.lines()
     assert [line["step"] for line in found] == list(range(1, NUM_STEPS + 1))
