@@ -89,7 +89,7 @@ def make_read_only(root: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(make_run, prove_all, tmp_path):
+def test_a_full_disk_and_then_a_read_only_one_end_the_run_in_one_line_and_lose_nothing(make_run, prove_all, tmp_path):
     root = tmp_path / "disk"
     with small_disk(root, 160):
         run = make_run(root=root)
@@ -102,17 +102,9 @@ def test_a_full_disk_ends_the_run_in_one_line_and_loses_nothing(make_run, prove_
         assert "Traceback" not in run.log_path.read_text()
         assert run.left_behind() == []
         ballast.unlink()
+
         run.start()
-        assert run.wait_for_the_end() == 0, last_line(run)
-        prove_all(run)
-        run.abandon()
-
-
-def test_a_read_only_folder_is_told_in_one_line_and_loses_nothing(make_run, prove_all, tmp_path):
-    root = tmp_path / "disk"
-    with small_disk(root, 160):
-        run = make_run(root=root)
-        run.train_up_to(4)
+        run.train_up_to(run.highest_step + 2)
         run.kill(EVERYTHING)
         make_read_only(root)
         run.start()
@@ -121,6 +113,7 @@ def test_a_read_only_folder_is_told_in_one_line_and_loses_nothing(make_run, prov
         assert last_line(run).startswith("areal: error: ")
         assert str(root) in last_line(run)
         subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
+
         run.start()
         assert run.wait_for_the_end() == 0, last_line(run)
         prove_all(run)
