@@ -16,7 +16,7 @@ from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits
 from areal.inference.sequence import SamplingParams
 from areal.inference.sequence import Sequence as Request
-from areal.inference.weight_update import WeightTargets
+from areal.inference.weight_update import ServedWeights
 from areal.ledger.payload import encode_episode
 from areal.rollout.batching import build_shares
 
@@ -60,7 +60,7 @@ class Generator:
             deliver=lambda finished, progressed: self._finished.extend(finished),
             on_failure=_raise,
         )
-        self._targets = WeightTargets(self._engine.runner.model)
+        self._targets = ServedWeights(self._engine.runner.model)
         limits = request_limits(config.native, self._engine.runner.model, load_detokenizer(folder))
         self._stop_ids = limits.default_stop_ids
         self._tokenizer = tokenizer

@@ -346,6 +346,8 @@ weights.no_group: A server is not in the update group of a request.
     Initialise the group first; areal's trainer does it by itself.
 weights.no_replica: No replica was alive to receive a weight update.
     Read the logs of the servers for the cause.
+weights.not_finite: A weight update has numbers that are NaN or infinite.
+    The server keeps its weights. Look for the step at which training diverged.
 weights.not_published: Trainer rank 0 could not publish a policy version.
     Read the log of trainer-0 for the cause.
 weights.not_written: A policy version could not be written to the shared folder.

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from areal.api.errors import RequestError
 from areal.inference.model_runner import ModelRunner
 from areal.inference.sampler import sample
 from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import FinishReason, Sequence, Status
+from areal.inference.weight_update import ServedWeights
 from areal.observe.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -82,8 +82,8 @@ class Engine:
         self.version = version
         self.counters = EngineCounters()
         self.is_paused = False
-        self.has_partial_weights = False
-        """A weight update is incomplete; nothing may be computed until one completes."""
+        self.weights = ServedWeights(runner.model)
+        self._is_updating = False
         self._deliver = deliver
         self._on_failure = on_failure
         self._detokenizer = detokenizer
@@ -93,6 +93,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- called from other threads
+
+    @property
+    def has_partial_weights(self) -> bool:
+        """A weight update runs or is incomplete; nothing may be computed until one completes."""
+        return self._is_updating or not self.weights.is_whole
 
     def start(self) -> None:
         self._thread.start()
@@ -147,22 +152,21 @@ class Engine:
         self._abort([*self.scheduler.running, *self.scheduler.waiting], message)
 
     def replace_weights(self, write: Callable[[], None], version: str | None, *, abort_running: bool) -> None:
-        """Change the model in place with `write`, and discard all keys and values of the old weights.
+        """Change `weights` in place with `write`, and discard all keys and values of the old ones.
 
         `version` None: the update is incomplete, and nothing is computed until it completes.
         """
         if abort_running:
             self.abort_all("the weights are replaced")
         self.scheduler.retract_all()
-        was_partial, self.has_partial_weights = self.has_partial_weights, True
+        self._is_updating = True
         try:
             write()
-        except RequestError:
-            self.has_partial_weights = was_partial  # refused before the first copy: the weights are unchanged
-            raise
+        finally:
+            self._is_updating = False
         if version is not None:
             self.version = version
-            self.has_partial_weights = False
+            self.weights.commit()
 
     # ---- the thread
 

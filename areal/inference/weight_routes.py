@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from areal.api.errors import RequestError
 from areal.inference.engine import Engine, run_into
 from areal.inference.json_answers import ok, read_json
 from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
-from areal.inference.weight_update import WeightReceiver, load_weights_from_folder
+from areal.inference.weight_update import WeightReceiver
 
 _FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
 _INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
@@ -29,8 +30,7 @@ class WeightRoutes:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._model = engine.runner.model
-        self._receiver = WeightReceiver(self._model, engine.runner.device)
+        self._receiver = WeightReceiver(engine.weights, engine.runner.device)
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -52,10 +52,11 @@ class WeightRoutes:
             raise RequestError(message, code="weights.invalid_request")
 
         def update() -> None:
-            write = lambda: load_weights_from_folder(self._model, folder)  # noqa: E731
-            self._engine.replace_weights(write, version, abort_running=abort_running)
+            with self._engine.weights.checkpoint(folder) as write:  # the engine continues while it is checked
+                replace = partial(self._engine.replace_weights, write, version, abort_running=abort_running)
+                self._engine.call(replace).result()
 
-        await self._one_at_a_time(self._engine.call, update)
+        await self._one_at_a_time(_in_daemon_thread, update)
         return ok()
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -98,6 +99,7 @@ class WeightRoutes:
         self._check_group(text_field(body, "group_name"))
         # Without the lock: leaving also ends a receive that waits for a dead trainer.
         await asyncio.wrap_future(_in_daemon_thread(self._receiver.leave))
+        await asyncio.wrap_future(self._engine.call(self._engine.weights.roll_back))
         return ok()
 
     async def _one_at_a_time(
@@ -124,7 +126,7 @@ class WeightRoutes:
 def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
     """Run a function that may wait for minutes. Unlike an executor, the thread does not delay the process's exit."""
     future: Future[None] = Future()
-    threading.Thread(target=run_into, args=(future, function), name="join-update-group", daemon=True).start()
+    threading.Thread(target=run_into, args=(future, function), name="weight-update", daemon=True).start()
     return future
 
 

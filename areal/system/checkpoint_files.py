@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.errors import InputError
-from areal.system.durable import COMPLETE, is_complete
+from areal.system.durable import COMPLETE, is_complete, open_regular
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of safetensors
+_DAMAGED = (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
+"""What reading an unreadable or malformed file raises."""
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 _HEAD = "lm_head.weight"
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
@@ -56,9 +58,13 @@ def folder_problem(folder: Path, like: Path | None) -> str:
     folder that the server loaded first: the weights must have the same names, shapes and kinds of dtype. When it is
     None, or has no safetensors files (a hub name), only the folder itself is checked.
     """
-    if not folder.is_dir():
-        return f"checkpoint folder {folder} does not exist"
-    if (folder / COMPLETE).exists() and not is_complete(folder):
+    try:
+        if not folder.is_dir():
+            return f"checkpoint folder {folder} does not exist"
+        is_damaged = (folder / COMPLETE).exists() and not is_complete(folder)
+    except OSError as error:  # a long path, or no permission
+        return f"checkpoint folder {folder} cannot be read: {error.strerror}"
+    if is_damaged:
         return f"checkpoint folder {folder} is incomplete: its {COMPLETE} marker does not match its files"
     try:
         is_tied = _is_tied(folder)
@@ -87,31 +93,33 @@ def _is_tied(folder: Path) -> bool:
     """Whether the head is the embedding. InputError without a readable config.json."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            config = json.loads(file.read())
         return bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
     except FileNotFoundError as error:
         raise InputError(f"checkpoint folder {folder} has no config.json", code="checkpoint.incomplete") from error
-    except (OSError, ValueError, AttributeError) as error:
+    except _DAMAGED as error:
         raise _unreadable(path, error) from error
 
 
 def _index_of(folder: Path) -> dict[str, str]:
     """Name of a weight -> name of its file; empty without an index."""
     index = folder / INDEX
-    if not index.exists():
-        return {}
     try:
-        places = json.loads(index.read_bytes())["weight_map"]
+        if not index.exists():
+            return {}
+        with open_regular(index) as file:
+            places = json.loads(file.read())["weight_map"]
         if not places or any(not isinstance(file, str) or "/" in file for file in places.values()):
             raise ValueError("weight_map does not contain names of files in the same folder")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except _DAMAGED as error:
         raise _unreadable(index, error) from error
     return places
 
 
 def _header_of(path: Path) -> dict[str, StoredWeight]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             num_bytes = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
@@ -123,7 +131,7 @@ def _header_of(path: Path) -> dict[str, StoredWeight]:
             end = max((_end_of(entry) for entry in entries.values()), default=0)
         if num_bytes != 8 + length + end:
             raise ValueError(f"it has {num_bytes} bytes instead of {8 + length + end}")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except _DAMAGED as error:
         raise _unreadable(path, error) from error
     return weights
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 COMPLETE = "COMPLETE"
 """Marker file of a complete folder: JSON {"files": {relative path: bytes}, "crc32": {relative path: number}}.
@@ -25,6 +27,15 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. OSError unless it is a regular file: opening a FIFO would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -140,7 +151,8 @@ def _hidden(folder: Path, ending: str) -> Path:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """The marker's content. ValueError when it is malformed."""
-    found = json.loads((folder / COMPLETE).read_bytes())
+    with open_regular(folder / COMPLETE) as file:
+        found = json.loads(file.read())
     if not isinstance(found, dict) or not isinstance(found["files"], dict):
         raise ValueError("it has no list of files")
     return found
@@ -150,7 +162,7 @@ def is_complete(folder: Path) -> bool:
     """Whether the marker exists and every listed file has the listed size. Reads only the marker."""
     try:
         return all((folder / name).stat().st_size == size for name, size in _manifest(folder)["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

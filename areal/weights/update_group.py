@@ -19,6 +19,8 @@ from areal.api.errors import RequestError, WeightSyncError
 from areal.server_side.areal_transfer import group, layout
 from areal.system.network import Host, listen
 
+is_finite = layout.is_finite
+
 
 def bucket_bytes(specs: list[WeightSpec]) -> int:
     """Size of the flat bucket that holds these weights. Raises RequestError when it cannot be viewed in place."""

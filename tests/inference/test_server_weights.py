@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import orjson
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from areal.api.data import WeightSpec
 from areal.system.network import Host
@@ -65,12 +67,33 @@ async def test_weights_from_disk_switch_in_mid_answer(served, mode, checkpoint, 
     assert fresh["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
 
 
-async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path):
+async def test_a_bad_update_is_refused_and_changes_nothing(served, tmp_path, checkpoint):
     body = {"model_path": str(tmp_path / "none"), "weight_version": "1"}
-    assert "does not exist" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    fifo, closed = tmp_path / "fifo", tmp_path / "closed"
+    for folder in (fifo, closed):
+        folder.mkdir()
+    os.mkfifo(fifo / "model.safetensors")
+    closed.chmod(0)
+    damaged = checkpoint(1)
+    weights = load_file(damaged / "model.safetensors")
+    save_file({**weights, "model.norm.weight": torch.full_like(weights["model.norm.weight"], torch.nan)}, damaged / "x")
+    (damaged / "x").rename(damaged / "model.safetensors")
+    expected = await served.generate()
+    for path, code in [
+        (body["model_path"], "weights.bad_folder"),
+        ("x" * 5000, "weights.bad_folder"),
+        (str(fifo), "weights.bad_folder"),
+        (str(closed), "weights.bad_folder"),
+        ("bad\0name", "weights.bad_folder"),
+        (str(damaged), "weights.not_finite"),
+    ]:
+        assert (await served.post("/update_weights_from_disk", {**body, "model_path": path}, 400))["code"] == code
+    closed.chmod(0o700)
     body["flush_cache"] = False
-    assert "flush_cache" in (await served.post("/update_weights_from_disk", body, 400))["error"]["message"]
+    assert (await served.post("/update_weights_from_disk", body, 400))["code"] == "weights.invalid_request"
     assert (await served.get("/get_model_info"))["weight_version"] == "0"
+    answer = await served.generate()
+    assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (expected["output_ids"], "0")
     await served.get("/health")
 
 
@@ -128,8 +151,8 @@ async def test_weights_arrive_over_a_collective_in_buckets(served, build_model, 
     reference = reference_logprobs(new, PROMPT + answer["output_ids"])
     for place, (logprob, token, _) in enumerate(answer["meta_info"]["output_token_logprobs"]):
         assert logprob == pytest.approx(reference[4 + place, token].item(), abs=1e-5)
-    message = (await served.post("/destroy_weights_update_group", {"group_name": "x"}, 400))["error"]["message"]
-    assert "not in the update group 'x' (it is in g)" in message
+    answer = await served.post("/destroy_weights_update_group", {"group_name": "x"}, 400)
+    assert answer["code"] == "weights.no_group"
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
 
 
@@ -151,5 +174,6 @@ async def test_leaving_the_group_ends_a_waiting_receive(served, build_model):
     waiting = asyncio.create_task(served.post("/update_weights_from_distributed", update, 500))
     await served.until(lambda: served.engine.has_partial_weights)
     await served.post("/destroy_weights_update_group", {"group_name": "g"})
-    assert "update group g: broadcast given up" in (await asyncio.wait_for(waiting, 200))["error"]["message"]
-    await served.get("/health", 503)  # nobody knows what was copied
+    assert (await asyncio.wait_for(waiting, 200))["code"] == "weights.transfer_failed"
+    await served.get("/health")
+    assert (await served.generate())["meta_info"]["weight_version"] == "0"

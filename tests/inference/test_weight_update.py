@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import traceback
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.weight_update import WeightReceiver, WeightTargets, load_weights_from_folder
+from areal.inference.weight_update import ServedWeights, WeightReceiver
 from areal.system.durable import publish_folder
 from areal.system.network import Host
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
@@ -44,6 +45,11 @@ def new_weights() -> dict[str, torch.Tensor]:
 
 def specs_of(weights: dict[str, torch.Tensor]) -> list[WeightSpec]:
     return [WeightSpec(name=n, shape=list(w.shape), dtype=str(w.dtype)[6:]) for n, w in weights.items()]
+
+
+def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
+    with ServedWeights(model).checkpoint(folder) as copy_all:
+        copy_all()
 
 
 def assert_holds(model: TiedModel, weights: dict[str, torch.Tensor]) -> None:
@@ -77,32 +83,57 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code"),
     [
-        ({"middle.bias": None}, "lacks middle.bias"),
-        ({"middle.bias": torch.zeros(5)}, r"middle.bias has shape \[5\]"),
-        ({"stranger": torch.zeros(1)}, "no weight stranger"),
+        ({"middle.bias": None}, "weights.incomplete"),
+        ({"middle.bias": torch.zeros(5)}, "weights.do_not_fit"),
+        ({"middle.bias": torch.zeros(4, dtype=torch.int32)}, "weights.do_not_fit"),
+        ({"middle.bias": torch.tensor([0, 0, 0, torch.nan])}, "weights.not_finite"),
+        ({"middle.weight": torch.full((4, 4), torch.inf)}, "weights.not_finite"),
+        ({"middle.bias": torch.full((4,), 1e39, dtype=torch.float64)}, "weights.not_finite"),  # inf in float32
+        ({"stranger": torch.zeros(1)}, "weights.do_not_fit"),
     ],
 )
-def test_a_wrong_folder_changes_nothing(tmp_path: Path, change: dict, message: str) -> None:
+def test_a_wrong_folder_changes_nothing(tmp_path: Path, change: dict, code: str) -> None:
     weights = {n: w for n, w in (new_weights() | change).items() if w is not None}
     save_file(weights, tmp_path / "model.safetensors")
     model = TiedModel()
     before = {n: w.clone() for n, w in model.state_dict().items()}
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError) as error:
         load_weights_from_folder(model, tmp_path)
+    assert error.value.code == code
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
 
 
 def test_missing_empty_broken_and_incomplete_folders_are_refused(tmp_path: Path) -> None:
     model = TiedModel()
-    with pytest.raises(RequestError, match="does not exist"):
-        load_weights_from_folder(model, tmp_path / "none")
-    with pytest.raises(RequestError, match=r"no \.safetensors"):
-        load_weights_from_folder(model, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(RequestError, match="cannot be read"):
-        load_weights_from_folder(model, tmp_path)
+
+    def refused(folder: Path) -> bool:
+        with pytest.raises(RequestError) as error:
+            load_weights_from_folder(model, folder)
+        return error.value.code == "weights.bad_folder"
+
+    assert refused(tmp_path / "none")
+    assert refused(tmp_path / ("x" * 5000))
+    assert refused(Path("bad\0name"))
+    assert refused(tmp_path)
+    file = tmp_path / "model.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":%s}'
+    contents = [b"garbage", header % b"1", header % (b"[" * 2000 + b"]" * 2000), b"[" * 2000]
+    contents += [header % b'{"dtype":"X","shape":[1],"data_offsets":[0,Infinity]}']
+    for content in contents:
+        file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
+        assert refused(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    assert refused(tmp_path)
+    file.unlink()
+    save_file(new_weights(), file)
+    for name in ("COMPLETE", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
+        assert refused(tmp_path)
+        (tmp_path / name).unlink()
+    load_weights_from_folder(model, tmp_path)
     writing = tmp_path / "writing"
     writing.mkdir()
     save_file(new_weights(), writing / "model.safetensors")
@@ -110,16 +141,16 @@ def test_missing_empty_broken_and_incomplete_folders_are_refused(tmp_path: Path)
     load_weights_from_folder(model, tmp_path / "v1")
     with open(tmp_path / "v1" / "model.safetensors", "r+b") as file:
         file.truncate(20)
-    with pytest.raises(RequestError, match="is incomplete"):
-        load_weights_from_folder(model, tmp_path / "v1")
+    assert refused(tmp_path / "v1")
 
 
 def test_a_bucket_that_cannot_be_laid_out_is_refused() -> None:
     specs = [WeightSpec(name="b", shape=[3], dtype="bfloat16"), WeightSpec(name="a", shape=[2], dtype="float32")]
-    with pytest.raises(RequestError, match="put the widest dtypes first"):
+    with pytest.raises(RequestError) as order:
         bucket_bytes(specs)
-    with pytest.raises(RequestError, match="does not fit"):
+    with pytest.raises(RequestError) as size:
         bucket_views(torch.zeros(13, dtype=torch.uint8), specs[::-1])
+    assert [order.value.code, size.value.code] == ["weights.invalid_bucket"] * 2
     views = bucket_views(torch.zeros(14, dtype=torch.uint8), specs[::-1])
     assert {name: view.dtype for name, view in views.items()} == {"a": torch.float32, "b": torch.bfloat16}
 
@@ -154,7 +185,7 @@ class Sender:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_broadcast_weights_are_copied_in_place(dtype: torch.dtype) -> None:
     model = TiedModel(dtype)
-    receiver = WeightReceiver(model, "cpu")
+    receiver = WeightReceiver(ServedWeights(model), "cpu")
     sender = Sender(new_weights(), receiver)
     for _ in range(2):  # a group lasts over several updates
         thread = sender.send()
@@ -169,24 +200,53 @@ def test_broadcast_weights_are_copied_in_place(dtype: torch.dtype) -> None:
 
 
 def test_an_update_without_all_weights_is_an_error() -> None:
-    receiver = WeightReceiver(TiedModel(), "cpu")
+    model = TiedModel()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    served = ServedWeights(model)
+    receiver = WeightReceiver(served, "cpu")
     weights = new_weights()
     del weights["middle.bias"]
     sender = Sender(weights, receiver)
     thread = sender.send()
     receiver.receive(specs_of(weights))
     thread.join()
-    with pytest.raises(WeightSyncError, match=r"lacks middle\.bias"):
+    with pytest.raises(WeightSyncError) as error:
         receiver.finish()
+    assert error.value.code == "weights.incomplete"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert served.is_whole
     receiver.leave()
+    sender.group.close()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broadcast_that_is_not_finite_restores_the_weights(bad: float) -> None:
+    model = TiedModel()
+    served = ServedWeights(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    receiver = WeightReceiver(served, "cpu")
+    sender = Sender(new_weights(), receiver)
+    thread = sender.send()
+    receiver.receive(specs_of(sender.weights))  # the first bucket
+    thread.join()
+    assert not served.is_whole
+    assert not torch.equal(model.embed.weight, before["embed.weight"])
+    sender.weights["middle.bias"][2] = bad
+    thread = sender.send()
+    with pytest.raises(RequestError) as error:
+        receiver.receive(specs_of(sender.weights))
+    thread.join()
+    assert error.value.code == "weights.not_finite"
+    assert served.is_whole
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     sender.group.close()
 
 
 def test_a_broadcast_error_does_not_keep_the_group_alive() -> None:
     """A destructor that waits, run by the garbage collector, stops a server's event loop for longer than hang_s."""
-    receiver = WeightReceiver(TiedModel(), "cpu")
+    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
     sender = Sender(new_weights(), receiver)
-    with pytest.raises(WeightSyncError, match="given up") as caught:
+    with pytest.raises(WeightSyncError) as caught:
         sender.group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), give_up=lambda: True)
     error: BaseException | None = caught.value
     kept: list[object] = []
@@ -200,29 +260,33 @@ def test_a_broadcast_error_does_not_keep_the_group_alive() -> None:
 
 
 def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
-    receiver = WeightReceiver(TiedModel(), "cpu")
+    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
     sender = Sender(new_weights(), receiver)
-    with pytest.raises(RequestError, match="no weight x"):
+    with pytest.raises(RequestError) as unknown:
         receiver.receive([WeightSpec(name="x", shape=[1], dtype="float32")])
     assert receiver.group_name == ""
-    with pytest.raises(RequestError, match="in no update group"):
+    with pytest.raises(RequestError) as left:
         receiver.receive(specs_of(new_weights()))
-    with pytest.raises(WeightSyncError, match="update group g"):
+    with pytest.raises(WeightSyncError) as failed:
         sender.group.broadcast(torch.zeros(1 << 22, dtype=torch.uint8))
+    codes = [error.value.code for error in (unknown, left, failed)]
+    assert codes == ["weights.do_not_fit", "weights.no_group", "weights.transfer_failed"]
 
 
 def test_a_receiver_without_a_sender_gives_up() -> None:
-    receiver = WeightReceiver(TiedModel(), "cpu")
-    with pytest.raises(WeightSyncError, match="no store of an update group at"):
+    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
+    with pytest.raises(WeightSyncError) as nobody:
         receiver.join("127.0.0.1", 9, 1, 2, "g", "gloo", 60)
     store = serve_store(Host(), "secret", timeout_s=1)
-    with pytest.raises(WeightSyncError, match="did not meet the others"):
+    with pytest.raises(WeightSyncError) as alone:
         receiver.join("127.0.0.1", store.port, 1, 2, "g", "gloo", 0.5)
-    with pytest.raises(RequestError, match="must be between"):
+    with pytest.raises(RequestError) as rank:
         receiver.join("127.0.0.1", store.port, 0, 2, "g", "gloo", 0.5)
+    codes = [error.value.code for error in (nobody, alone, rank)]
+    assert codes == ["weights.transfer_failed", "weights.transfer_failed", "weights.no_group"]
 
 
 def test_one_name_of_a_tied_pair_is_enough() -> None:
-    targets = WeightTargets(TiedModel())
+    targets = ServedWeights(TiedModel())
     assert targets.missing({"head.weight", "middle.weight", "middle.bias"}) == []
     assert targets.missing({"middle.weight"}) == ["embed.weight", "middle.bias"]

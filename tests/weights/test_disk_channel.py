@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import WeightSyncError
-from areal.inference.weight_update import load_weights_from_folder
+from areal.inference.weight_update import ServedWeights
 from areal.system.durable import is_complete
 from areal.system.run_paths import RunPaths
 from areal.weights import disk as disk_module
@@ -36,7 +36,8 @@ class DiskReplica:
     def publish(self, update: WeightUpdate) -> None:
         assert is_complete(Path(update.path))
         self.paths.append(update.path)
-        load_weights_from_folder(self.model, Path(update.path))
+        with ServedWeights(self.model).checkpoint(Path(update.path)) as copy_all:
+            copy_all()
 
 
 @pytest.mark.parametrize("shard_bytes", [2**30, 300])

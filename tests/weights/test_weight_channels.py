@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.weight_update import WeightReceiver
+from areal.inference.weight_update import ServedWeights, WeightReceiver
 from areal.weights import collective as collective_module
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel, plan_buckets
@@ -67,7 +67,7 @@ class Replicas:
     """The controller and its replicas, without HTTP: each replica takes in an update in a thread of its own."""
 
     def __init__(self, *models: nn.Module) -> None:
-        self.receivers = {f"r{i}": WeightReceiver(model, "cpu") for i, model in enumerate(models)}
+        self.receivers = {f"r{i}": WeightReceiver(ServedWeights(model), "cpu") for i, model in enumerate(models)}
         self.live = list(self.receivers)
         self.updates: list[WeightUpdate] = []
         self.fail: Exception | None = None
@@ -180,7 +180,7 @@ class TwoRanks:
 
     def __init__(self, control: Replicas, *others: nn.Module) -> None:
         self.control = control
-        self.others = [WeightReceiver(model, "cpu") for model in others]
+        self.others = [WeightReceiver(ServedWeights(model), "cpu") for model in others]
 
     def live_replicas(self, version: int) -> list[str]:
         return self.control.live_replicas(version)

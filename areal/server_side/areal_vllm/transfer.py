@@ -129,6 +129,8 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             update_group.broadcast(self._group, buffer, self._timeout_s)
             weights = layout.views(buffer, update_info.dtype_names, update_info.shapes)
+            for name, value in zip(update_info.names, weights, strict=True):
+                check_finite(name, value)
             self._loaded |= self.model.load_weights(zip(update_info.names, weights, strict=True)) or set()
         except BaseException:
             self.give_up()
@@ -173,6 +175,12 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
             self.repack_tied_weights()
         except Exception:  # post-processing of an incomplete layer; the next update replaces it
             log.exception("putting the weights back after a failed update failed")
+
+
+def check_finite(name: str, value: torch.Tensor) -> None:
+    """Raise ValueError unless every number of a new weight is finite."""
+    if not layout.is_finite(value):
+        raise ValueError(f"weight {name} has numbers that are not finite")
 
 
 def register() -> None:
