@@ -302,6 +302,10 @@ rollout.no_such_evaluation: A trainer requested an evaluation that this run does
     Configure valid_dataset and the evaluation mode, or do not request it.
 rollout.not_a_share: The controller sent no batch share: it runs another version of areal than the trainer.
     Install the same version of areal on all nodes.
+rollout.old_trainer: A trainer of an earlier start called the controller after the trainers were started again.
+    End that process: the launcher has replaced it.
+rollout.out_of_order: A call to the controller does not follow from the state of the run, so it was refused.
+    Only the trainers of the run may call it; if they did, read the log of the controller.
 rollout.past_the_end: A trainer requested a batch after the last train step of the run.
     Start trainer and controller with the same configuration.
 rollout.stopped: The rollout controller ended with an unexpected error.

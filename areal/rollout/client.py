@@ -12,7 +12,6 @@ import contextlib
 import http.client
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -23,6 +22,16 @@ from areal.api.config import InferenceEngineConfig
 from areal.api.data import BatchShare, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
+from areal.rollout.control_requests import (
+    AttachRequest,
+    BatchRequest,
+    CommittedRequest,
+    ConsumedRequest,
+    EvaluationRequest,
+    FinishRequest,
+    PublishRequest,
+    TrainerRequest,
+)
 from areal.rollout.share_codec import WeightsNeeded, decode_share
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
@@ -45,12 +54,15 @@ class RolloutClient:
         self,
         address: str | Callable[[], str],
         *,
+        run_id: int = 0,
         token: str,
         reconnect_s: float = 120.0,
         answer_s: float = ANSWER_S,
         silent_s: float = SILENT_S,
     ) -> None:
+        """`run_id`: number of earlier starts of the trainer ranks in this launch."""
         self._address = address
+        self._run_id = run_id
         self._token = token
         self._reconnect_s = reconnect_s
         self._answer_s = answer_s
@@ -58,19 +70,21 @@ class RolloutClient:
         self._dp_rank, self._dp_size = 0, 1
 
     @classmethod
-    def from_registry(cls, registry: NameRegistry, config: InferenceEngineConfig) -> Self:
+    def from_registry(cls, registry: NameRegistry, config: InferenceEngineConfig, *, run_id: int = 0) -> Self:
         """A client that looks up the controller by name, so it also finds a restarted one at another port."""
 
         def look_up() -> str:
             return orjson.loads(registry.wait(CONTROLLER, config.setup_timeout))["address"]
 
-        return cls(look_up, token=run_token(), reconnect_s=config.setup_timeout)
+        return cls(look_up, run_id=run_id, token=run_token(), reconnect_s=config.setup_timeout)
 
     def attach(self, *, rank: int, world_size: int, dp_rank: int, dp_size: int, step: int, version: int) -> None:
         """Report the position of this rank. Ranks with the same `dp_rank` get the same share of every batch."""
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        body = {"rank": rank, "world_size": world_size, "dp_size": dp_size, "step": step, "version": version}
-        self._call("/attach", body, "to attach")
+        request = AttachRequest(
+            run_id=self._run_id, rank=rank, world_size=world_size, dp_size=dp_size, step=step, version=version
+        )
+        self._call("/attach", request, "to attach")
 
     def next_batch(self, step: int) -> BatchShare:
         """The share of this rank of train batch `step`. Blocks until it is ready.
@@ -78,13 +92,14 @@ class RolloutClient:
         Raises RequestError when it will never be ready, and WeightsNeeded when restarted servers lack the current
         weights, so that the trainer must publish them again first.
         """
-        body = {"step": step, "dp_rank": self._dp_rank, "dp_size": self._dp_size}
-        return decode_share(self._call("/batch", body, f"for batch {step}"))
+        request = BatchRequest(run_id=self._run_id, step=step, dp_rank=self._dp_rank, dp_size=self._dp_size)
+        return decode_share(self._call("/batch", request, f"for batch {step}"))
 
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
         try:
-            self._call("/publish", asdict(update), f"to publish version {update.version}")
+            request = PublishRequest(run_id=self._run_id, update=update)
+            self._call("/publish", request, f"to publish version {update.version}")
         except ControllerError as error:
             raise WeightSyncError(str(error), code=error.code) from error
 
@@ -94,19 +109,21 @@ class RolloutClient:
 
     def consumed(self, step: int, version: int, weights_checksum: str = "") -> None:
         """Batch `step` was trained on and `version` published. `weights_checksum` (hex): of the actor after it."""
-        body = {"step": step, "version": version, "weights_checksum": weights_checksum}
-        self._call("/consumed", body, f"to report step {step} as consumed")
+        request = ConsumedRequest(run_id=self._run_id, step=step, version=version, weights_checksum=weights_checksum)
+        self._call("/consumed", request, f"to report step {step} as consumed")
 
     def evaluate(self, step: int, mode: str) -> dict[str, float]:
         """Mean reward and more over the held-out rows under the current weights. Blocks until all are scored.
 
         WeightsNeeded as for a batch.
         """
-        return orjson.loads(self._call("/evaluate", {"step": step, "mode": mode}, f"for the {mode} evaluation"))
+        request = EvaluationRequest(run_id=self._run_id, step=step, mode=mode)
+        return orjson.loads(self._call("/evaluate", request, f"for the {mode} evaluation"))
 
     def committed(self, step: int, path: Path | str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
-        self._call("/committed", {"step": step, "path": str(path)}, f"to report the checkpoint of step {step}")
+        request = CommittedRequest(run_id=self._run_id, step=step, path=str(path))
+        self._call("/committed", request, f"to report the checkpoint of step {step}")
 
     def newest_step(self) -> int | None:
         """The most train steps of a checkpoint from which the ledger can serve a trainer; None = any."""
@@ -116,20 +133,20 @@ class RolloutClient:
         """What GET /status answers."""
         return orjson.loads(self._call("/status", None, "for its status"))
 
-    def finish(self) -> None:
-        """Training is over: the controller exits. One that cannot be reached has already exited."""
+    def finish(self, steps: int) -> None:
+        """Training is over after `steps`: the controller exits. One that cannot be reached has already exited."""
         try:
-            self._call("/finish", {}, "to finish", is_last=True)
+            self._call("/finish", FinishRequest(run_id=self._run_id, steps=steps), "to finish", is_last=True)
         except ServerUnavailable as error:
             _log.warning("the rollout controller has already exited: %s", error)
 
-    def _call(self, path: str, body: dict[str, Any] | None, purpose: str, *, is_last: bool = False) -> bytes:
+    def _call(self, path: str, request: TrainerRequest | None, purpose: str, *, is_last: bool = False) -> bytes:
         """`is_last`: give up soon, because the controller may have exited."""
         reconnect_s, silent_s = (FINISH_S, 0.0) if is_last else (self._reconnect_s, self._silent_s)
         answered_s = reached_s = time.monotonic()
         while True:
             try:
-                status, answer = self._exchange(path, body)
+                status, answer = self._exchange(path, request)
             except (OSError, http.client.HTTPException) as error:
                 now_s = time.monotonic()
                 if isinstance(error, TimeoutError) and now_s - answered_s < silent_s:
@@ -149,16 +166,16 @@ class RolloutClient:
                 raise _error_of(path, status, answer)
             answered_s = reached_s = time.monotonic()
 
-    def _exchange(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    def _exchange(self, path: str, request: TrainerRequest | None) -> tuple[int, bytes]:
         address = self._address if isinstance(self._address, str) else self._address()
         parts = urlsplit(address)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         try:
-            if body is None:
+            if request is None:
                 connection.request("GET", path, headers=headers)
             else:
-                connection.request("POST", path, body=orjson.dumps(body), headers=headers)
+                connection.request("POST", path, body=orjson.dumps(request), headers=headers)
             response = connection.getresponse()
             if response.status in (404, 405):
                 raise ConnectionError(f"another process than the controller listens at {address}")
@@ -176,8 +193,8 @@ def _error_of(path: str, status: int, answer: bytes) -> ArealError:
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         body = orjson.loads(answer)
         message, code = str(body["error"]), str(body["code"])
-    if status == 409:
+    if status == 409 and code == WeightsNeeded.code:
         return WeightsNeeded(message)
-    if status in (400, 401, 403, 410, 413, 415):
+    if 400 <= status < 500 and status != 412:  # 412: after a restart from an earlier checkpoint it succeeds
         return RequestError(message, code=code)
     return ControllerError(f"the rollout controller could not serve {path}: {message}", code=code)

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.data import WeightUpdate
 from areal.api.engine import InferenceFleet
 from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
-from areal.ledger.state import BATCHED, CONSUMED, FAILED, REJECTED
+from areal.ledger.state import BATCHED, CONSUMED, FAILED, REJECTED, LedgerState
 from areal.observe.log import get_logger
 from areal.rollout.evaluation import Evaluations
 from areal.rollout.executor import Executor
@@ -27,6 +26,8 @@ from areal.rollout.gate import GateLimits
 from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.train_batches import TrainBatches
+from areal.rollout.trainer_rules import RunShape
+from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
 
@@ -56,10 +57,17 @@ class Controller:
         self._workflows = list({id(found): found for found in [workflow, *(eval_workflows or {}).values()]}.values())
         self._rows = rows
         self._ledger = ledger
-        self._total_steps = total_steps
+        dims = config.allocation.train[0].parallel
+        self.shape = RunShape(
+            world_size=dims.world_size,
+            dp_size=dims.dp,
+            total_steps=total_steps,
+            folder=RunPaths.of(config).root,
+            goals=config.evaluator.stop_at,
+        )
         self._failure: Exception | None = None
         self._ended, self._failure_reported = asyncio.Event(), asyncio.Event()
-        self._weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
+        self.weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
         self._is_attached = self._has_met_trainer = False
         self._restoring: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
@@ -102,9 +110,9 @@ class Controller:
         for path in self._ledger.lost:
             _log.error("%s is missing: its events were lost, and the run continues from the events before them", path)
         self._ledger.start(self.fail)
-        self._ledger.started(self._rows, total_steps=self._total_steps)
+        self._ledger.started(self._rows, total_steps=self.shape.total_steps)
         await self._fleet.start()
-        self._weights.fleet_ready.set()
+        self.weights.fleet_ready.set()
         self._update_gate()
 
     def _resume_with_trainer(self) -> None:
@@ -119,7 +127,7 @@ class Controller:
 
     async def _restore(self) -> None:
         try:
-            await self._weights.restore()
+            await self.weights.restore()
             self._is_attached = True
             self._update_gate()
         except Exception as error:  # noqa: BLE001 - a background task: its error ends the run
@@ -145,16 +153,16 @@ class Controller:
 
         A restarted trainer publishes before it attaches if its weights differ from those the servers start with.
         """
-        has_published = self._weights.has_published and self._ledger.state.trained_steps is not None
+        has_published = self.weights.has_published and self._ledger.state.trained_steps is not None
         return self._is_attached or has_published
 
     @property
     def _is_catching_up(self) -> bool:
-        return self._weights.lowest_version < self._ledger.state.highest_version
+        return self.weights.lowest_version < self._ledger.state.highest_version
 
     def _on_weight_update(self) -> None:
-        if self._weights.updating_to is not None:  # an older policy must not answer the remaining rows
-            self._evaluations.cancel_beyond(self._weights.updating_to)
+        if self.weights.updating_to is not None:  # an older policy must not answer the remaining rows
+            self._evaluations.cancel_beyond(self.weights.updating_to)
         self._executor.drop_stale()
         self._update_gate()
 
@@ -176,7 +184,8 @@ class Controller:
                     await asyncio.wait_for(self._failure_reported.wait(), report_s)
             raise self._failure
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Raise BatchUnavailable with the error that ended the run."""
         if self._failure is not None:
             self._failure_reported.set()
             code = self._failure.code if isinstance(self._failure, ArealError) else "rollout.stopped"
@@ -184,16 +193,16 @@ class Controller:
 
     async def attach(self, *, rank: int, world_size: int, dp_size: int, step: int, version: int) -> None:
         """A trainer rank reports its position. The first one opens the gate."""
-        self._require_running()
-        self._has_met_trainer = True
+        self.require_running()
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
         if step > 0 and self._ledger.state.trained_steps is None:
             _log.warning("the ledger is new, but the trainer is at step %d: rows of earlier steps are used again", step)
-        if rank == 0 or self._ledger.state.trained_steps is None:
-            if version < self._ledger.state.highest_version and not self._ledger.state.batches:
-                self._executor.restart_running()  # no recorded batch leads to the version these episodes wait for
+        if rank == 0 or self._ledger.state.trained_steps != step:
+            is_lost = version < self._ledger.state.highest_version and not self._ledger.state.batches
             self._ledger.attached(step=step, version=version)
-            self._is_attached = True
+            if is_lost:
+                self._executor.restart_running()  # no recorded batch leads to the version these episodes wait for
+            self._has_met_trainer = self._is_attached = True
             self._batches.cancel_requests(beyond=step)
             await self._ledger.durable()
         self._update_gate()
@@ -204,12 +213,10 @@ class Controller:
 
         Raises BatchUnavailable when it will never be ready, WeightsNeeded when the trainer must publish first.
         """
-        self._require_running()
-        if not 0 <= dp_rank < dp_size:
-            raise RequestError(f"dp_rank={dp_rank} is not below dp_size={dp_size}", code="request.invalid_field")
-        if step >= self._total_steps:
+        self.require_running()
+        if step >= self.shape.total_steps:
             raise BatchUnavailable(
-                f"step {step} is after the end of the run, which has {self._total_steps} steps",
+                f"step {step} is after the end of the run, which has {self.shape.total_steps} steps",
                 code="rollout.past_the_end",
             )
         self._ledger.state.require_reached(step)
@@ -218,28 +225,22 @@ class Controller:
             self._require_weights()
         blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
         if blob is None:
-            self._require_running()
+            self.require_running()
             self._require_weights()
         return blob
 
     def _require_weights(self) -> None:
         """Only the trainers can send weights that used a collective, or whose folder is missing."""
-        if self._has_trainer and self._weights.needs_trainer:
+        if self._has_trainer and self.weights.needs_trainer:
             raise WeightsNeeded(f"a server waits for policy version {self._ledger.state.version}")
-
-    async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
-        self._require_running()
-        self._ledger.state.require_version(update.version)
-        return await self._weights.publish(update, timeout_s=timeout_s)
 
     async def live_replicas(self, version: int, *, timeout_s: float) -> list[str] | None:
         """Ids of the replicas that an update to `version` must reach; None = the fleet is not ready, call again.
 
         Empty: all live replicas have it, or none is alive. An update to no replica then succeeds or fails accordingly.
         """
-        self._require_running()
-        if not await self._weights.fleet_is_ready(timeout_s):
+        self.require_running()
+        if not await self.weights.fleet_is_ready(timeout_s):
             return None
         return self._fleet.live_replicas(version)
 
@@ -257,12 +258,12 @@ class Controller:
 
         It runs only under the trainer's weights; raises WeightsNeeded when the trainer must publish them first.
         """
-        self._require_running()
+        self.require_running()
         self._evaluations.check(mode)
         self._ledger.state.require_reached(step)
         if (step, mode) not in self._ledger.state.evaluations:
             self._resume_with_trainer()
-            if not await self._weights.fleet_is_ready(timeout_s):
+            if not await self.weights.fleet_is_ready(timeout_s):
                 return None
             if self._restoring is not None:
                 await asyncio.wait([self._restoring], timeout=timeout_s)
@@ -271,19 +272,30 @@ class Controller:
             self._require_weights()
         result = await self._evaluations.get(step, mode, timeout_s=timeout_s)
         if result is None:
-            self._require_running()
+            self.require_running()
             self._require_weights()
         return result
 
     async def committed(self, step: int, path: str) -> None:
         """A recovery checkpoint after `step` train steps is complete."""
         self._ledger.state.require_reached(step)
-        self._ledger.committed(step=step, path=path)
+        if self._ledger.state.committed_step != step:  # otherwise a repeated call
+            self._ledger.committed(step=step, path=path)
         await self._ledger.durable()
         self._resume_with_trainer()
 
+    @property
+    def state(self) -> LedgerState:
+        """The state of the run as its ledger records it."""
+        return self._ledger.state
+
+    @property
+    def is_over(self) -> bool:
+        """The trainers have finished, or an error ended the run."""
+        return self._ended.is_set()
+
     def finish(self) -> None:
-        """The trainers are done: `ended` returns."""
+        """The trainers are done, or a signal stops this process: `ended` returns."""
         self._ended.set()
 
     async def close(self) -> None:
@@ -295,7 +307,7 @@ class Controller:
         if self._restoring is not None:
             self._restoring.cancel()
             await asyncio.gather(self._restoring, return_exceptions=True)
-        await self._weights.close()
+        await self.weights.close()
         try:
             await self._ledger.close()
         finally:
@@ -310,11 +322,11 @@ class Controller:
         return {
             "step": state.trained_steps or 0,
             "newest_step": state.newest_step,
-            "total_steps": self._total_steps,
+            "total_steps": self.shape.total_steps,
             "version": state.version,
             "highest_version": state.highest_version,
             "catching_up": self._is_catching_up,
-            "updating_to": self._weights.updating_to,
+            "updating_to": self.weights.updating_to,
             "admitted": state.num_admitted,
             "accepted": state.num_accepted,
             "running": len(state.running),
@@ -337,7 +349,7 @@ class Controller:
 
     def waiting_for(self) -> str:
         """One sentence on what the run waits for, why the gate is closed, and which servers do not serve."""
-        fleet, version = self._fleet.status(), self._weights.updating_to
+        fleet, version = self._fleet.status(), self.weights.updating_to
         if version is None:
             version = self._ledger.state.version
         closed = self._why_closed()
@@ -357,8 +369,8 @@ class Controller:
         state = self._ledger.state
         if self._failure is not None:
             return f"the end of the run: {self._failure}"
-        if self._weights.updating_to is not None:
-            return f"the servers to load policy version {self._weights.updating_to}"
+        if self.weights.updating_to is not None:
+            return f"the servers to load policy version {self.weights.updating_to}"
         if self._restoring is not None and not self._restoring.done():
             return f"the servers to load the trainer's policy version {state.version}"
         if self._evaluations.active:
@@ -376,17 +388,17 @@ class Controller:
             return ""
         if self._is_catching_up:
             return (
-                f"the trainer recovered at version {self._weights.lowest_version} and "
+                f"the trainer recovered at version {self.weights.lowest_version} and "
                 f"has to reach version {state.highest_version} again"
             )
-        if self._fleet.version != state.version and self._weights.updating_to is None:
+        if self._fleet.version != state.version and self.weights.updating_to is None:
             return f"the servers hold policy version {self._fleet.version}, not {state.version}"
         return self._executor.why_closed()
 
     def _waiting_since_s(self) -> float | None:
         """Loop time at which the current wait started, if known."""
-        if self._weights.updating_to is not None:
-            return self._weights.since_s
+        if self.weights.updating_to is not None:
+            return self.weights.since_s
         if self._evaluations.active:
             return self._evaluations.since_s
         step = self._batches.wanted_step

@@ -2,17 +2,20 @@
 
     GET  /health       GET /status
     GET  /replicas?version=N                        200 {"live": [ids that an update to it must reach]} | 204
-    POST /attach       {rank, world_size, dp_size, step, version}
-    POST /batch        {step, dp_rank, dp_size}     200 safetensors blob | 204 not ready, repeat the call | 410 never
-                                                    409 a server lacks the weights: publish them again first
+    POST /attach       AttachRequest
+    POST /batch        BatchRequest                 200 safetensors blob | 204 not ready, repeat the call | 410 never
+                                                    409 rollout.weights_needed: publish the weights again first
                                                     412 the ledger lost events that this trainer depends on
-    POST /publish      a WeightUpdate               200 every replica serves it | 204 not ready, repeat the call
-    POST /consumed     {step, version, weights_checksum}
-    POST /evaluate     {step, mode}                 200 {"reward", "num", ...} | 204 and 409 as above
-    POST /committed    {step, path}
-    POST /finish       {}
+    POST /publish      PublishRequest               200 every replica serves it | 204 not ready, repeat the call
+    POST /consumed     ConsumedRequest
+    POST /evaluate     EvaluationRequest            200 {"reward", "num", ...} | 204 and 409 as above
+    POST /committed    CommittedRequest
+    POST /finish       FinishRequest
 
-Every call may be repeated; its work is done once. Errors answer {"error": one line, "code": see docs/errors.md}.
+`areal.rollout.control_requests` has the fields, `areal.rollout.trainer_rules` the order of the calls. 400: the request
+is invalid in every state. 409: it is refused in the present state. 503: no server could be updated. A refused request
+changes nothing. Every call may be repeated; its work is done once. Errors answer {"error": one line, "code": see
+docs/errors.md}.
 """
 
 from __future__ import annotations
@@ -23,11 +26,24 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from areal.api.errors import ArealError, LedgerError, RequestError
+from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.state import LedgerBehind
 from areal.observe.log import get_logger
+from areal.rollout.control_requests import (
+    AttachRequest,
+    BatchRequest,
+    CommittedRequest,
+    ConsumedRequest,
+    EvaluationRequest,
+    FinishRequest,
+    PublishRequest,
+    Request,
+    parse_request,
+    parse_version,
+)
 from areal.rollout.controller import BatchUnavailable, Controller
-from areal.rollout.share_codec import WeightsNeeded, decode_update
+from areal.rollout.share_codec import WeightsNeeded
+from areal.rollout.trainer_rules import OutOfOrder, TrainerRun, allowed_run
 from areal.system.http_guard import RequestGuard
 from areal.system.network import Host
 
@@ -67,6 +83,14 @@ class _Handlers:
     def __init__(self, controller: Controller, poll_s: float) -> None:
         self._controller = controller
         self._poll_s = poll_s
+        self._run: TrainerRun | None = None
+
+    async def _allowed(self, kind: type[Request], request: web.Request) -> Request:
+        """The parsed request, once the state of the run allows it. Nothing may wait between this and the change."""
+        asked = parse_request(kind, await request.read())
+        controller = self._controller
+        self._run = allowed_run(asked, self._run, controller.state, controller.shape)
+        return asked
 
     async def health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -75,74 +99,62 @@ class _Handlers:
         return _json(self._controller.status())
 
     async def replicas(self, request: web.Request) -> web.Response:
-        version = request.query.get("version", "")
-        if not version.isdecimal():
-            message = f"version is {version!r}, expected a number: GET /replicas?version=N"
-            raise RequestError(message, code="request.invalid_field")
-        live = await self._controller.live_replicas(int(version), timeout_s=self._poll_s)
+        version = parse_version(request.query.get("version", ""))
+        live = await self._controller.live_replicas(version, timeout_s=self._poll_s)
         return web.Response(status=204) if live is None else _json({"live": live})
 
     async def attach(self, request: web.Request) -> web.Response:
-        body = await _fields(request, rank=int, world_size=int, dp_size=int, step=int, version=int)
-        await self._controller.attach(**body)
+        before = self._run
+        asked = await self._allowed(AttachRequest, request)
+        try:
+            await self._controller.attach(
+                rank=asked.rank,
+                world_size=asked.world_size,
+                dp_size=asked.dp_size,
+                step=asked.step,
+                version=asked.version,
+            )
+        except ArealError:
+            self._run = before
+            raise
         return _json({})
 
     async def batch(self, request: web.Request) -> web.Response:
-        body = await _fields(request, step=int, dp_rank=int, dp_size=int)
-        blob = await self._controller.next_batch(**body, timeout_s=self._poll_s)
+        asked = await self._allowed(BatchRequest, request)
+        blob = await self._controller.next_batch(asked.step, asked.dp_rank, asked.dp_size, timeout_s=self._poll_s)
         if blob is None:
             return web.Response(status=204)
         return web.Response(body=blob, content_type="application/octet-stream")
 
     async def publish(self, request: web.Request) -> web.Response:
-        update = decode_update(await _object(request))
-        done = await self._controller.publish(update, timeout_s=self._poll_s)
+        self._controller.require_running()
+        update = (await self._allowed(PublishRequest, request)).update
+        done = await self._controller.weights.publish(update, timeout_s=self._poll_s)
         return _json({"version": update.version}) if done else web.Response(status=204)
 
     async def consumed(self, request: web.Request) -> web.Response:
-        await self._controller.consumed(**await _fields(request, step=int, version=int, weights_checksum=str))
+        asked = await self._allowed(ConsumedRequest, request)
+        await self._controller.consumed(asked.step, asked.version, asked.weights_checksum)
         return _json({})
 
     async def evaluate(self, request: web.Request) -> web.Response:
-        body = await _fields(request, step=int, mode=str)
-        result = await self._controller.evaluate(**body, timeout_s=self._poll_s)
+        asked = await self._allowed(EvaluationRequest, request)
+        result = await self._controller.evaluate(asked.step, asked.mode, timeout_s=self._poll_s)
         return web.Response(status=204) if result is None else _json(result)
 
     async def committed(self, request: web.Request) -> web.Response:
-        await self._controller.committed(**await _fields(request, step=int, path=str))
+        asked = await self._allowed(CommittedRequest, request)
+        await self._controller.committed(asked.step, asked.path)
         return _json({})
 
     async def finish(self, request: web.Request) -> web.Response:
-        await _fields(request)
+        await self._allowed(FinishRequest, request)
         self._controller.finish()
         return _json({})
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
-
-
-async def _object(request: web.Request) -> dict[str, Any]:
-    try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}", code="request.not_json") from error
-    if not isinstance(body, dict):
-        raise RequestError("the body is not a JSON object", code="request.not_json")
-    return body  # pyright: ignore[reportUnknownVariableType] - JSON
-
-
-async def _fields(request: web.Request, **kinds: type) -> dict[str, Any]:
-    """The body, which must hold exactly these fields of these types."""
-    body = await _object(request)
-    if set(body) != set(kinds):
-        message = f"the body has the fields {sorted(body)}, expected {sorted(kinds)}"
-        raise RequestError(message, code="request.invalid_field")
-    for name, kind in kinds.items():
-        if type(body[name]) is not kind:
-            message = f"{name} is {body[name]!r}, expected {kind.__name__}"
-            raise RequestError(message, code="request.invalid_field")
-    return body
 
 
 @web.middleware
@@ -155,10 +167,12 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
                 status = 412  # the trainer must go back to an earlier checkpoint
             case BatchUnavailable() | LedgerError():
                 status = 410  # a repeated call cannot succeed
-            case WeightsNeeded():
+            case WeightsNeeded() | OutOfOrder():
                 status = 409
             case RequestError():
                 status = 400
+            case ServerUnavailable() | WeightSyncError():
+                status = 503
             case _:
                 status = 500
         return _json({"error": str(error), "code": error.code}, status=status)

@@ -62,9 +62,9 @@ class FleetWeights:
         """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
         if self._task is not None and self._task[0] != update:
             previous, task = self._task
-            await asyncio.wait([task], timeout=timeout_s)
             if not task.done():
-                return False
+                await asyncio.wait([task], timeout=timeout_s)
+                return False  # the repeated call is checked against the version that is served by then
             if (error := task.exception()) is not None:  # the trainer that published it may have died
                 _log.warning("the update to version %d failed: %s", previous.version, error)
         if self._task is None or self._task[0] != update:

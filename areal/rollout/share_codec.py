@@ -1,4 +1,4 @@
-"""What travels between controller and trainers: batch shares as safetensors, weight updates as JSON, and one error."""
+"""What travels between controller and trainers: batch shares as safetensors, and one error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import load, save
 
-from areal.api.data import BatchShare, WeightSpec, WeightUpdate
+from areal.api.data import BatchShare
 from areal.api.errors import RequestError
 
 _HEAD = ("step", "version", "stats", "reward_names")
@@ -42,13 +42,3 @@ def decode_share(blob: bytes) -> BatchShare:
     except (ValueError, KeyError, TypeError) as error:
         message = f"these {len(blob)} bytes are not a batch share: {error}"
         raise RequestError(message, code="rollout.not_a_share") from error
-
-
-def decode_update(body: dict[str, Any]) -> WeightUpdate:
-    """The update of its JSON object. Raises RequestError for an unknown or a missing field."""
-    try:
-        buckets = [[WeightSpec(**spec) for spec in bucket] for bucket in body.get("buckets", [])]
-        fields: dict[str, Any] = body | {"buckets": buckets}
-        return WeightUpdate(**fields)
-    except TypeError as error:
-        raise RequestError(f"not a weight update: {error}", code="request.invalid_field") from error

@@ -77,10 +77,11 @@ class PPOLoop:
         self._progress = progress
         self._clock = clock
 
-    def run(self) -> None:
-        """Train every remaining step, in order."""
+    def run(self) -> int:
+        """Train every remaining step, in order. Returns the number of train steps that are done."""
         actor, reference, critic = self._roles.actor, self._roles.reference, self._roles.critic
         reward_model, teacher = self._roles.reward_model, self._roles.teacher
+        steps_done = self._progress.start_step
         for info in self._progress.remaining_steps():
             began_s = time.monotonic()
             self._clock.begin_step(info.step)
@@ -116,6 +117,8 @@ class PPOLoop:
             with phase("after_step"):
                 if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
+            steps_done = info.step + 1
+        return steps_done
 
     def _next_share(self, step: int) -> BatchShare:
         question = partial(self._batches.next_batch, step)
@@ -171,11 +174,11 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(training_rank(config, context))
         roles = build_roles(config, rank.mesh, length)
-        client = RolloutClient.from_registry(registry_of(config), config.rollout)
+        client = RolloutClient.from_registry(registry_of(config), config.rollout, run_id=context.run_id)
         rank.heartbeat.doing("joins the run")
-        _join_run(config, rank, length, roles, client, stack, has_valid=has_valid).run()
+        steps_done = _join_run(config, rank, length, roles, client, stack, has_valid=has_valid).run()
         if rank.mesh.rank == 0:
-            client.finish()
+            client.finish(steps_done)
 
 
 def _join_run(

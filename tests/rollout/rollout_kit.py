@@ -116,8 +116,10 @@ def make_config(
     max_concurrent: int | None = None,
     check_format: bool = True,
     rejections: int | None = None,
+    dp_size: int = 1,
 ) -> GRPOConfig:
     return GRPOConfig(
+        allocation_mode=f"native:d1+fsdp:d{dp_size}",
         experiment_name="test",
         trial_name="rollout",
         train_dataset=TrainDatasetConfig(path="none", batch_size=batch_size),
@@ -163,7 +165,8 @@ async def train(controller: Controller, steps: range, *, step_s: float = 0.0, dp
         assert None not in shares
         blobs.append([share for share in shares if share is not None])
         await asyncio.sleep(step_s)
-        await controller.publish(WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1}"), timeout_s=1e6)
+        update = WeightUpdate(version=step + 1, kind="disk", path=f"v{step + 1}")
+        await controller.weights.publish(update, timeout_s=1e6)
         await controller.consumed(step, step + 1)
     return blobs
 

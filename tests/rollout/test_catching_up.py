@@ -24,7 +24,7 @@ async def attach(controller, step):
 
 async def go_back(controller, step):
     """As a trainer that is started again: publish, then attach."""
-    assert await controller.publish(disk(step), timeout_s=1e6)
+    assert await controller.weights.publish(disk(step), timeout_s=1e6)
     await attach(controller, step)
 
 
@@ -150,7 +150,7 @@ def test_publishing_an_older_version_closes_the_gate_immediately():
         await attach(controller, 0)
         await rollout_kit.train(controller, range(3))
         num_admitted = ledger.state.num_admitted
-        assert await controller.publish(disk(1), timeout_s=0.001) is False
+        assert await controller.weights.publish(disk(1), timeout_s=0.001) is False
         status = controller.status()
         assert (status["updating_to"], status["catching_up"], status["version"]) == (1, True, 3)
         assert status["waiting_since_s"] == pytest.approx(0.001)
@@ -186,7 +186,7 @@ def test_no_batch_is_composed_for_a_dead_trainer():
         assert await controller.next_batch(3, 0, 1, timeout_s=31.0) is None
         assert controller.status()["waiting_for"].startswith("batch 3: 0 of 4 episodes accepted, 4 running; ")
         assert controller.status()["waiting_since_s"] == pytest.approx(31.0)
-        await controller.publish(disk(1), timeout_s=1e6)
+        await controller.weights.publish(disk(1), timeout_s=1e6)
         await asyncio.sleep(100.0)
         assert len(ledger.state.waiting) == 4
         assert 3 not in ledger.state.batches
@@ -245,7 +245,7 @@ def test_an_older_policy_does_not_finish_an_evaluation():
         await attach(controller, 0)
         await rollout_kit.train(controller, range(4))
         assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
-        await controller.publish(disk(1), timeout_s=1e6)
+        await controller.weights.publish(disk(1), timeout_s=1e6)
         await asyncio.sleep(100.0)
         await attach(controller, 1)
         assert ledger.state.evaluations == {}
@@ -288,7 +288,7 @@ def test_episodes_of_an_unreachable_version_are_restarted():
         ledger = rollout_kit.memory_ledger()
         controller = rollout_kit.make_controller(ledger, total_steps=8)
         await controller.start()
-        await controller.publish(disk(5), timeout_s=1.0)
+        await controller.weights.publish(disk(5), timeout_s=1.0)
         await attach(controller, 5)
         await asyncio.sleep(0.01)
         await go_back(controller, 3)
@@ -317,7 +317,7 @@ def test_a_trainer_at_the_version_of_all_servers_sends_no_weights():
         assert not asking.done(), "the fleet is not there yet"
         await controller.start()
         assert await asking == []
-        assert await controller.publish(WeightUpdate(version=3, kind="collective"), timeout_s=5.0)
+        assert await controller.weights.publish(WeightUpdate(version=3, kind="collective"), timeout_s=5.0)
         assert ledger.state.version == 3
         assert await controller.live_replicas(4, timeout_s=5.0) == ["server-0"]
         await controller.close()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from areal.api.errors import ServerUnavailable
+from areal.api.errors import RequestError, ServerUnavailable
 from areal.rollout import client as client_module
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.system.network import bind_socket, http_address
@@ -87,7 +87,7 @@ def test_an_unanswered_call_ends():
 def test_finishing_does_not_wait_for_a_controller_that_hangs(monkeypatch):
     monkeypatch.setattr("areal.rollout.client.FINISH_S", 0.0)
     with stopped() as hung:
-        RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish()
+        RolloutClient(hung, token=TOKEN, answer_s=0.01, reconnect_s=1e9, silent_s=1e9).finish(3)
 
 
 def test_another_process_on_the_controller_port_is_detected():
@@ -108,9 +108,16 @@ def test_a_call_is_repeated_while_the_answer_is_not_ready():
 
 @pytest.mark.parametrize("ask", [lambda client: client.next_batch(2), lambda client: client.evaluate(2, "greedy")])
 def test_weights_needed_is_raised_from_http_409(ask):
-    answer = (409, b'{"error": "a server waits for policy version 2"}')
-    with answering(answer) as (address, _), pytest.raises(WeightsNeeded, match="policy version 2"):
+    answer = (409, b'{"error": "a server waits for version 2", "code": "rollout.weights_needed"}')
+    with answering(answer) as (address, _), pytest.raises(WeightsNeeded):
         ask(RolloutClient(address, token=TOKEN))
+
+
+def test_another_409_is_a_request_error_with_its_code():
+    answer = (409, b'{"error": "step 2", "code": "rollout.out_of_order"}')
+    with answering(answer) as (address, _), pytest.raises(RequestError) as error:
+        RolloutClient(address, token=TOKEN).next_batch(2)
+    assert (type(error.value), error.value.code) == (RequestError, "rollout.out_of_order")
 
 
 def test_a_dropped_connection_is_tried_again():

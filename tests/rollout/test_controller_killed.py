@@ -110,7 +110,8 @@ class World:
         while True:
             await self.born.wait()
             life = self.life
-            asking = asyncio.create_task(getattr(life.controller, ask)(*arguments, **options))
+            owner = life.controller.weights if ask == "publish" else life.controller
+            asking = asyncio.create_task(getattr(owner, ask)(*arguments, **options))
             death = asyncio.create_task(life.died.wait())
             await asyncio.wait([asking, death], return_when="FIRST_COMPLETED")
             death.cancel()

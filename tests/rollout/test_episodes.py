@@ -187,7 +187,7 @@ async def test_results_of_a_cancelled_attempt_are_ignored():
     await controller.start()
     for version in (5, 4, 3):  # no recorded batch leads back to 5 or 4, so what runs is dropped, twice
         workflow.goes_back = version > 3
-        assert await controller.publish(WeightUpdate(version=version, kind="disk", path="v"), timeout_s=200.0)
+        assert await controller.weights.publish(WeightUpdate(version=version, kind="disk", path="v"), timeout_s=200.0)
         await controller.attach(rank=0, world_size=1, dp_size=1, step=version, version=version)
         assert ledger.state.running
         await asyncio.sleep(0)  # the episodes begin

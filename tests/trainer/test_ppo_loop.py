@@ -82,8 +82,8 @@ class Controller:
     def committed(self, step, path):
         self.told.append(("committed", step))
 
-    def finish(self):
-        self.told.append(("finish",))
+    def finish(self, steps):
+        self.told.append(("finish", steps))
 
     def publish(self, version):
         self.told.append(("publish", version))
@@ -133,7 +133,7 @@ def start(toolbox, monkeypatch, tmp_path):
         controller.engine = engine
         monkeypatch.setattr(ppo_loop, "build_roles", lambda *_: roles)
         monkeypatch.setattr(ppo_loop, "build_weight_channel", lambda *_: controller)
-        monkeypatch.setattr(ppo_loop.RolloutClient, "from_registry", lambda *_: controller)
+        monkeypatch.setattr(ppo_loop.RolloutClient, "from_registry", lambda *_, **__: controller)
         monkeypatch.setattr(TrainerMesh, "open", lambda *_, **__: Mesh())
         context = ProcessContext(
             role="trainer",
@@ -174,7 +174,7 @@ def steps(*numbers):
 def test_a_fresh_rank_attaches_to_servers_that_loaded_what_it_did(start, tmp_path):
     controller = Controller()
     engine = start(controller, length=TrainingLength(steps_per_epoch=4, total_steps=1))
-    assert controller.names == [("attach", 0), *steps(0), ("committed", 1), ("finish",)]
+    assert controller.names == [("attach", 0), *steps(0), ("committed", 1), ("finish", 1)]
     recorded = json.loads(RunPaths(tmp_path / "test" / "run").initial_weights.read_text())
     assert recorded == {"actor": checksum_of(type(engine)(), FakeRanks())}
 
@@ -209,7 +209,7 @@ def test_a_complete_run_is_not_trained_again_whatever_the_servers_hold(start):
     start(Controller())
     controller = Controller()
     start(controller, recover=True, run_id=1)
-    assert controller.told == [("finish",)]
+    assert controller.told == [("finish", 3)]
 
 
 def test_a_run_that_reached_its_goal_is_not_trained_on(start):
@@ -218,7 +218,7 @@ def test_a_run_that_reached_its_goal_is_not_trained_on(start):
     start(first, has_valid=True, evaluator=goal)
     assert ("batch", 2) not in first.told
     start(controller, has_valid=True, evaluator=goal, recover=True)
-    assert controller.told == [("finish",)]
+    assert controller.told == [("finish", 2)]
 
 
 def test_a_version_that_the_servers_lost_is_published_again_before_a_batch_and_in_an_evaluation(start):

@@ -1,0 +1,188 @@
+"""Which request of a trainer the state of the run allows. Pure.
+
+The policy version is the number of train steps done. A trainer attaches at a step, then for each step k it requests
+batch k, publishes version k + 1 and reports batch k as consumed. A restarted trainer has a higher `run_id`, may publish
+the version of its checkpoint, and attaches there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+from areal.api.errors import RequestError
+from areal.ledger.state import LedgerBehind, LedgerState
+from areal.rollout.control_requests import (
+    AttachRequest,
+    BatchRequest,
+    CommittedRequest,
+    ConsumedRequest,
+    EvaluationRequest,
+    FinishRequest,
+    PublishRequest,
+    TrainerRequest,
+)
+
+
+class OutOfOrder(RequestError):
+    """The state of the run does not allow this request (HTTP 409)."""
+
+    code = "rollout.out_of_order"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """What is fixed for a run."""
+
+    world_size: int
+    """Trainer ranks."""
+    dp_size: int
+    total_steps: int
+    folder: PurePath
+    """The run folder, absolute."""
+    goals: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean reward by evaluation mode that ends the run early; empty = none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRun:
+    """One start of the trainer ranks, as far as the controller knows it."""
+
+    run_id: int
+    start: int
+    """Train steps done when it started; for a controller that restarted meanwhile: at its first request."""
+    is_attached: bool
+
+
+def check_shape(request: TrainerRequest, shape: RunShape) -> None:
+    """Raise RequestError when a request does not fit the run in any state: ranks, sizes, paths."""
+    match request:
+        case AttachRequest():
+            if (request.world_size, request.dp_size) != (shape.world_size, shape.dp_size):
+                given = f"world_size={request.world_size} dp_size={request.dp_size}"
+                raise _invalid(f"{given}, but the run has {shape.world_size} and {shape.dp_size}")
+            if request.rank >= request.world_size:
+                raise _invalid(f"rank={request.rank} is not below world_size={request.world_size}")
+            if request.version != request.step:
+                raise _invalid(f"version={request.version} after {request.step} train steps: they must be equal")
+        case BatchRequest():
+            if request.dp_size != shape.dp_size:
+                raise _invalid(f"dp_size={request.dp_size}, but the run has {shape.dp_size}")
+            if request.dp_rank >= request.dp_size:
+                raise _invalid(f"dp_rank={request.dp_rank} is not below dp_size={request.dp_size}")
+        case ConsumedRequest():
+            if request.version != request.step + 1:
+                raise _invalid(f"version={request.version} after train step {request.step}: it must be one higher")
+        case CommittedRequest():
+            _require_inside(request.path, shape.folder)
+        case PublishRequest():
+            if request.update.kind == "disk":
+                _require_inside(request.update.path, shape.folder)
+        case _:
+            pass
+
+
+def allowed_run(
+    request: TrainerRequest, run: TrainerRun | None, state: LedgerState, shape: RunShape
+) -> TrainerRun | None:
+    """The trainer run after `request`, given the one before; None = unknown. Raises OutOfOrder, LedgerBehind for what
+    the ledger does not record, and RequestError as `check_shape`."""
+    check_shape(request, shape)
+    if run is not None and request.run_id < run.run_id:
+        message = f"the trainers have started again (run {run.run_id}) since the start of run {request.run_id}"
+        raise OutOfOrder(message, code="rollout.old_trainer")
+    match request:
+        case AttachRequest():
+            return _after_attach(request, run, state, shape)
+        case PublishRequest():
+            return _after_publish(request, run, state, shape)
+        case FinishRequest():
+            _check_finish(request.steps, state, shape)
+            return run
+        case _:
+            trained, run = _position(request, run, state)
+            _check_step(request, trained, state)
+            return run
+
+
+def _after_attach(request: AttachRequest, run: TrainerRun | None, state: LedgerState, shape: RunShape) -> TrainerRun:
+    if request.step >= shape.total_steps:
+        raise OutOfOrder(f"step {request.step}: the run has {shape.total_steps} steps, none is left to train")
+    if run is None or request.run_id > run.run_id:
+        return TrainerRun(run_id=request.run_id, start=request.step, is_attached=True)
+    expected = state.trained_steps if run.is_attached else run.start
+    if request.step != expected:
+        raise OutOfOrder(f"step {request.step}: trainer run {run.run_id} is at step {expected}")
+    return replace(run, is_attached=True)
+
+
+def _after_publish(request: PublishRequest, run: TrainerRun | None, state: LedgerState, shape: RunShape) -> TrainerRun:
+    version, trained = request.update.version, state.trained_steps
+    following = trained + 1 if trained in state.batches else None
+    state.require_version(version)
+    is_new = run is None or request.run_id > run.run_id
+    if trained is None:
+        run = run if run and not is_new else TrainerRun(run_id=request.run_id, start=version, is_attached=False)
+        is_allowed = version == run.start and version <= shape.total_steps
+    elif run is None and version == following:  # the controller restarted while the trainer trained
+        run, is_allowed = TrainerRun(run_id=request.run_id, start=trained, is_attached=True), True
+    elif run is None or is_new:
+        run = TrainerRun(run_id=request.run_id, start=version, is_attached=False)
+        is_allowed = version <= trained
+    else:
+        is_current = run.is_attached or run.start == trained
+        current = state.version if run.is_attached else run.start
+        is_allowed = version == current or (is_current and version == following)
+    if not is_allowed:
+        text = f"version {version}: the run serves version {state.version} after {trained} train steps"
+        raise OutOfOrder(text)
+    return run
+
+
+def _check_finish(steps: int, state: LedgerState, shape: RunShape) -> None:
+    if steps > (state.trained_steps or 0) and state.trained_steps is not None:
+        raise OutOfOrder(f"finish after {steps} train steps: {state.trained_steps} are recorded")
+    goals = shape.goals
+    found = {mode: state.evaluations.get((steps, mode), {}).get("reward") for mode in goals}
+    reached = bool(goals) and all(value is not None and value >= goals[mode] for mode, value in found.items())
+    if steps < shape.total_steps and not reached:
+        raise OutOfOrder(f"finish after {steps} of {shape.total_steps} train steps, and no goal is reached")
+
+
+def _position(request: TrainerRequest, run: TrainerRun | None, state: LedgerState) -> tuple[int, TrainerRun]:
+    """The steps done and the run of an attached trainer."""
+    trained = state.trained_steps
+    if trained is None:
+        raise LedgerBehind(0, None)
+    if run is None:
+        return trained, TrainerRun(run_id=request.run_id, start=trained, is_attached=True)
+    if request.run_id > run.run_id or not (run.is_attached or run.start == trained):
+        raise OutOfOrder(f"trainer run {request.run_id} is not attached")
+    return trained, run
+
+
+def _check_step(request: TrainerRequest, trained: int, state: LedgerState) -> None:
+    """Raise LedgerBehind for a step beyond the ledger, OutOfOrder for an earlier one."""
+    match request:
+        case ConsumedRequest():
+            state.require_batch(request.step, request.version)
+            is_repeated = request.step == trained - 1 and request.step in state.consumed_steps
+            is_allowed = is_repeated or request.version == state.version == trained + 1
+        case BatchRequest() | EvaluationRequest() | CommittedRequest():
+            state.require_reached(request.step)
+            is_allowed = request.step == trained
+        case _:
+            return
+    if not is_allowed:
+        raise OutOfOrder(f"step {request.step}: {trained} steps are done, version {state.version} is published")
+
+
+def _require_inside(text: str, folder: PurePath) -> None:
+    path = PurePath(text)
+    if "\0" in text or ".." in path.parts or not path.is_relative_to(folder) or path == folder:
+        raise _invalid(f"path: {text[:200]!r} is not below the run folder {folder}")
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(message, code="request.invalid_field")
