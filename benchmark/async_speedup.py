@@ -152,9 +152,11 @@ def draw_lengths(args: argparse.Namespace) -> np.ndarray:
 class Trainer(threading.Thread):
     """Requests batches like a trainer rank, and sleeps instead of computing."""
 
-    def __init__(self, address: str, args: argparse.Namespace) -> None:
+    def __init__(self, address: str, folder: str, args: argparse.Namespace) -> None:
+        """`folder`: where the weights would be, below the run folder."""
         super().__init__(name="trainer", daemon=True)
         self._client = RolloutClient(address, token=TOKEN)
+        self._folder = folder
         self._args = args
         self.seconds = 0.0
         self.staleness: list[float] = []
@@ -176,10 +178,10 @@ class Trainer(threading.Thread):
             self.staleness.append(share.stats["staleness_mean"])
             self.staleness_max = max(self.staleness_max, share.stats["staleness_max"])
             time.sleep(self._args.train_s)
-            client.publish(WeightUpdate(version=step + 1, kind="disk", path="simulated"))
+            client.publish(WeightUpdate(version=step + 1, kind="disk", path=self._folder))
             client.consumed(step, step + 1)
         self.seconds = time.monotonic() - began_s
-        client.finish()
+        client.finish(self._args.steps)
 
 
 async def simulate(eta: int, args: argparse.Namespace, lengths: np.ndarray, folder: Path) -> Run:
@@ -187,6 +189,7 @@ async def simulate(eta: int, args: argparse.Namespace, lengths: np.ndarray, fold
     config = GRPOConfig(
         experiment_name="benchmark",
         trial_name="async_speedup",
+        allocation_mode="native:d1+fsdp:d1",
         train_dataset=TrainDatasetConfig(path="none", batch_size=args.batch_size),
         rollout=InferenceEngineConfig(max_head_offpolicyness=eta),
     )
@@ -204,7 +207,7 @@ async def simulate(eta: int, args: argparse.Namespace, lengths: np.ndarray, fold
     await runner.setup()
     bound = bind_socket()
     await web.SockSite(runner, bound).start()
-    trainer = Trainer(http_address(bound), args)
+    trainer = Trainer(http_address(bound), str(controller.shape.folder / "weights"), args)
     trainer.start()
     while trainer.is_alive():
         await asyncio.sleep(0.05)

@@ -90,6 +90,7 @@ async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder
     config = GRPOConfig(
         experiment_name="benchmark",
         trial_name="rollout_overhead",
+        allocation_mode="native:d1+fsdp:d1",
         train_dataset=TrainDatasetConfig(path="none", batch_size=batch_size),
         rollout=InferenceEngineConfig(
             max_concurrent_rollouts=in_flight, max_head_offpolicyness=max(0, in_flight // batch_size - 1)
@@ -109,7 +110,7 @@ async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder
     for step in range(num_steps):
         blob = await controller.next_batch(step, 0, 1, timeout_s=60.0)
         assert blob is not None
-        await controller.publish(WeightUpdate(version=step + 1, kind="disk", path="none"), timeout_s=60.0)
+        await controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="none"), timeout_s=60.0)
         await controller.consumed(step, step + 1)
     controller.finish()
     await controller.close()

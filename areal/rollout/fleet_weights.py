@@ -59,7 +59,11 @@ class FleetWeights:
         return self._fleet.version != self._ledger.state.version or bool(self._fleet.status().get("needs_weights"))
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float) -> bool:
-        """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join."""
+        """Update the fleet to a new version. True: done. False: still running, call again. Repeated calls join.
+
+        Raises LedgerBehind for a version that the recorded batches do not lead to.
+        """
+        self._ledger.state.require_version(update.version)
         if self._task is not None and self._task[0] != update:
             previous, task = self._task
             if not task.done():

@@ -36,7 +36,7 @@ def calls_of(controller):
         "batch": lambda: controller.next_batch(step, 0, 1, timeout_s=30.0),
         "evaluate": lambda: controller.evaluate(step, "greedy", timeout_s=30.0),
         "committed": lambda: controller.committed(step, "recover/step-000003"),
-        "publish": lambda: controller.publish(WeightUpdate(version=step + 1, kind="disk", path="v4"), timeout_s=30.0),
+        "publish": lambda: controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="v4"), timeout_s=30.0),
         "consumed": lambda: controller.consumed(step, step + 1, "aa"),
     }
 
@@ -75,7 +75,7 @@ async def test_a_trainer_ahead_of_the_ledger_is_refused_at_every_call_wherever_t
             assert error.value.newest_step == state.newest_step
             step = state.newest_step or 0
             back = WeightUpdate(version=step, kind="disk", path=f"v{step}")
-            assert await controller.publish(back, timeout_s=30.0)
+            assert await controller.weights.publish(back, timeout_s=30.0)
             await controller.attach(rank=0, world_size=1, dp_size=1, step=step, version=step)
             await rollout_kit.train(controller, range(step, TOTAL))
         else:
