@@ -36,7 +36,9 @@ def calls_of(controller):
         "batch": lambda: controller.next_batch(step, 0, 1, timeout_s=30.0),
         "evaluate": lambda: controller.evaluate(step, "greedy", timeout_s=30.0),
         "committed": lambda: controller.committed(step, "recover/step-000003"),
-        "publish": lambda: controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="v4"), timeout_s=30.0),
+        "publish": lambda: controller.weights.publish(
+            WeightUpdate(version=step + 1, kind="disk", path="v4"), timeout_s=30.0
+        ),
         "consumed": lambda: controller.consumed(step, step + 1, "aa"),
     }
 
