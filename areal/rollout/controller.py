@@ -27,7 +27,6 @@ from areal.rollout.producer_stats import ProducerStats
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.train_batches import TrainBatches
 from areal.rollout.trainer_rules import RunShape
-from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
 
@@ -57,14 +56,7 @@ class Controller:
         self._workflows = list({id(found): found for found in [workflow, *(eval_workflows or {}).values()]}.values())
         self._rows = rows
         self._ledger = ledger
-        dims = config.allocation.train[0].parallel
-        self.shape = RunShape(
-            world_size=dims.world_size,
-            dp_size=dims.dp,
-            total_steps=total_steps,
-            folder=RunPaths.of(config).root,
-            goals=config.evaluator.stop_at,
-        )
+        self.shape = RunShape.of(config, total_steps=total_steps)
         self._failure: Exception | None = None
         self._ended, self._failure_reported = asyncio.Event(), asyncio.Event()
         self.weights = FleetWeights(fleet, ledger, on_change=self._on_weight_update)
@@ -140,10 +132,9 @@ class Controller:
         request of each running episode waits: no older policy generates a token to train on.
         """
         state, executor = self._ledger.state, self._executor
-        is_over = self._failure is not None or self._ended.is_set()
         executor.hold_requests(self._is_catching_up)
         may_start = self._has_trainer and self._fleet.version == state.version and not self._is_catching_up
-        executor.is_open = may_start and not is_over
+        executor.is_open = may_start and not self.is_over
         if executor.is_open:
             executor.admit()
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
+from typing import Self
 
+from areal.api.config import PPOConfig
 from areal.api.errors import RequestError
 from areal.ledger.state import LedgerBehind, LedgerState
 from areal.rollout.control_requests import (
@@ -23,6 +25,7 @@ from areal.rollout.control_requests import (
     PublishRequest,
     TrainerRequest,
 )
+from areal.system.run_paths import RunPaths
 
 
 class OutOfOrder(RequestError):
@@ -43,6 +46,17 @@ class RunShape:
     """The run folder, absolute."""
     goals: Mapping[str, float] = field(default_factory=dict[str, float])
     """Mean reward by evaluation mode that ends the run early; empty = none."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, *, total_steps: int) -> Self:
+        dims = config.allocation.train[0].parallel
+        return cls(
+            world_size=dims.world_size,
+            dp_size=dims.dp,
+            total_steps=total_steps,
+            folder=RunPaths.of(config).root,
+            goals=config.evaluator.stop_at,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
