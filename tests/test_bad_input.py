@@ -130,7 +130,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: value[-1].rpartition("/")[2] if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_one_line_before_anything_starts(folder, capsys, words, code, values):
+def test_a_wrong_configuration_is_one_line_before_any_process_starts(folder, capsys, words, code, values):
     words = [word.replace("FOLDER", str(folder)) for word in words]
     error = dry_run(folder, capsys, *words)
     lines = error.strip().splitlines()
@@ -152,7 +152,7 @@ def dry_run(folder: Path, capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_process_of_its_own_prints_the_same_line_and_exits_with_2(folder):
+def test_the_command_prints_the_same_line_and_exits_with_2(folder):
     done = launch(folder, "reward_fn=nope", os.fsdecode(b"trial_name=t"), "--dry-run")
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
@@ -212,8 +212,9 @@ def test_a_workflow_without_evaluation_says_what_to_do():
         async def arun_episode(self, engine, data):
             return None
 
-    with pytest.raises(ConfigError, match=r"Mine does not support evaluation: .* or remove valid_dataset"):
+    with pytest.raises(ConfigError, match="Mine") as error:
         Mine().for_evaluation(None)
+    assert error.value.code == "workflow.no_evaluation"
 
 
 def test_a_disk_that_is_full_at_the_end_is_named(tmp_path, monkeypatch):

@@ -18,9 +18,8 @@ from areal.api.errors import ServerUnavailable
 from areal.fleet.continuation import Answer
 from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
-from areal.fleet.replica_states import State
+from areal.fleet.replica_states import Slot, State
 from areal.fleet.routing import Router
-from areal.fleet.slot import Slot
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit

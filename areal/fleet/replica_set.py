@@ -25,13 +25,13 @@ from areal.fleet.replica_states import (
     TRANSITIONS,
     Action,
     Event,
+    Slot,
     State,
     Weights,
     after_target_decreased,
     obstacle,
     reported,
 )
-from areal.fleet.slot import Slot
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.durable import is_complete

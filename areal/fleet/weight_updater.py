@@ -17,8 +17,7 @@ from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, WeightSyncError
 from areal.fleet.replica import Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
-from areal.fleet.replica_states import Event, State
-from areal.fleet.slot import Slot
+from areal.fleet.replica_states import Event, Slot, State
 from areal.observe.log import get_logger
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal.api.config import PPOActorConfig, PPOCriticConfig, RewardModelConfig, TeacherConfig
-from areal.api.config.convert import read
+from areal.api.config.load import read
 from areal.api.config.offline import DPOOptions, RWOptions, SFTOptions
 from areal.api.config.schema import fields_of
 

@@ -150,26 +150,26 @@ def test_what_this_version_launches(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("native:d1+megatron:d2", "use fsdp:d2"),
+        ("native:d1+megatron:d2", "fsdp:d2"),
         (
             "native:d2t2+fsdp:d1",
-            "use native:d2 or sglang:d2t2",
+            "native:d2 or sglang:d2t2",
         ),
-        ("native:d2p2+fsdp:d1", "use native:d2 or sglang:d2t2"),
-        ("sglang:d2t2p2+fsdp:d1", "use sglang:d2t4"),
-        ("vllm:d1p2+fsdp:d1", "use vllm:d1t2"),
+        ("native:d2p2+fsdp:d1", "native:d2 or sglang:d2t2"),
+        ("sglang:d2t2p2+fsdp:d1", "sglang:d2t4"),
+        ("vllm:d1p2+fsdp:d1", "vllm:d1t2"),
         ("sglang:d1+vllm:d1+fsdp:d1", "a name is missing"),
         ("vllm[a]:d1+native[b]:d1+fsdp[c]:d1", "vllm[a]:d1+native[b]:d1+fsdp[c]:d1"),
         ("vllm:d1", "vllm:dNtK+fsdp:dM"),
         ("native:d1+fsdp:d1c2", "fsdp:d1c2"),
-        ("native:d1", "use native:dN+fsdp:dM"),
-        ("native:d1+eval", "use native:dN+fsdp:dM"),
-        ("native:d1|fsdp[a]:d1", "use native:dN+fsdp:dM"),
-        ("fsdp:d1+native:d1", "use native:dN+fsdp:dM"),
-        ("native[r]:d1+fsdp[a]:d1|fsdp[b]:d1", "use native:dN+fsdp:dM"),
+        ("native:d1", "native:dN+fsdp:dM"),
+        ("native:d1+eval", "native:dN+fsdp:dM"),
+        ("native:d1|fsdp[a]:d1", "native:dN+fsdp:dM"),
+        ("fsdp:d1+native:d1", "native:dN+fsdp:dM"),
+        ("native[r]:d1+fsdp[a]:d1|fsdp[b]:d1", "native:dN+fsdp:dM"),
     ],
 )
-def test_what_it_does_not(text: str, words: str) -> None:
+def test_an_allocation_that_this_version_lacks_names_one_that_it_has(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         check_supported(AllocationMode.parse(text))
     assert caught.value.code in ("config.unsupported", "allocation.invalid")

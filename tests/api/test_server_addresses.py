@@ -49,12 +49,12 @@ def test_what_is_no_address(load, text: str) -> None:
 
 def test_addresses_are_as_many_as_allocated(load) -> None:
     assert load("allocation_mode=sglang:d2t4+fsdp:d1", "rollout.server_addrs=['h:1', 'h:2']").rollout.server_addrs
-    with pytest.raises(ConfigError, match=r"write sglang:d2t4") as caught:
+    with pytest.raises(ConfigError, match="sglang:d2t4") as caught:
         load("allocation_mode=sglang:d1t4+d1", "rollout.server_addrs=['h:1', 'h:2']")
     assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
 
 
 def test_an_address_stands_for_one_server(load) -> None:
-    with pytest.raises(ConfigError, match=r"'http://h:1'") as caught:
+    with pytest.raises(ConfigError, match="http://h:1") as caught:
         load("rollout.server_addrs=['h:1', 'http://h:1']")
     assert {problem.path for problem in caught.value.problems} == {"rollout.server_addrs"}

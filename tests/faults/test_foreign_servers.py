@@ -92,7 +92,7 @@ def strikes_once(action):
         ("host", "server-0 was killed by SIGKILL"),
     ],
 )
-def test_whatever_of_it_is_killed_the_server_comes_back_under_its_name(run, victim, told):
+def test_a_killed_foreign_server_restarts_under_its_name(run, victim, told):
     pid = "json.loads(first)['pid']" if victim == "host" else f"pid('{victim}')"
     outcome = run.with_server(trainer=strikes_once(f"os.kill({pid}, 9)"))
     assert outcome.status == "completed", outcome.cause
@@ -138,7 +138,7 @@ def test_a_server_that_never_gets_ready_ends_the_run(run):
     assert outcome.cause.startswith("server-0 was not ready after 200 s (launcher.ready_timeout_s)")
 
 
-def test_a_server_that_says_why_it_cannot_start_ends_the_run(run):
+def test_a_server_that_reports_a_start_error_ends_the_run(run):
     outcome = run.with_server("says-why")
     assert outcome.status == "failed"
     assert outcome.cause.startswith("server-0 exited with 1: the vllm server ended with exit code 1 (log: ")
@@ -148,7 +148,7 @@ def test_a_server_that_says_why_it_cannot_start_ends_the_run(run):
 
 
 @pytest.mark.parametrize("word", ["killed-at-start", "port-taken"])
-def test_what_may_be_chance_is_tried_again(run, word):
+def test_transient_start_failures_are_retried(run, word):
     outcome = run.with_server(word, trainer=UNTIL_READY)
     assert outcome.status == "completed", outcome.cause
     assert len(outcome.restarts["server-0"]) == 1
@@ -188,7 +188,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_and_a_second_launch_starts(make_r
     assert (outcome.status, outcome.restarts) == ("completed", {})
 
 
-def test_the_rest_of_a_foreign_server_is_an_orphan(make_run):
+def test_remaining_processes_of_a_foreign_server_are_orphans(make_run):
     """It may hold the GPU, though no module of ours runs in it."""
     run = make_run()
     planned = run.planned("server-0", "", {"trainer": 1, "server": 1})

@@ -58,7 +58,7 @@ def were_running(events: list[Event]) -> set[int]:
     return {event["id"] for event in events if event["event"] == "admitted"} - fated
 
 
-def test_what_died_is_started_again_and_nothing_else(make_run, hold, prove_all):
+def test_only_the_dead_process_is_restarted(make_run, hold, prove_all):
     """A server or the controller dies alone; trainer ranks come back together, nobody else with them.
 
     Only the death of the controller makes episodes run again: those that were running.
@@ -85,7 +85,7 @@ def test_what_died_is_started_again_and_nothing_else(make_run, hold, prove_all):
     assert ran_again(events) == were_running(at_death)
 
 
-def test_what_hangs_is_found_and_started_again(make_run, hold, prove_all):
+def test_a_hung_process_is_found_and_restarted(make_run, hold, prove_all):
     run = make_run("total_train_steps=60")
     run.train_up_to(5)
     for hung in (SERVERS[0], "controller", "trainer-1"):
@@ -102,7 +102,7 @@ def test_what_hangs_is_found_and_started_again(make_run, hold, prove_all):
     }
 
 
-def test_after_a_kill_of_everything_the_same_command_goes_on(make_run, prove_all):
+def test_after_a_kill_of_all_processes_the_same_command_continues(make_run, prove_all):
     run = make_run()
     for step in (4, 8):
         run.train_up_to(step)

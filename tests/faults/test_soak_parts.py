@@ -32,7 +32,7 @@ def test_the_schedule_is_a_function_of_the_seed():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_thirty_faults_hold_every_kind(seed):
+def test_thirty_faults_contain_every_kind(seed):
     faults = make_schedule(seed, 30, hang_s=6.0)
     struck = {(fault.action, target) for fault in faults for target in fault.targets if len(fault.targets) < 3}
     roles = {(action, target.partition("-")[0]) for action, target in struck}
@@ -122,7 +122,7 @@ def find(events, kind, **fields):
         (lambda e: find(e, "batched", step=1).update(version=0), "holds later tokens"),
     ],
 )
-def test_what_is_wrong_is_seen(change, said):
+def test_each_violation_is_found(change, said):
     problems = " ; ".join(all_problems(changed(change)))
     if said is None:
         assert problems == ""

@@ -15,7 +15,7 @@ def state_of(fleet: Fleet, name: str) -> str:
     return next((one["state"] for one in fleet.status()["replicas"] if one["name"] == name), "")
 
 
-async def test_where_the_folder_is_gone_the_trainer_publishes_the_version_again(kit: FleetKit) -> None:
+async def test_a_deleted_weight_folder_is_requested_again(kit: FleetKit) -> None:
     await kit.server(0)
     fleet = await kit.fleet(1)
     update = kit.disk(1)
@@ -29,7 +29,7 @@ async def test_where_the_folder_is_gone_the_trainer_publishes_the_version_again(
     assert not fleet.status()["needs_weights"]
 
 
-async def test_where_nobody_serves_any_more_the_trainer_hears_of_it(kit: FleetKit) -> None:
+async def test_weights_are_requested_when_no_replica_serves(kit: FleetKit) -> None:
     """It waits for rollouts, and would never publish by itself."""
     first = await kit.server(0)
     fleet = await kit.fleet(1)

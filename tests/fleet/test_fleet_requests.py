@@ -13,20 +13,29 @@ from areal.api.errors import RequestError
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.test_fleet import a_request, assert_whole, serving
 
+UNKNOWN_TOKEN = GenerationRequest(request_id="r", input_ids=[1, 5000], gconfig=GenerationHyperparameters())
+
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("request_", "code", "value"),
     [
-        (GenerationRequest(request_id="r", input_ids=[1, 5000], gconfig=GenerationHyperparameters()), "token id 5000"),
-        (a_request(num_tokens=4094), "at most 4093"),
+        (
+            GenerationRequest(request_id="r", input_ids=[1, 5000], gconfig=GenerationHyperparameters()),
+            "request.token_id",
+            "5000",
+        ),
+        (a_request(num_tokens=4094), "request.too_long", "4093"),
     ],
     ids=["vocabulary", "length"],
 )
-async def test_what_would_harm_a_server_is_not_sent(kit: FleetKit, request_: GenerationRequest, message: str) -> None:
+async def test_what_would_harm_a_server_is_not_sent(
+    kit: FleetKit, request_: GenerationRequest, code: str, value: str
+) -> None:
     server = await kit.server(0)
     fleet = await kit.fleet(1)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=value) as error:
         await fleet.agenerate(request_)
+    assert error.value.code == code
     assert server.requests == []
 
 

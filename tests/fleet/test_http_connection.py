@@ -175,7 +175,7 @@ async def test_cancel_and_close_drop_connections(raw: tuple[RawServer, ServerCli
     await until(lambda: server.num_open == 0)
 
 
-async def test_a_server_that_is_not_there_and_a_bad_address() -> None:
+async def test_an_absent_server_and_a_bad_address_fail() -> None:
     with pytest.raises(ServerUnavailable) as missing:
         await ServerClient("server-0", "http://127.0.0.1:9").exchange("GET", "/")
     assert missing.value.code == "fleet.no_answer"

@@ -32,7 +32,7 @@ async def test_a_replica_that_joins_loads_the_current_folder_and_serves(kit: Fle
     assert not fleet.status()["needs_weights"]
 
 
-async def test_a_replica_that_leaves_hands_its_requests_on(kit: FleetKit) -> None:
+async def test_requests_of_a_removed_replica_continue_elsewhere(kit: FleetKit) -> None:
     leaving = await kit.server(0, hold_at=40)
     await kit.server(1)
     fleet = await kit.fleet(2, schedule_policy="round_robin", request_retries=1, stream_interval=8)
@@ -50,7 +50,7 @@ async def test_a_replica_that_leaves_hands_its_requests_on(kit: FleetKit) -> Non
     assert [one["name"] for one in fleet.status()["replicas"]] == ["server-0", "server-1"]
 
 
-async def test_leaving_is_no_failure_of_the_requests_it_had(kit: FleetKit) -> None:
+async def test_removing_a_replica_does_not_fail_its_requests(kit: FleetKit) -> None:
     """With one retry, an answer that is handed on twice would otherwise fail."""
     servers = [await kit.server(index, hold_at=10) for index in range(3)]
     fleet = await kit.fleet(3, request_retries=1)
@@ -124,7 +124,7 @@ async def test_a_request_is_answered_while_others_take_in_the_version(kit: Fleet
     await serving(fleet, "server-0", "server-1")
 
 
-async def test_a_version_that_everybody_serves_needs_no_work(kit: FleetKit) -> None:
+async def test_a_version_that_all_replicas_serve_needs_no_update(kit: FleetKit) -> None:
     server = await kit.server(0)
     fleet = await kit.fleet(1)
     await fleet.update_weights(collective(1, fleet.live_replicas(1), "g1"))
@@ -223,7 +223,7 @@ async def test_weights_from_before_the_trainer_went_back_never_serve(kit: FleetK
     assert first.version == second.version == 5
 
 
-async def test_a_fleet_that_starts_while_the_trainer_makes_versions_again_trusts_nobody_who_holds_one(
+async def test_a_fleet_started_during_recovery_trusts_no_abandoned_version(
     kit: FleetKit,
 ) -> None:
     """What the controller before knew of the servers is lost with it; the ledger knows which versions come again."""
@@ -248,7 +248,7 @@ async def test_a_fleet_that_starts_while_the_trainer_makes_versions_again_trusts
     await serving(fleet, "server-0", "server-1", "server-2")
 
 
-async def test_a_server_met_first_after_the_trainer_went_back_is_not_trusted_with_a_version_from_before(
+async def test_a_new_server_with_an_abandoned_version_does_not_serve(
     kit: FleetKit,
 ) -> None:
     await kit.server(0, version=5)
@@ -263,7 +263,7 @@ async def test_a_server_met_first_after_the_trainer_went_back_is_not_trusted_wit
     assert replica(fleet, "server-1")["weights"] == "abandoned"
 
 
-async def test_a_version_that_nobody_took_in_time_makes_no_token_later(kit: FleetKit) -> None:
+async def test_a_version_that_timed_out_generates_no_token(kit: FleetKit) -> None:
     """The trainer was told that it failed and may go back: an answer with a token of it could wait for it for ever."""
     first = await kit.server(0)
     fleet = await kit.fleet(1, weight_update_timeout_s=0.3)
@@ -311,7 +311,7 @@ async def test_a_replica_that_is_checked_in_a_pause_stays_paused(kit: FleetKit) 
     assert server.acts()[-4:] == ["pause", "load", "commit", "resume"]
 
 
-async def test_a_server_that_belongs_to_nobody_serves_once_this_run_gave_it_weights(kit: FleetKit) -> None:
+async def test_an_attached_server_serves_after_its_first_update(kit: FleetKit) -> None:
     """It says version 0, as one that began with the policy of the run would; who knows what it began with."""
     server = await kit.server(0)
     kit.registry.add("servers/0", json.dumps({"address": server.address, "pid": None}), replace=True)

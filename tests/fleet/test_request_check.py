@@ -34,7 +34,7 @@ def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
         (a_request([1] * 4, max_tokens=4), "request.too_long", "gconfig.max_tokens=4"),
     ],
 )
-def test_what_is_refused_names_the_limit(request_: GenerationRequest, code: str, values: str) -> None:
+def test_a_refused_request_names_the_limit(request_: GenerationRequest, code: str, values: str) -> None:
     with pytest.raises(RequestError, match=values) as error:
         Answer(request_, stream_interval=1).check([INFO])
     assert error.value.code == code
@@ -49,7 +49,7 @@ def test_what_is_refused_names_the_limit(request_: GenerationRequest, code: str,
     ],
     ids=["ids", "length", "max_tokens"],
 )
-def test_what_fits_passes(request_: GenerationRequest) -> None:
+def test_a_request_within_the_limits_passes(request_: GenerationRequest) -> None:
     Answer(request_, stream_interval=1).check([INFO])
 
 

@@ -110,7 +110,7 @@ def test_only_whole_blocks_count_and_each_stands_for_all_before_it() -> None:
 
 
 @given(seed=st.integers(0, 2**32), max_blocks=st.integers(1, 12))
-def test_what_is_known_has_a_bound_and_no_holes(seed: int, max_blocks: int) -> None:
+def test_the_prefix_memory_is_bounded_and_contiguous(seed: int, max_blocks: int) -> None:
     """Against a search from the front, so the bisection finds what is there."""
     rng = random.Random(seed)
     memory = PrefixMemory(max_blocks)

@@ -105,7 +105,7 @@ def test_command_of_vllm():
     }
 
 
-def test_flags_of_the_user_stand_above_the_defaults():
+def test_flags_of_the_user_override_the_defaults():
     flags = {"model_path": "/other", "dtype": "half", "random_seed": 7, "page-size": 16, "torchao_config": ""}
     argv = command(config_of("sglang", sglang=flags | {"enable_fast_load": True})).argv
     assert {"--model-path=/other", "--dtype=half", "--random-seed={index+7}", "--page-size=16"} < set(argv)
@@ -137,7 +137,7 @@ def test_a_flag_as_words(backend, name, value, words):
     assert flag_words(backend.flags, name, value) == words
 
 
-def test_without_a_gpu_servers_are_told_how_to_live(model):
+def test_servers_without_a_gpu_get_cpu_flags(model):
     actor = {"path": model}
     sglang = command(config_of("sglang", actor=actor), on_gpu=False)
     assert {"--device=cpu", "--attention-backend=torch_native", "--max-total-tokens=40000"} < set(sglang.argv)
@@ -153,7 +153,7 @@ def test_without_a_gpu_servers_are_told_how_to_live(model):
     assert f"--kv-cache-memory-bytes={2**30}" in unknown.argv
 
 
-def test_settings_for_a_machine_without_gpu_give_way_to_the_users(model):
+def test_flags_of_the_user_override_cpu_flags(model):
     flags = {"attention_backend": "intel_amx", "max_total_tokens": 77, "disable_cuda_graph": False}
     argv = command(config_of("sglang", actor={"path": model}, sglang=flags), on_gpu=False).argv
     assert [word for word in argv if word.startswith(("--att", "--max-total", "--disable"))] == [
@@ -165,7 +165,7 @@ def test_settings_for_a_machine_without_gpu_give_way_to_the_users(model):
     assert "PYTHONPATH" not in on_gpu.env
 
 
-def test_a_paused_sglang_stays_healthy_and_vllm_lets_itself_be_driven():
+def test_flags_for_health_during_pauses_and_development_routes():
     assert command(config_of("sglang")).env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     env = command(config_of("vllm")).env
     assert (env["VLLM_SERVER_DEV_MODE"], env["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
@@ -179,7 +179,7 @@ def test_log_probabilities_are_of_the_kind_that_the_sampling_needs():
     assert "--logprobs-mode=processed_logprobs" in command(warm).argv
 
 
-def test_random_weights_are_not_looked_for():
+def test_init_from_scratch_loads_no_weights():
     scratch = {"init_from_scratch": True}
     assert "--load-format=dummy" in command(config_of("vllm", actor=scratch)).argv
     assert "--load-format=dummy" not in command(config_of("vllm")).argv
@@ -187,7 +187,7 @@ def test_random_weights_are_not_looked_for():
     assert "--load-format=dummy" in command(other).argv
 
 
-def test_a_tokenizer_of_its_own_is_handed_on():
+def test_another_tokenizer_is_passed_to_the_server():
     assert "--tokenizer-path=/tok" in command(config_of("sglang", tokenizer_path="/tok")).argv
     assert "--tokenizer=/tok" in command(config_of("vllm", tokenizer_path="/tok")).argv
     assert not [word for word in command(config_of("vllm", tokenizer_path="org/model")).argv if "tokenizer" in word]
@@ -243,7 +243,7 @@ def test_every_rank_of_a_server_counts_when_cores_are_shared_out(monkeypatch):
     assert VLLM.core_bindings is None
 
 
-def test_what_areal_puts_on_a_path_comes_first(monkeypatch):
+def test_search_paths_begin_with_entries_of_areal(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("PATH", "/usr/bin")
     config = config_of("vllm", server_python="/env/bin/python")
@@ -276,7 +276,7 @@ def test_memory_of_a_native_server(model):
     assert command(config_of("native")).memory_bytes is None
 
 
-def test_servers_that_run_already_take_no_place(tmp_path):
+def test_attached_servers_need_no_gpu_in_the_plan(tmp_path):
     rollout = InferenceEngineConfig(server_addrs=["127.0.0.1:1", "http://127.0.0.1:2"])
     for backend in ("native", "sglang"):
         plan = make_plan(config_of(backend, rollout=rollout), [Machine(cores=2, gpus=("0",))])

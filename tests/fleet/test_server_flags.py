@@ -99,7 +99,7 @@ def test_the_sections_of_other_servers_are_not_checked(load) -> None:
     assert "native.context_length=8" in sentence
 
 
-def test_what_areal_sets_may_stand_there_when_it_is_the_same() -> None:
+def test_fixed_flags_are_accepted_with_the_same_value() -> None:
     flags = {"enable_metrics": True, "dp-size": 1, "port": None, "host": "", "nnodes": 1}
     assert list(flag_problems("sglang", SGLANG.flags, flags)) == []
     assert list(flag_problems("vllm", VLLM.flags, {"pipeline_parallel_size": 1, "disable_log_stats": False})) == []

@@ -57,7 +57,7 @@ def test_the_error_of_a_dead_server_is_found_in_its_log(log, error):
         (DEAD_ENGINE_LOG, "vllm.EngineDeadError: EngineCore died. See the root cause."),
     ],
 )
-def test_without_an_error_the_death_of_one_of_its_processes_is_told(log, words):
+def test_without_an_error_the_death_of_a_process_is_the_reason(log, words):
     assert last_error(log.splitlines()) == []
     assert end_reason(log.splitlines()) == [words]
 

@@ -235,7 +235,7 @@ def test_greedy_answers_keep_the_temperature_of_their_log_probabilities(
     assert {name: sampling[name] for name in asked} == asked
 
 
-async def test_what_cannot_be_honoured_never_reaches_the_server(server: FakeSGLang, replica: SGLangReplica) -> None:
+async def test_unsupported_settings_are_not_sent(server: FakeSGLang, replica: SGLangReplica) -> None:
     with pytest.raises(RequestError, match=r"gconfig.frequency_penalty") as error:
         await chunks_of(replica, a_part(frequency_penalty=1.0))
     assert error.value.code == "server.unsupported_sampling"
@@ -253,7 +253,7 @@ def test_requests_to_a_deterministic_server_differ_in_their_seeds() -> None:
     assert len(set(seeds)) == 3
 
 
-async def test_a_refusal_inside_a_stream_is_one(server: FakeSGLang, replica: SGLangReplica) -> None:
+async def test_a_refusal_inside_a_stream_is_a_request_error(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.error_in_stream = True
     with pytest.raises(RequestError) as error:
         await chunks_of(replica, a_part(20, interval=4))

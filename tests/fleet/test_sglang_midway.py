@@ -35,7 +35,7 @@ def update_of(fleet: Fleet, version: int) -> WeightUpdate:
 
 
 @pytest.mark.parametrize("stops_at", [1, 2, 3])
-async def test_weights_of_two_versions_have_none(tmp_path, stops_at: int) -> None:  # type: ignore[no-untyped-def]
+async def test_weights_of_two_versions_have_no_known_version(tmp_path, stops_at: int) -> None:  # type: ignore[no-untyped-def]
     kit = FleetKit(tmp_path, StopsMidway)
     server = await kit.server(0, version=3)
     server.stops_at = stops_at

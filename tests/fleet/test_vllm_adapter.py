@@ -207,7 +207,7 @@ async def test_a_disk_update_drops_the_cache_before_its_version_counts(
 
 
 async def test_a_bad_folder_is_not_given_to_the_server(server: FakeVLLM, replica: VLLMReplica, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="does not exist") as error:
+    with pytest.raises(RequestError) as error:
         await replica.update_weights(WeightUpdate(version=1, kind="disk", path=str(tmp_path / "none")), rank=1)
     assert error.value.code == "weights.bad_folder"
     assert server.acts() == []

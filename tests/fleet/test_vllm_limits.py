@@ -31,7 +31,7 @@ def problems(
     ],
     ids=str,
 )
-def test_what_vllm_tells_exactly_is_taken_with_its_mode(changes: dict[str, Any], mode: str) -> None:
+def test_exact_logprobs_of_vllm_need_the_processed_mode(changes: dict[str, Any], mode: str) -> None:
     assert logprobs_mode(GenerationHyperparameters(**changes)) == mode
     assert problems(**changes) == []
 

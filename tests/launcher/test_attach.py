@@ -112,7 +112,7 @@ def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
         (["--remove-replica", "server-7"], "this run has no replica 'server-7': it has server-0"),
     ],
 )
-def test_what_cannot_be_done_is_refused(run, words, says):
+def test_impossible_replica_changes_are_refused(run, words, says):
     session = Session(run, [words])
     (refusal,) = session()
     assert (str(refusal), refusal.code) == (says, "launch.request_refused")
@@ -154,7 +154,7 @@ def test_a_replica_takes_as_many_gpus_as_the_others_have(run):
     assert run.notes()[1:] == ["server-1 4,6"]
 
 
-def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
+def test_a_failed_added_replica_does_not_end_the_run(run):
     fails = "if name == 'server-1': print('areal: error: no memory'); sys.exit(2)\n"
     session = Session(run, [ADD])
     (refusal,) = session(server_0=fails + SERVER)
@@ -163,7 +163,7 @@ def test_a_replica_that_cannot_start_leaves_the_run_alone(run):
     assert session.outcome.exit_codes["server-1"] == 2
 
 
-def test_a_new_life_of_the_controller_counts_the_replicas_that_are_there(run):
+def test_a_restarted_controller_gets_the_current_number_of_replicas(run):
     controller = (
         "note(str(context['num_servers'])); ready()\n"
         "if first('started'): wait_for('ready/server-1.json'); die()\n"
@@ -173,7 +173,7 @@ def test_a_new_life_of_the_controller_counts_the_replicas_that_are_there(run):
     assert run.notes() == ["1", "2"]
 
 
-def test_nobody_there_is_told_at_once(run, tmp_path):
+def test_a_request_without_a_launcher_fails_at_once(run, tmp_path):
     with pytest.raises(ConfigError) as no_folder:
         attach.read_command_line(["--attach", str(tmp_path / "none"), "--add-replica"])
     assert no_folder.value.code == "launch.no_run_folder"
@@ -184,7 +184,7 @@ def test_nobody_there_is_told_at_once(run, tmp_path):
     assert no_launcher.value.code == "launch.no_answer"
 
 
-def test_a_launcher_that_does_not_answer_is_given_up(run, monkeypatch):
+def test_a_request_without_an_answer_ends_after_its_limit(run, monkeypatch):
     now = [0.0]
 
     def sleep(seconds):

@@ -117,7 +117,7 @@ def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
     assert on_cpu.spare_gpus == ()
 
 
-def test_process_that_starts_again_is_told_what_has_changed(tmp_path):
+def test_a_restarted_process_gets_the_changed_values(tmp_path):
     trainer = make_plan(rl_config(tmp_path), [Machine(cores=4)]).processes[-1]
     again = start_again(trainer, num_servers=3, run_id=2, recover=True)
     context = ProcessContext.from_env(again.env)
@@ -189,7 +189,7 @@ def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):
     assert {plan.numbers.total_steps for plan in plans} == {10}  # a pair is two sequences
 
 
-def test_far_more_processes_than_cores_are_warned_of(tmp_path):
+def test_a_plan_with_more_processes_than_cores_has_a_warning(tmp_path):
     assert make_plan(rl_config(tmp_path), [Machine(cores=2)]).warning == ""
     crowded = make_plan(rl_config(tmp_path, "vllm:d9+fsdp:d1"), [Machine(cores=2)])
     assert "10 server and trainer processes share 2 cores" in crowded.warning
@@ -199,7 +199,7 @@ def test_environment_of_the_user(tmp_path):
     assert parse_env_vars(r"A=1, B=x\,y=z,C=\\,") == {"A": "1", "B": "x,y=z", "C": "\\"}
     assert parse_env_vars("") == {}
     for bad in ("A", "1A=2", "=3"):
-        with pytest.raises(ConfigError, match="NAME=value") as error:
+        with pytest.raises(ConfigError) as error:
             parse_env_vars(bad)
         assert error.value.code == "launch.bad_env_vars"
     launcher = LauncherConfig(trainer_env_vars="A=1", inference_server_env_vars="A=2,OMP_NUM_THREADS=9")

@@ -24,7 +24,7 @@ def test_before_the_first_beat_of_a_process_there_is_no_silence():
     assert silences.look("a", 8, beat(99, pid=8), since_last_look_s=1.0) == 1.0
 
 
-def test_time_in_which_the_launcher_was_stopped_itself_counts_for_nothing():
+def test_silence_excludes_time_when_the_launcher_was_stopped():
     silences = SilenceTimer()
     silences.look("a", 7, beat(1), since_last_look_s=0.5)
     assert silences.look("a", 7, beat(1), since_last_look_s=3600.0) == pytest.approx(1.0)

@@ -112,7 +112,7 @@ def wait_until_ready(folder):
     return [int(sign.read_text()) for sign in signs]
 
 
-def test_run_completes_and_is_not_written_over(folder):
+def test_a_completed_run_is_not_overwritten(folder):
     began_s = time.monotonic()
     done = launch(folder)
     lasted_s = time.monotonic() - began_s
@@ -217,7 +217,7 @@ def test_killed_rank_starts_again_with_the_others(folder):
     assert len(summary(folder)["restarts"]["trainers"]) == 1
 
 
-def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
+def test_after_a_kill_of_all_processes_the_same_command_continues(folder):
     recover = ["recover.mode=auto", "recover.freq_steps=1"]
     with subprocess.Popen(command(folder, *recover, behaviour="hang"), stderr=subprocess.PIPE) as launcher:
         pids = wait_until_ready(folder)
@@ -240,7 +240,7 @@ def test_after_a_kill_of_everything_the_same_command_goes_on(folder):
     assert again.returncode == 0, again.stderr
 
 
-def test_a_run_that_goes_on_without_a_checkpoint_says_so(folder):
+def test_continuing_without_a_checkpoint_is_reported(folder):
     recover = ["recover.mode=auto", "recover.freq_steps=1"]
     assert "areal: continues" not in launch(folder, *recover, behaviour="end").stderr
     RunPaths(folder / "runs" / "e" / "t").metrics.write_text("{}\n")
@@ -267,7 +267,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(folder):
         (["launcher.trainer_env_vars=A"], "NAME=value"),
     ],
 )
-def test_bad_configuration_is_told_before_anything_starts(folder, overrides, says):
+def test_a_bad_configuration_is_reported_before_any_start(folder, overrides, says):
     with pytest.raises(ConfigError) as error:
         local.launch(local.read_command_line(command(folder, *overrides)[3:]), Machine(cores=2))
     assert says in str(error.value)

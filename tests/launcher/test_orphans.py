@@ -62,7 +62,7 @@ def test_a_process_of_the_run_is_waited_for(tmp_path, start):
     assert f"trainer-1 (pid {process.pid})" in told[0]
 
 
-def test_one_that_stays_is_refused_with_its_pid(tmp_path, start):
+def test_an_orphan_that_stays_is_reported_with_its_pid(tmp_path, start):
     paths = RunPaths(tmp_path / "run")
     process = start(paths.root)
     with pytest.raises(LaunchError, match=rf"trainer-1 \(pid {process.pid}\).*kill -9 {process.pid}") as error:

@@ -54,12 +54,12 @@ def test_restarts_without_progress_are_limited():
     assert decision(death(-9), recover=RecoverConfig(mode="auto", freq_steps=1, retries=0)).ends_run
 
 
-def test_nothing_starts_again_on_a_full_disk():
+def test_a_full_disk_prevents_restarts():
     found = decision(death(-9), disk_problem="the disk is full")
     assert (found.ends_run, found.reason) == (True, "the disk is full")
 
 
-def test_of_several_ranks_the_one_that_says_what_is_wrong_is_told():
+def test_the_rank_with_the_error_is_the_cause():
     lost, wrong = death(1, name="trainer-0"), death(2, name="trainer-1")
     assert decision(lost, wrong).cause == wrong
     assert decision(lost, wrong).ends_run
@@ -68,7 +68,7 @@ def test_of_several_ranks_the_one_that_says_what_is_wrong_is_told():
     assert not decision(killed, wrong).ends_run
 
 
-def test_a_new_train_step_forgives_all_restarts():
+def test_a_new_train_step_resets_all_restart_counts():
     counts = RestartCounts()
     counts.add("server-0")
     counts.add("server-0")

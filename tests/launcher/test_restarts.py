@@ -20,7 +20,7 @@ def short_backoff(monkeypatch):
     monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.02)
 
 
-def test_killed_server_comes_back_alone(make_run):
+def test_a_killed_server_restarts_alone(make_run):
     run = make_run(stop_grace_s=60.0)
     waits = "note(name); " + UNTIL_DONE
     outcome = run(controller=waits, server_0=DIES_ONCE + "write(names / 'done', ''); " + SERVE, trainer_0=waits)
@@ -31,7 +31,7 @@ def test_killed_server_comes_back_alone(make_run):
     assert "server-0 restarts in 0.02 s (restart 1 of at most 3 without progress)" in run.screen.getvalue()
 
 
-def test_killed_controller_comes_back_alone(run):
+def test_a_killed_controller_restarts_alone(run):
     waits = "note(name); " + UNTIL_DONE
     outcome = run(controller=DIES_ONCE + "ready(); write(names / 'done', ''); live()", server_0=SERVE, trainer_0=waits)
     assert outcome.status == "completed"
@@ -50,7 +50,7 @@ if context["run_id"] == 0:
 """
 
 
-def test_killed_rank_takes_the_others_along_and_all_go_on_from_the_checkpoint(run):
+def test_after_a_killed_rank_all_ranks_restart_from_the_checkpoint(run):
     run.write_checkpoint(12)
     (run.paths.recover / "step-000012").rename(run.paths.recover / ".step-000012.old")  # killed while it replaced it
     noted = "note(name); " + SERVE
@@ -97,7 +97,7 @@ def test_without_recovery_a_dead_rank_ends_the_run(make_run):
         ("sys.exit(75)", True),
     ],
 )
-def test_which_end_of_which_process_is_final(run, role, death, comes_back):
+def test_which_exits_end_the_run(run, role, death, comes_back):
     codes = {"controller": SERVE, "server_0": SERVE, "trainer_0": UNTIL_DONE}
     codes[role] = f"if first('died'): {death}\nready(); write(names / 'done', ''); " + codes[role]
     outcome = run(**codes)
@@ -105,7 +105,7 @@ def test_which_end_of_which_process_is_final(run, role, death, comes_back):
     assert sum(map(len, outcome.restarts.values())) == int(comes_back)
 
 
-def test_traces_of_the_dead_are_gone_before_they_start_again(run):
+def test_entries_of_dead_processes_are_removed_before_a_restart(run):
     look = (
         "traces = ['names/servers/0.json', 'names/ready/server-0.json', 'alive/server-0.json']\n"
         "if first('died'): beat(); write(names / 'servers' / '0.json', '{}'); ready(); die()\n"
@@ -124,7 +124,7 @@ def test_process_that_keeps_dying_ends_the_run(run):
     assert len(outcome.restarts["server-0"]) == 3
 
 
-def test_a_new_train_step_forgives_restarts(make_run, monkeypatch):
+def test_a_new_train_step_resets_restart_counts(make_run, monkeypatch):
     monkeypatch.setattr(liveness, "_LOOK_INTERVAL_S", 0.0)  # it looks before it handles deaths
     run = make_run(retries=1)  # and three deaths: between two of them the run gets a step further
     trainer = """
@@ -144,7 +144,7 @@ live()
     assert len(outcome.restarts["server-0"]) == 3
 
 
-def test_nothing_starts_again_on_a_full_disk(run, monkeypatch):
+def test_a_full_disk_prevents_restarts(run, monkeypatch):
     monkeypatch.setattr("areal.launcher.supervisor.disk_problem", lambda _: "the disk is full: make room")
     outcome = run(controller=SERVE, server_0="ready(); die()", trainer_0=SERVE)
     assert outcome.cause.startswith("the disk is full: make room; server-0 was killed by SIGKILL (out of memory")
@@ -152,7 +152,7 @@ def test_nothing_starts_again_on_a_full_disk(run, monkeypatch):
     assert outcome.restarts == {}
 
 
-def test_trainers_that_ended_well_end_the_run_whatever_the_controller_does(run, monkeypatch):
+def test_successful_trainers_end_the_run_without_the_controller(run, monkeypatch):
     monkeypatch.setattr(restart_rules, "_BACKOFF_S", 60.0)
     controller = "ready(); wait_for('ready/trainer-0.json'); write(names / 'dead', ''); die()"
     trainer = "ready(); wait_for('dead'); time.sleep(.3)"
@@ -160,7 +160,7 @@ def test_trainers_that_ended_well_end_the_run_whatever_the_controller_does(run, 
     assert outcome.status == "completed"
 
 
-def test_a_controller_that_has_finished_comes_back_for_trainers_that_have_not(run):
+def test_a_finished_controller_restarts_for_unfinished_trainers(run):
     controller = "note('controller'); ready(); wait_for('finish'); (names / 'finish').unlink()"
     trainer = (
         "ready(); wait_for('ready/controller.json'); controller = pid_of('controller'); write(names / 'finish', '')\n"
@@ -223,7 +223,7 @@ ready(); write(names / 'done', '')
     assert "most recent call first" in run.paths.stacks_of("controller").read_text()
 
 
-def test_without_beats_there_is_no_hang(make_run):
+def test_a_process_without_heartbeats_is_not_hung(make_run):
     outcome = make_run(hang_s=0.2)(trainer_0="ready(); time.sleep(1.5)")
     assert (outcome.status, outcome.restarts) == ("completed", {})
 
@@ -240,7 +240,7 @@ def test_process_that_is_late_after_a_restart_counts_as_dead(make_run, set_clock
     assert "was not ready after 200 s (launcher.ready_timeout_s), and was killed" in outcome.restarts["server-0"][1]
 
 
-def test_new_life_of_the_controller_is_told_the_number_of_servers(run):
+def test_a_restarted_controller_gets_the_number_of_servers(run):
     controller = DIES_ONCE + "note(str(context['num_servers'])); ready(); write(names / 'done', ''); live()"
     run(controller=controller, server_0=SERVE, server_1=SERVE, trainer_0=UNTIL_DONE)
     assert run.notes() == ["2"]
@@ -268,7 +268,7 @@ def test_a_standstill_is_explained(make_run):
     assert outcome.status == "completed"
 
 
-def test_a_process_that_the_kernel_does_not_let_end_is_told(make_run, set_clock, monkeypatch):
+def test_a_process_that_survives_sigkill_is_reported(make_run, set_clock, monkeypatch):
     monkeypatch.setattr(supervisor, "_STUCK_S", 0.2)
     monkeypatch.setattr(backend.os, "killpg", lambda pid, number: None)
     run = make_run(hang_s=0.5, ready_timeout_s=1e9)

@@ -101,7 +101,7 @@ def test_a_cpu_build_is_refused_where_servers_get_gpus(interpreter, versions):
     assert "cluster.n_gpus_per_node=0" in text
 
 
-def test_an_environment_is_asked_once_until_it_changes(interpreter, tmp_path, cache):
+def test_versions_of_an_environment_are_cached_until_it_changes(interpreter, tmp_path, cache):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     config = config_of("sglang", interpreter(reporting(packages, sglang="0.5.23")))
@@ -182,7 +182,7 @@ def test_other_servers_are_not_asked(interpreter, tmp_path):
     assert not (tmp_path / "asked").exists()
 
 
-def test_what_has_no_effect_is_said_once():
+def test_flags_without_effect_are_listed_once():
     assert notices(config_of("native")) == notices(config_of("vllm", vllm={"seed": 1})) == []
     both = {"sglang": {"a": 1}, "vllm": {"swap_space": 4}, "native": NativeServerConfig(dtype="float32")}
     (ignored,) = notices(config_of("vllm", **both))
@@ -193,7 +193,7 @@ def test_what_has_no_effect_is_said_once():
     assert notices(config_of("vllm", vllm={"seed": 1}, rollout=attached))[0].startswith("areal: vllm: ")
 
 
-def test_servers_are_checked_with_everything_else_and_nothing_starts(interpreter, tmp_path, capsys):
+def test_server_problems_are_reported_with_all_others(interpreter, tmp_path, capsys):
     python = interpreter(reporting(vllm="0.32.0"))
     (tmp_path / "x.yaml").write_text(
         f"""

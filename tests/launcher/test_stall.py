@@ -224,7 +224,7 @@ BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running
         ),
     ],
 )
-def test_situations(situation, expected):
+def test_explanations_of_stalls(situation, expected):
     run = Watched()
     situation(run)
     if situation is controller_silent:
@@ -253,7 +253,7 @@ def test_a_process_that_is_missing_is_named_first(situation, first):
     assert run.line().startswith(first)
 
 
-def test_stacks_are_asked_of_all_that_have_given_a_sign_of_life_and_of_no_other():
+def test_stacks_are_requested_only_from_processes_with_heartbeats():
     run = Watched()
     del run.beats["server-0"]  # starts: it would die of the signal
     run.beats["server-1"] = beat(999, "serves")  # of its predecessor
@@ -291,7 +291,7 @@ def process_started(run):
         *(step_of_trainer, phase_of_one_rank, short_phase_before, same_phase_again, process_started),
     ],
 )
-def test_nothing_is_said_while_anything_moves(move):
+def test_no_report_while_anything_changes(move):
     run = Watched()
     for _ in range(10):
         if callable(move):
@@ -304,7 +304,7 @@ def test_nothing_is_said_while_anything_moves(move):
     assert len(run.told_within(61)) == 1, "and it speaks once that stops"
 
 
-def test_it_speaks_once_per_stall_time_with_the_growing_time_and_when_the_run_moves_again():
+def test_one_report_per_stall_time_and_one_when_progress_resumes():
     run = Watched()
     told = run.told_within(200)
     assert [seconds for seconds, _ in told] == [61, 121, 181]
@@ -318,7 +318,7 @@ def test_it_speaks_once_per_stall_time_with_the_growing_time_and_when_the_run_mo
     assert [seconds for seconds, _ in run.told_within(2)] == [1]
 
 
-def test_an_answer_that_fails_now_and_then_is_neither_a_move_nor_a_silence():
+def test_occasional_failed_answers_are_neither_progress_nor_silence():
     run = Watched()
     answer, told = run.status, []
     for second in range(61):
@@ -328,7 +328,7 @@ def test_an_answer_that_fails_now_and_then_is_neither_a_move_nor_a_silence():
     assert "has not answered" not in told[-1]
 
 
-def test_time_in_which_the_launcher_was_stopped_proves_nothing():
+def test_time_when_the_launcher_was_stopped_is_not_counted():
     run = Watched()
     run.look()
     run.now_s += 10_000.0

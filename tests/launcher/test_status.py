@@ -55,7 +55,7 @@ def test_lines():
     assert "loss -" in training_line({"step": 2, "loss": None}, 4)
 
 
-def test_last_record_is_a_whole_line(tmp_path):
+def test_the_last_record_is_a_complete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_record(path) is None
     path.write_text('{"step": 1')
@@ -84,7 +84,7 @@ def test_last_line_is_not_repeated():
         assert screen.getvalue() == expected
 
 
-def test_plain_lines_come_now_and_then(monkeypatch):
+def test_plain_lines_are_printed_at_intervals(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(status_module.time, "monotonic", lambda: now[0])
     screen = io.StringIO()

@@ -29,7 +29,7 @@ def test_run_ends_when_controller_and_trainers_end(make_run):
     assert outcome.peak_rss_bytes > 10 * 2**20
 
 
-def test_first_death_stops_all_and_is_told_first(make_run):
+def test_the_first_death_is_reported_first_and_stops_all(make_run):
     run = make_run(stop_grace_s=60.0)
     fails = "ready(); wait_for('ready/server-0.json'); print('areal: error: row 7 has no answer'); sys.exit(2)"
     outcome = run(controller=SERVE, server_0=SERVE, trainer_0=fails)
@@ -77,7 +77,7 @@ def test_process_that_is_not_ready_in_time_is_named(make_run):
     assert outcome.cause.startswith("trainer-0 was not ready after 0.5 s (launcher.ready_timeout_s)")
 
 
-def test_who_is_awaited_is_told(run):
+def test_the_status_names_the_awaited_process(run):
 
     def go_on_once_told():
         run.until(lambda: "for trainer-0 to get ready" in run.screen.getvalue())
@@ -139,7 +139,7 @@ def test_interruption_leaves_no_process(make_run, grace_s):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_two_quick_interruptions_are_two(make_run):
+def test_two_quick_interruptions_count_twice(make_run):
     """Also when both come before the launcher looks."""
     run = make_run(stop_grace_s=1000.0)
 
@@ -161,7 +161,7 @@ def test_a_terminal_that_closes_interrupts_once():
         assert interruptions.count == count
 
 
-def test_what_a_dead_process_leaves_in_its_group_is_killed(run):
+def test_the_group_of_a_dead_process_is_killed(run):
     leaves = (
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
         "write(names / 'orphan', str(child.pid)); ready(); sys.exit(2)"
@@ -180,7 +180,7 @@ def test_log_of_an_earlier_attempt_is_not_quoted(run):
     assert json.dumps(outcome.exit_codes) == '{"trainer-0": 4}'
 
 
-def test_processes_that_die_of_one_mistake_say_it_once(run):
+def test_one_error_of_several_processes_is_reported_once(run):
     code = "print('areal: error: reward_fn is not known', flush=True); sys.exit(2)"
     outcome = run(controller=code, trainer_0=code)
     assert "\n" not in outcome.cause
@@ -188,7 +188,7 @@ def test_processes_that_die_of_one_mistake_say_it_once(run):
     assert raises.cause.count("\n    ValueError: of the user") == 1
 
 
-def test_a_process_that_ends_without_taking_part_is_a_failure(run):
+def test_a_process_that_ends_before_it_is_ready_fails_the_run(run):
     outcome = run(controller=SERVE, trainer_0="print('hello')")
     assert outcome.status == "failed"
     assert outcome.cause.startswith("trainer-0 ended before it joined the run: a script must call train(...)")

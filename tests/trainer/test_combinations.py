@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal.api.config import GRPOConfig, NormConfig
-from areal.api.config.convert import read
+from areal.api.config.load import read
 from areal.api.config.policy_losses import AipoOptions, SapoOptions, SequenceLevelOptions, ToprOptions
 from areal.api.config.relevance import options_without_effect
 from areal.api.config.validate import problems_of

@@ -31,7 +31,7 @@ def trained_text(trajectory, tokenizer):
     return tokenizer.decode([t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m])
 
 
-async def test_a_right_first_answer_ends_the_dialogue(workflow_of, engine_of, tokenizer):
+async def test_a_correct_first_answer_ends_the_dialogue(workflow_of, engine_of, tokenizer):
     group = await workflow_of().arun_episode(engine_of(["4<e>"]), ROW)
     (trajectory,) = group.trajectories
     assert tokenizer.decode(trajectory.token_ids) == FIRST + "4<e>"

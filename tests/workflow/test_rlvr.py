@@ -77,22 +77,20 @@ async def test_get_input_ids_fn_replaces_the_prompt(workflow_of, engine_of):
 
 
 async def test_a_row_without_a_prompt_is_named(workflow_of, engine_of):
-    with pytest.raises(InputError, match=r"'messages' or 'prompt', only \['question'\]") as error:
+    with pytest.raises(InputError, match=r"\['question'\]") as error:
         await workflow_of().arun_episode(engine_of([]), {"question": "?"})
     assert error.value.code == "data.missing_column"
-    with pytest.raises(InputError, match=r"column 'prompt' .* 5"):
-        workflow_of().check_row({"prompt": 5})
-    with pytest.raises(InputError, match="must be a list of"):
-        workflow_of().check_row({"messages": "hello"})
-    with pytest.raises(InputError, match="is empty"):
-        workflow_of().check_row({"prompt": ""})
+    for row in ({"prompt": 5}, {"messages": "hello"}, {"prompt": ""}):
+        with pytest.raises(InputError) as error:
+            workflow_of().check_row(row)
+        assert error.value.code == "data.invalid_column"
 
 
 async def test_prompt_and_answer_stay_within_max_tokens(workflow_of, engine_of):
     engine = engine_of(["x"])
     await workflow_of(max_tokens=6, max_new_tokens=5).arun_episode(engine, ROW)
     assert engine.requests[0].gconfig.max_new_tokens == 2
-    with pytest.raises(InputError, match=r"4 tokens.* gconfig.max_tokens=4 ") as error:
+    with pytest.raises(InputError, match=r"gconfig.max_tokens=4 ") as error:
         await workflow_of(max_tokens=4).arun_episode(engine, ROW)
     assert error.value.code == "workflow.prompt_too_long"
 
@@ -144,8 +142,9 @@ async def test_a_greedy_answer_whose_reward_fails_is_counted_apart(workflow_of, 
     group = await workflow.arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
     assert [(t.reward, t.baseline) for t in group.trajectories] == [(41.0, 0.0)]
     assert (group.stats["reward_errors"], group.stats["greedy_reward_errors"]) == (0.0, 1.0)
-    with pytest.raises(RewardError, match="bad answer"):
+    with pytest.raises(RewardError) as error:
         await workflow_of(1, greedy_baseline=True).arun_episode(engine_of(["4<e>", "bad<e>"]), ROW)
+    assert error.value.code == "workflow.reward_failed"
 
 
 def test_every_row_is_checked_for_a_reward_function(workflow_of):

@@ -79,8 +79,9 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
     with pytest.raises(InputError, match=r"'c'.*\(a, b\)") as error:
         await score(scorer, "x", data_source="c")
     assert error.value.code == "reward.unknown_source"
-    with pytest.raises(InputError, match=r"'data_source'.* \['answer', 'prompt'\]"):
+    with pytest.raises(InputError, match=r"\['answer', 'prompt'\]") as error:
         scorer.check_row({"prompt": "?", "answer": "!"})
+    assert error.value.code == "reward.unknown_source"
     rows = [{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}]
     scorer.check_rows(rows[:2])
     with pytest.raises(InputError, match=r"row 2 .*'c'") as error:
@@ -94,7 +95,7 @@ async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
 
 
 async def test_a_null_source_counts_as_none(scorer_of):
-    with pytest.raises(InputError, match="null") as error:
+    with pytest.raises(InputError) as error:
         scorer_of(LENGTH, by_source={"a": {BANGS: 1.0}}).check_row({"data_source": None})
     assert error.value.code == "reward.unknown_source"
 
@@ -118,10 +119,10 @@ async def test_code_whose_tests_may_outlast_the_time_limit_is_refused_before_any
 async def test_a_function_that_cannot_be_loaded_ends_the_episode_whatever_on_error_says(scorer_of, tmp_path):
     """Nothing could ever be scored: a run of zeros would look like a policy that learns nothing."""
     file = tmp_path / "needs_more.py"
-    for text in ("import a_library_that_is_not_here\n", "\n"):
+    for text, value in (("import a_library_that_is_not_here\n", "a_library_that_is_not_here"), ("\n", "needs_more.py")):
         file.write_text(f"{text}async def f(*answer): return 1.0")
         scorer = scorer_of(fns={LENGTH: 1.0, f"{file}:f": 1.0}, on_error="zero")
-        with pytest.raises(RewardError, match=r"a_library_that_is_not_here|async") as error:
+        with pytest.raises(RewardError, match=value) as error:
             await score(scorer, "a")
         assert error.value.code == "workflow.reward_failed"
 
@@ -160,21 +161,24 @@ async def test_a_failure_ends_the_calls_of_the_other_functions(scorer_of, tmp_pa
     """With one worker behind each: the episode must not wait for a function whose number nobody needs."""
     fns = {f"{FILE}:waits": 1.0, f"{FILE}:fails_after_the_other_began": 1.0}
     scorer = scorer_of(fns=fns, workers=2)
-    with pytest.raises(RewardError, match=r"fails_after_the_other_began .*ValueError: too bad"):
+    with pytest.raises(RewardError, match=r"fails_after_the_other_began .*too bad") as error:
         await asyncio.wait_for(score(scorer, "x", folder=str(tmp_path)), 200.0)
+    assert error.value.code == "workflow.reward_failed"
     (tmp_path / "go").touch()
     assert (await score(scorer_of(LENGTH), "abc"))[0].reward == 3.0
 
 
 def test_a_configuration_without_reward_functions_is_refused():
-    for reward_fn, config, message in [
-        ("", RewardConfig(), "reward_fn and reward.fns"),
-        ("exact", RewardConfig(fns={"gsm8k": 1.0}), "^reward_fn: "),
-        (math.log, RewardConfig(fns={"gsm8k": 1.0}), "^reward_fn: "),
-        ("", RewardConfig(fns={"exactt": 1.0}), r"reward.fns: 'exactt' .*did you mean 'exact'"),
-        ("", RewardConfig(by_source={"a": {"exactt": 1.0}}), r"reward.by_source.a: 'exactt'"),
-        ("", RewardConfig(fns={"exact": 0.0}), "reward.fns: gives every function the weight 0"),
-        ("exact", RewardConfig(filter_on=["format"]), "^reward.filter_on: 'format'"),
+    for reward_fn, config, path, code in [
+        ("", RewardConfig(), "reward_fn", "reward.none_given"),
+        ("exact", RewardConfig(fns={"gsm8k": 1.0}), "reward_fn: ", "reward.bad_section"),
+        (math.log, RewardConfig(fns={"gsm8k": 1.0}), "reward_fn: ", "reward.bad_section"),
+        ("", RewardConfig(fns={"exactt": 1.0}), "reward.fns: 'exactt'", "config.bad_reference"),
+        ("", RewardConfig(by_source={"a": {"exactt": 1.0}}), "reward.by_source.a: 'exactt'", "config.bad_reference"),
+        ("", RewardConfig(fns={"exact": 0.0}), "reward.fns: ", "reward.bad_section"),
+        ("exact", RewardConfig(filter_on=["format"]), "reward.filter_on: 'format'", "reward.bad_section"),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError) as error:
             Scorer(reward_fn, config)
+        assert str(error.value).startswith(path)
+        assert error.value.code == code

@@ -9,23 +9,22 @@ import os
 import re
 import sys
 from argparse import ArgumentError, ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areal.api.config.convert import read
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
-from areal.api.config.legacy import legacy_rule
+from areal.api.config.legacy import LegacyKeys, legacy_rule
 from areal.api.config.schema import MISSING, fields_of, find_field, with_defaults
-from areal.api.config.validate import raise_problems, shown
+from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
 from areal.api.errors import ConfigError, ConfigProblem
 
 T = TypeVar("T")
@@ -91,6 +90,56 @@ def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None =
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """What was read of one tree of values."""
+
+    config: T | None
+    """None when a value is missing for which the class has no default."""
+    problems: list[ConfigProblem]
+    """Everything that is wrong. Where it is not empty, `config` has defaults in place of the wrong values."""
+    ignored: list[str]
+    """Accepted keys without effect that the user should know of."""
+
+
+def read(
+    cls: type[T],
+    given: dict[str, Any],
+    resolved: dict[str, Any] | None = None,
+    *,
+    unresolved: Collection[str] = (),
+    allow_unknown_top_level: bool = False,
+) -> Reading[T]:
+    """Read `given`, the values the user wrote, as a `cls`.
+
+    `resolved` holds them with defaults and without interpolations; None = `given` has no interpolation. `unresolved`
+    are the paths of interpolations that failed; they are reported elsewhere.
+    """
+    tree = with_defaults(cls, given) if resolved is None else resolved
+    legacy = LegacyKeys(tree, given)
+    legacy.apply(cls)
+    if allow_unknown_top_level:
+        for key in tree.keys() - fields_of(cls).keys():
+            del tree[key]
+    missing = [problem for problem in missing_values(cls, tree) if problem.path not in unresolved]
+    required = {problem.path for problem in missing}
+    config, wrong = validated(cls, tree)
+    problems = legacy.problems + missing + [problem for problem in wrong if problem.path not in required]
+    if config is not None:
+        # A conflict with a value that is not what the user meant would only confuse.
+        suspects = {*unresolved, *(p.path for p in problems), *(p.suggestion for p in problems)} - {""}
+        problems += [problem for problem in conflicts(config) if not _is_about(problem, suspects)]
+    return Reading(config, problems, legacy.ignored)
+
+
+def _is_about(problem: ConfigProblem, suspects: Collection[str]) -> bool:
+    """Whether the problem names one of the suspect options, by its full or its last name."""
+    path, text = f"{problem.path}.", problem.message
+    return any(
+        path.startswith(f"{name}.") or name in text or f"{name.rpartition('.')[2]}=" in text for name in suspects
+    )
 
 
 @dataclass(frozen=True, slots=True)
