@@ -34,8 +34,14 @@ _STATEMENTS = (
         + r"[*\s]*(?=(?i:is|seems|must be)\b\s*(?i:the\s+)?(?i:correct|right|best))"
     ),
 )
-_MORE = re.compile(r"[)\]*\s]*(?:/|&|\bor\b|\band\b)[\s*]*(?:(?:option|choice)\s+)?[(\[]?[A-J](?![\w'])", re.IGNORECASE)
-_JOINED = re.compile(r"[\s*]*(?:/|&|\bor\b|\band\b)[\s*]*(?:(?:option|choice)\s+)?", re.IGNORECASE)
+_MORE = re.compile(
+    r"[)\]*\s]*(?:[,;+/&]|\bor\b|\band\b|(?=[\s(\[]))(?:\s*\b(?:or|and|maybe|perhaps|possibly)\b)*[\s*]*"
+    r"(?:(?:option|choice)\s+)?[(\[]?[A-J](?![\w'])(?![)\]]?[*\s]+(?!and\b|or\b)\w{2})",
+    re.IGNORECASE,
+)
+"""A second letter after a statement, which no further word follows: `A, B` but not `A, B is wrong`."""
+_ONLY_LETTERS = re.compile(r"\W*(?:[A-J]\W+)+[A-J]\W*")
+_JOINED = re.compile(r"[ *]*(?:[+/&]|\bor\b|\band\b)?[ *]*(?:(?:option|choice)\s+)?", re.IGNORECASE)
 _LONE = re.compile(r"(?<![\w'\\])(?:[(\[]([A-Ja-j])[)\]]|([A-J])(?![\w']))")
 _DENIED = re.compile(
     r"(?:\b(?:not|nor|neither|than|except|exclude|eliminate|rule out)|n't)[\s*]*(?:(?:option|choice)[\s*]*)?$",
@@ -76,6 +82,8 @@ def extract_choice(text: str) -> str | None:
         if not (match[0] in ("A", "I") and _ARTICLE.match(text, match.end()))
         and not _DENIED.search(text[max(0, match.start() - 30) : match.start()])
     ]
+    if _ONLY_LETTERS.fullmatch(text):
+        return None
     if len(lone) > 1 and _JOINED.fullmatch(text, lone[-2].end(), lone[-1].start()):
         return None
     return _letter_of(lone[-1]) if lone else None

@@ -22,6 +22,10 @@ _FRAC = re.compile(r"\\[dt]?frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([-+]?[\d.,]+
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _LATEX_NOISE = re.compile(r"\\(?:left|right|!|,|;|:|quad|displaystyle)|~")
 _UNIT = re.compile(r"[\s°]*[A-Za-z][A-Za-z\s./^²³]*$|\s*°\s*[CF]?$|\^\\circ$")
+_SEVERAL = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}\b)")
+_MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_HEDGE = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _BARE_WORD = re.compile(r"[^\s$\\{}]+")
 _RELATIVE_TOLERANCE = 1e-4
 _MAX_NUMBER_CHARS = 500
@@ -109,22 +113,39 @@ def parse_number(text: str) -> tuple[Fraction, bool] | None:
     """The number of an answer and whether it has a percent sign; None when it is not a single number."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
-    plain = _plain(text)
-    plain = plain.rpartition("=")[2].strip()
+    plain = _right_side(_plain(text))
+    if plain is None:
+        return None
     percent = plain.endswith("%")
     plain = plain.rstrip("%").strip()
+    unit = match[0].strip().lower() if (match := _UNIT.search(plain)) else ""
+    if _HEDGE.search(unit):
+        return None
     plain = _UNIT.sub("", plain).strip() or plain
+    value = _number(plain)
+    return None if value is None else (value * _MAGNITUDES.get(unit.partition(" ")[0], 1), percent)
+
+
+def _right_side(plain: str) -> str | None:
+    """What follows the last `=`; None when the text assigns several values, as `a=1, b=2` does, or is an inequality."""
+    left, equals, right = plain.rpartition("=")
+    first, _, between = left.partition("=")
+    is_several = _HEDGE.search(first) or ("=" in left and _SEVERAL.search(_THOUSANDS.sub("", between)))
+    return None if equals and (is_several or left.endswith(("<", ">", "!", "~", "\\"))) else right.strip()
+
+
+def _number(plain: str) -> Fraction | None:
     try:
         if mixed := _MIXED.fullmatch(plain):
             sign, whole, above, below = mixed.groups()
             value = int(whole) + Fraction(int(above), int(below))
-            return (-value if sign == "-" else value), percent
+            return -value if sign == "-" else value
         if match := _BARE_NUMBER.fullmatch(plain):
             sign, digits, exponent, divisor = match.groups()
             value = Fraction(digits.replace(",", "").rstrip(".")) * Fraction(10) ** int(exponent or 0)
             if divisor:
                 value /= Fraction(divisor.replace(",", ""))
-            return (-value if sign == "-" else value), percent
+            return -value if sign == "-" else value
     except (ZeroDivisionError, ValueError):
         return None
     return None

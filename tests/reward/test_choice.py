@@ -86,6 +86,17 @@ from areal.reward.choice import choice_reward, extract_choice
         ("the answer is \\text{B}", "B"),
         ("Answer - B", "B"),
         ("Dr. A. J. Smith", "J"),
+        ("The answer is A, B", None),
+        ("The answer is (A), (B).", None),
+        ("The answer is A, B, C and D", None),
+        ("I choose A; B", None),
+        ("The answer is A + B", None),
+        ("The answer is A or maybe B", None),
+        ("Answer: A B C D", None),
+        ("A B C D", None),
+        ("A, B", None),
+        ("The answer is A, B is wrong", "A"),
+        ("The answer is A, I think", "A"),
     ],
 )
 def test_the_letter_a_text_chooses(text, letter):

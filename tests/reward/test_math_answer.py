@@ -60,6 +60,11 @@ def test_extract_answer(text, answer):
         ("1e3", "1000"),
         (r"\left( 1, 2 \right)", "(1,2)"),
         ("Paris", "paris"),
+        ("3 + 4 = 7", "7"),
+        ("1,000 + 2,000 = 3,000", "3000"),
+        ("f(1, 2) = 7", "7"),
+        ("5 million dollars", "5000000"),
+        ("2.5 thousand", "2500"),
     ],
 )
 def test_equal(given, wanted):
@@ -80,6 +85,16 @@ def test_equal(given, wanted):
         ("", "0"),
         ("Paris", "London"),
         ("9" * 5000, "9"),
+        ("a=1, b=2, c=7", "7"),
+        ("a=1; c=7", "7"),
+        ("x = 1 or x = 7", "7"),
+        ("1 or x = 7", "7"),
+        ("x >= 7", "7"),
+        ("x <= 7", "7"),
+        ("x != 7", "7"),
+        ("7 or more", "7"),
+        ("7 not more", "7"),
+        ("7 million", "7"),
     ],
 )
 def test_not_equal(given, wanted):
