@@ -1,26 +1,26 @@
 r"""The verifier of boxed answers by symbolic equality: formulas, sets, intervals, matrices, equations.
 
-The math-verify library (based on sympy) compares two expressions. Its own time limit does not stop a `9^{9^9}`, so each
-comparison runs in a forked child with limits on processor time, wall time and memory; an answer that exceeds them is
-wrong. This process waits for the child for at most `_WALL_LIMIT_S`; the child's end closes the pipe that it waits for.
+The math-verify library (based on sympy) compares two expressions. Its own time limit does not stop a `9^{9^9}`, so it
+runs in a separate process (`areal.reward.math_process`), which limits the processor time, wall time and memory of each
+comparison; an answer that exceeds them is wrong. Waits for the answer of that process, which comes after at most
+`_WALL_LIMIT_S` and its start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
-import logging
+import importlib.util
+import json
 import os
 import re
-import resource
-import select
-import signal
+import subprocess
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, cast
+import threading
+from pathlib import Path
+from typing import Any
 
-from areal.api.errors import InputError
+from areal.api.errors import InputError, RewardError
 from areal.reward.math_answer import last_boxed, parse_number
 
 _MAX_ANSWER_CHARS = 1000
@@ -38,16 +38,8 @@ _PLAIN = re.compile(
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _WRAPPING = re.compile(r"^\s*(?:\$\$?|\\\(|\\\[)\s*(.*?)\s*(?:\$\$?|\\\)|\\\])\s*$", re.DOTALL)
 _BARE_ROOT = re.compile(r"\\sqrt\s*(\\(?:pi|alpha|beta|gamma|theta|lambda|phi)\b|[a-zA-Z])(?!\s*\{)")
-_READ, _EQUAL = b"r", b"="
-_WARM_UP = (
-    (r"\frac{1}{2}+\sqrt{3}", r"\frac{1+2\sqrt{3}}{2}"), ("(1,2)", "[0,\\infty)"), (r"\{1,2\}", r"\pm 2"),
-    ("x=5", "5"), (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&5\end{bmatrix}"),
-    ("x^2+2x+1", "(x+1)^2"), (r"-\infty<x\le2", r"(-\infty,2]"), (r"5\text{ cm}", r"50\%"), (r"90^\circ", r"2\pi r"),
-    (r"\text{Monday}", r"\text{Friday}"), (r"\sin(x)", r"\log_2 8"), ("1+2i", "2i+1"), ("5!", r"\binom{5}{2}"),
-    ("10_{2}", r"1\times10^3"), (r"(-1,2]\cup[3,4)", r"x \in [1,2]"), ("3,4,5", "|x-1|"), ("y=2x+1", "y-2x=1"),
-    (r"\left(\frac{1}{2},-3\right)", "(0.5,3)"), (r"\frac{\sqrt{2}}{3}", "0.4714"),
-)  # fmt: skip
-"""Compared once in each worker: the parser caches what it reads, and forked children inherit the cache."""
+_TRIES = 2
+_PROGRAM = str(Path(__file__).with_name("math_process.py"))
 
 
 def symbolic_math_reward(
@@ -87,10 +79,10 @@ def gold_answer(answer: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def _require_readable(wanted: str) -> None:
     """InputError when the library cannot read the row's answer. Cached for the other answers of a group."""
-    read, _ = _library()
-    output, ending = _in_child(lambda write: write(_READ) if read(wanted) else None)
-    if output != _READ:
-        message = f"the row's answer {wanted[:200]!r} is not a formula that math-verify can read{ending}"
+    is_readable, ending = _math_process().ask({"read": wanted})
+    if not is_readable:
+        cause = f" (ended by {ending})" if ending else ""
+        message = f"the row's answer {wanted[:200]!r} is not a formula that math-verify can read{cause}"
         raise InputError(message, code="reward.bad_row")
 
 
@@ -119,72 +111,54 @@ def _plain_equality(given: str, wanted: str) -> bool | None:
 
 
 def _symbolic_equality(given: str, wanted: str) -> bool:
-    """Whether the library finds the two equal; computed in a child."""
-    read, equal = _library()
-
-    def compare(write: Callable[[bytes], Any]) -> None:
-        answer = read(given)
-        if answer and equal(read(wanted), answer):
-            write(_EQUAL)
-
-    return _in_child(compare)[0] == _EQUAL
-
-
-def _in_child(work: Callable[[Callable[[bytes], Any]], None]) -> tuple[bytes, str]:
-    """What `work` wrote in a forked child until it ended or exceeded its limits, and a text about an early end."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _limit_this_process()
-            work(functools.partial(os.write, writing))
-        finally:
-            os._exit(0)  # without the parent's clean-up, which would use its channel to the pool
-    os.close(writing)
-    output, until = b"", time.monotonic() + _WALL_LIMIT_S
-    while select.select([reading], [], [], max(0.0, until - time.monotonic()))[0] and (data := os.read(reading, 16)):
-        output += data
-    os.close(reading)
-    os.kill(pid, signal.SIGKILL)  # harmless when it has ended: it is not reaped yet
-    _, status = os.waitpid(pid, 0)
-    ending = "" if status == 0 else f" (ended by {signal.Signals(os.WTERMSIG(status)).name})"
-    return output, ending
-
-
-def _limit_this_process() -> None:
-    """Limit the processor time and memory of this process; its parent limits the wall time."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S))
-    if sys.platform == "linux":
-        with open("/proc/self/statm", encoding="ascii") as file:
-            mapped = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + _MEMORY_BYTES, mapped + _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logging.disable(logging.CRITICAL)  # the library logs each failure
+    """Whether the library finds the two equal."""
+    return _math_process().ask({"gold": wanted, "given": given})[0]
 
 
 @functools.cache
-def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
-    """Import math-verify and fill the cache of its parser: about two seconds, once in each worker.
-
-    Returns two functions. The first reads a text: its possible expressions, none when it cannot be read. The second
-    compares (expressions of the row, of the completion); the order matters: `5` answers `x=5`.
-    """
-    try:
-        from math_verify import LatexExtractionConfig, parse, verify
-    except ImportError as error:
+def _math_process() -> MathProcess:
+    """The process of this reward worker. InputError without math-verify."""
+    if importlib.util.find_spec("math_verify") is None:
         message = "the reward `math` needs the library math-verify: pip install 'math-verify>=0.9'"
-        raise InputError(message, code="reward.missing_library") from error
-    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
-    # It warns that it runs without its own time limit; the limits of the child replace it.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+        raise InputError(message, code="reward.missing_library")
+    return MathProcess()
 
-    def read(text: str) -> list[Any]:
-        return parse(f"\\boxed{{{text}}}", extraction, fallback_mode="no_fallback", parsing_timeout=cast(int, None))
 
-    def equal(gold: list[Any], answer: list[Any]) -> bool:
-        return verify(gold, answer, timeout_seconds=None)
+class MathProcess:
+    """A process that compares formulas: started on demand, ended with this one. Several threads may use it."""
 
-    for one, other in _WARM_UP:
-        equal(read(one), read(other))
-    gc.freeze()  # else a child's garbage collection would copy the pages shared with this process
-    return read, equal
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, order: dict[str, str]) -> tuple[bool, str]:
+        """Whether it holds, and the signal that ended its child ('' = none). RewardError when the process died."""
+        with self._lock:
+            for _ in range(_TRIES):
+                if self._process is None:
+                    self._process = self._start()
+                assert self._process.stdin is not None
+                assert self._process.stdout is not None
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(json.dumps(order) + "\n")
+                    self._process.stdin.flush()
+                if line := self._process.stdout.readline():
+                    answer = json.loads(line)
+                    return answer["holds"], answer["ending"]
+                self.close()
+            raise RewardError(
+                f"the process that compares formulas died {_TRIES} times", code="reward.math_process_died"
+            )
+
+    def _start(self) -> subprocess.Popen[str]:
+        # A new interpreter: a fork of this process, which has threads, could deadlock.
+        argv = [sys.executable, "-P", _PROGRAM, str(_CPU_LIMIT_S), str(_WALL_LIMIT_S), str(_MEMORY_BYTES)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
