@@ -275,6 +275,8 @@ reward.bad_row: A column of a row has a value that a built-in reward function ca
     Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.
 reward.bad_section: Two options of the section `reward`, or `reward_fn` and that section, contradict each other.
     Change the option that the message names.
+reward.math_process_died: The process in which the reward `math` compares formulas died twice during one comparison.
+    Look for a killed process (out of memory) in the log of the machine; give it more memory or lower reward.workers.
 reward.missing_column: A reward function has a parameter without default for which a row has no column.
     Add the column in the dataset's map_fn, or give the parameter a default.
 reward.missing_library: The reward `math` needs the library math-verify, which is not installed.
@@ -313,8 +315,14 @@ rollout.stopped: The rollout controller ended with an unexpected error.
 rollout.weights_needed: A restarted server lacks the current weights, and only the trainer has them.
     None: the trainer publishes them again and continues.
 
+sandbox.backend_unusable: The machine cannot run programs in the way that reward.sandbox.backend names.
+    Install what the message names, or choose another backend (docs/rewards.md, "The sandbox").
 sandbox.not_started: The sandbox for a program did not start within 4 s.
     Check that the machine has free memory and processes, and that Python can start there.
+sandbox.remote_refused: The service at reward.sandbox.url refuses a request or does not answer as SandboxFusion does.
+    Check that the address is that of a SandboxFusion service, and the variable AREAL_SANDBOX_TOKEN if it needs a token.
+sandbox.remote_unavailable: The service at reward.sandbox.url did not run a program, also after all repetitions.
+    Start the service, give it more workers, or lower reward.workers and reward.sandbox.max_requests.
 
 server.adapter_folder: A folder is not a LoRA adapter in the format of PEFT.
     Give a folder that has an adapter_config.json.

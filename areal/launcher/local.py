@@ -41,6 +41,7 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     run_lock,
 )
+from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
@@ -148,7 +149,7 @@ def launch(request: Launch, machine: Machine) -> int:
     if isinstance(config, PPOConfig):
         for notice in notices(config):
             line.say(notice)
-        problems += server_problems(config, plan, line.say)
+        problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     if request.dry_run:
         sys.stdout.write(plan_text(plan))
         if request.extras:

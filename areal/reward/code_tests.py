@@ -1,19 +1,43 @@
-"""The tests of a programming problem: the accepted forms of a row's `tests`, and when two outputs are equal."""
+"""The tests of a programming problem: the accepted forms of a row's `tests`, and when two outputs are equal.
+
+A test takes from the program only what is tested. Every other name in it is defined or imported by the test, a builtin,
+or a known module: a program could replace anything else by a version that accepts wrong results.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import json
 import math
 import re
-from dataclasses import dataclass
+import symtable
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal.api.errors import InputError
 
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+")
+_MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+"""Names of modules outside the standard library that tests use without importing them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeLimits:
+    """Limits of the program of one completion."""
+
+    time_limit_s: float = 4.0
+    """Wall time of each test."""
+    total_time_limit_s: float = 10.0
+    """Wall time of all tests; tests that were not started have failed."""
+    memory_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not (self.time_limit_s > 0 and self.total_time_limit_s > 0 and self.memory_bytes > 0):
+            raise InputError(f"the row's limits of time and memory must be above 0: {self}", code="reward.bad_row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +62,18 @@ class AssertTest:
     """Python source that raises unless the program is correct."""
 
     source: str
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    """Name in the source -> name in the program."""
+    modules: dict[str, str] = field(default_factory=dict[str, str])
+    """Name in the source -> module that it means; the source does not import it."""
 
 
 CodeTest = ProgramTest | CallTest | AssertTest
 
 
-def parse_tests(tests: Any, entry_point: str) -> list[CodeTest]:
-    """The tests of a row. InputError when there are none or their form is not known.
+def parse_tests(tests: Any, entry_points: list[str]) -> list[CodeTest]:
+    """The tests of a row, whose program defines `entry_points` ([] = not given). InputError when there are none, their
+    form is not known, or it is unclear which names they take from the program.
 
     - {"inputs": [...], "outputs": [...]}: standard input and output, each a text or a list of lines
     - the same with "fn_name": arguments and results of that function; a text is JSON, one argument in each line
@@ -56,6 +85,7 @@ def parse_tests(tests: Any, entry_point: str) -> list[CodeTest]:
         with contextlib.suppress(ValueError):  # Python source may also start with these characters
             tests = json.loads(tests)
     found: list[CodeTest] = []
+    entry_point = entry_points[0] if entry_points else ""
     if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
         found = _pairs(tests["inputs"], tests["outputs"], str(tests.get("fn_name") or ""))
     elif isinstance(tests, list) and tests and all(isinstance(item, dict) for item in tests):
@@ -65,7 +95,7 @@ def parse_tests(tests: Any, entry_point: str) -> list[CodeTest]:
             function = str(item.get("fn_name") or entry_point) if item.get("testtype") == "functional" else ""
             found += _pairs([item["input"]], [item["output"]], function)
     elif isinstance(tests, str) or (isinstance(tests, list) and all(isinstance(item, str) for item in tests)):
-        found = _assertions([tests] if isinstance(tests, str) else tests, entry_point)
+        found = _assertions([tests] if isinstance(tests, str) else tests, entry_points)
     if not found:
         shown = f"a {type(tests).__name__}: {str(tests)[:100]!r}"
         raise _bad_tests(f"they are empty or have an unknown form (docs/rewards.md lists the forms): {shown}")
@@ -102,7 +132,7 @@ def _call(function: str, given: Any, wanted: Any) -> CallTest:
     return CallTest(function=function, args=given, result=wanted)
 
 
-def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
+def _assertions(sources: list[str], entry_points: list[str]) -> list[CodeTest]:
     """One test for each source that tests something; sources that only define or import precede each of the others."""
     setup: list[str] = []
     tests: list[str] = []
@@ -111,7 +141,7 @@ def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
             body = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError) as error:
             raise _bad_tests(f"a test is not Python: {source[:100]!r} ({error})") from None
-        if entry_point and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
+        if entry_points and any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body):
             source += "\ncheck(candidate)\n"
         elif all(
             isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.FunctionDef | ast.ClassDef) for node in body
@@ -120,7 +150,49 @@ def _assertions(sources: list[str], entry_point: str) -> list[CodeTest]:
             continue
         tests.append(source)
     before = "".join(f"{source}\n" for source in setup)
-    return [AssertTest(source=before + source) for source in tests]
+    return [_assertion(before + source, entry_points) for source in tests]
+
+
+def _assertion(source: str, entry_points: list[str]) -> AssertTest:
+    try:
+        unknown, used, has_star = _names(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise _bad_tests(f"a test is not Python: {source[:100]!r} ({error})") from None
+    modules = {
+        name: _MODULES.get(name, name)
+        for name, is_called in unknown.items()
+        if name not in entry_points and not is_called and (name in _MODULES or name in sys.stdlib_module_names)
+    }
+    names = {name: name for name in entry_points} | ({"candidate": entry_points[0]} if entry_points else {})
+    others = [name for name in unknown if name not in names and name not in modules]
+    if not entry_points and len(others) == 1:
+        names = {others[0]: others[0]}
+    elif not used & names.keys() or (others and not has_star):
+        found = f"use {', '.join(others)}, not defined or imported there" if others else "use no name of a program"
+        fix = "define or import helpers in the tests, and name in `entry_point` what the program has to define"
+        raise _bad_tests(f"it is unclear what they take from the program, since they {found}: {fix}")
+    return AssertTest(source=source, names=names, modules=modules)
+
+
+def _names(source: str) -> tuple[dict[str, bool], set[str], bool]:
+    """The names that a test uses but does not define or import and that are no builtins -> whether one is used other
+    than as in `name.attribute`; all global names that it uses; and whether it imports with a star."""
+    tables = [symtable.symtable(source, "tests", "exec")]
+    known, used = set[str](), set[str]()
+    for number, table in enumerate(tables):
+        tables += table.get_children()  # visited later by this loop
+        for symbol in table.get_symbols():
+            is_global = number == 0 or symbol.is_global()
+            if is_global and (symbol.is_assigned() or symbol.is_imported()):
+                known.add(symbol.get_name())
+            elif is_global and symbol.is_referenced():
+                used.add(symbol.get_name())
+    nodes = list(ast.walk(ast.parse(source)))
+    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    called = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
+    unknown = sorted(name for name in used - known - set(dir(builtins)) if not name.startswith("__"))
+    has_star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
+    return {name: name in called for name in unknown}, used, has_star
 
 
 def same_output(given: str, wanted: str, tolerance: float) -> bool:

@@ -23,6 +23,7 @@ from areal.api.config import RewardConfig
 from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.observe.log import get_logger
+from areal.reward import sandbox_backends
 from areal.reward.worker_process import WorkerEnded, WorkerProcess
 from areal.system.device import cpu_count
 
@@ -88,7 +89,9 @@ class _Call:
 class RewardPool:
     """Scores answers in worker processes, which it starts on demand. Used on one event loop only."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, *, is_sandbox_checked: bool = False) -> None:
+        """`is_sandbox_checked`: `log_reach` was called, so workers do not log the same again."""
+        self._env = sandbox_backends.variable(config.sandbox, announced=is_sandbox_checked)
         self._timeout_s = config.timeout_s
         self._size = config.workers or max(1, cpu_count() // 2)
         self._queue: deque[_Call] = deque()
@@ -158,7 +161,7 @@ class RewardPool:
         self._queued.set()
         wanted = len(self._queue) - self._num_idle - len(self._starting)
         for _ in range(min(wanted, self._size - len(self._workers))):
-            worker = WorkerProcess()
+            worker = WorkerProcess(self._env)
             self._workers[worker] = deque()
             self._starting.add(worker)
             task = asyncio.create_task(self._work(worker), name=f"reward worker {worker.pid}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -26,8 +25,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from areal.api.errors import RewardError
-from areal.observe.log import get_logger
 from areal.reward.sandbox_confine import remove_folder
+from areal.reward.sandbox_runner import Output, SandboxEnded
 
 Role = Literal["program", "functions", "checker"]
 """What runs inside: a whole program, a server of its functions, or the assertion checker."""
@@ -38,6 +37,10 @@ _END_WAIT_S = 2.0
 _START_WAIT_S = 4.0
 """Limit of a sandbox's start, which usually takes 0.05 s; the program's own time limit begins afterwards."""
 _READ_BYTES = 1 << 16
+_SYSTEM_LIBRARIES = (
+    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store",
+    "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
+)  # fmt: skip
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -62,22 +65,11 @@ class Isolation:
     """Protections in addition to the limits. Tests switch some off, to check each of the others alone."""
 
     namespaces: bool = True
-    """No network, no other process visible, nothing writable except an empty folder in memory."""
+    """No network, no other process visible, no files except those of Python and an empty folder in memory."""
     system_calls: bool = True
     """No new process, no signal, no socket, no mount."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Result of a whole program."""
-
-    stdout: bytes
-    exit_code: int | None
-    """None = areal ended it: it exceeded its time or its output."""
-
-
-class SandboxEnded(Exception):
-    """A sandbox ended, or was ended, before it answered. The message gives the reason."""
+    bubblewrap: bool = False
+    """The command bwrap makes the namespaces."""
 
 
 class IsolationMissing(Exception):
@@ -93,14 +85,17 @@ class Sandbox:
         """Call `wait_started` first. The sandbox ends without `close` after `keep_s`."""
         self.isolation = isolation
         self._limits = limits
-        self._folder = tempfile.mkdtemp(prefix="areal-sandbox-")
+        self._folder = "/tmp" if isolation.bubblewrap else tempfile.mkdtemp(prefix="areal-sandbox-")
+        packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        visible = visible_paths(packages)
+        prefix = _bubblewrap(visible, limits.folder_bytes) if isolation.bubblewrap else [sys.executable]
         self._buffer = bytearray()
         self._channel, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as given:
             given.write(stdin)
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-sPS", "-m", "areal.reward.sandbox_inside", str(theirs.fileno()), str(os.getpid())],
+                [*prefix, "-sPS", "-m", "areal.reward.sandbox_inside", str(theirs.fileno()), str(os.getpid())],
                 stdin=given,
                 stdout=subprocess.PIPE if role == "program" else subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -111,8 +106,8 @@ class Sandbox:
             )
         bounds = dataclasses.asdict(limits) | {"cpu_s": math.ceil(limits.cpu_s)}
         orders = {"role": role, "source": source, "limits": bounds, "folder": self._folder, "keep_s": keep_s}
-        orders |= {"isolate": isolation.namespaces, "refuse": isolation.system_calls}
-        orders |= {"root": _ROOT, "packages": [sysconfig.get_path("purelib")]}
+        orders |= {"isolate": isolation.namespaces and not isolation.bubblewrap, "refuse": isolation.system_calls}
+        orders |= {"root": _ROOT, "packages": packages, "visible": visible}
         with contextlib.suppress(SandboxEnded):  # wait_started reports it
             self.send(orders, until_s=time.monotonic() + _START_WAIT_S)
 
@@ -124,7 +119,7 @@ class Sandbox:
         try:
             report = self.receive(until_s=time.monotonic() + _START_WAIT_S)
         except SandboxEnded as error:
-            raise RewardError(f"a sandbox did not start: it {error}", code="sandbox.not_started") from error
+            raise RewardError(f"a sandbox did not start: {error.reason}", code="sandbox.not_started") from error
         if report["missing"]:
             raise IsolationMissing(report["missing"])
         return self
@@ -151,9 +146,9 @@ class Sandbox:
             self._channel.settimeout(max(1e-3, until_s - time.monotonic()))
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except TimeoutError:
-            raise SandboxEnded("ran past its time limit") from None
+            raise SandboxEnded("time_limit") from None
         except OSError as error:
-            raise SandboxEnded("ended early") from error
+            raise SandboxEnded("ended") from error
 
     def receive(self, *, until_s: float) -> Any:
         """The next message. SandboxEnded as for `ask`, or when the message is too large or invalid."""
@@ -161,25 +156,25 @@ class Sandbox:
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             if len(self._buffer) > _MAX_LINE_BYTES:
-                raise SandboxEnded("sent too large a message")
+                raise SandboxEnded("too_large")
             try:
                 self._channel.settimeout(max(1e-3, until_s - time.monotonic()))
                 data = self._channel.recv(_READ_BYTES)
             except TimeoutError:
-                raise SandboxEnded("ran past its time limit") from None
+                raise SandboxEnded("time_limit") from None
             except OSError:
                 data = b""
             if not data:
-                raise SandboxEnded("ended early")
+                raise SandboxEnded("ended")
             self._buffer += data
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         if line.count(b"[") + line.count(b"{") > _MAX_CONTAINERS:
-            raise SandboxEnded("sent too large a message")
+            raise SandboxEnded("too_large")
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise SandboxEnded("sent an invalid message") from error
+            raise SandboxEnded("invalid_message") from error
 
     def output(self, *, until_s: float) -> Output:
         """Wait for the end of a whole program: its standard output and exit code."""
@@ -203,7 +198,8 @@ class Sandbox:
             self._end()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        remove_folder(self._folder)
+        if not self.isolation.bubblewrap:
+            remove_folder(self._folder)
 
     def _end(self) -> int | None:
         """The keeper's exit code; None when it did not end in time and was killed with its process group."""
@@ -216,9 +212,27 @@ class Sandbox:
             return None
 
 
-@functools.cache
-def available_isolation() -> Isolation:
-    """The protections that this machine offers, tried once in each process; missing ones are logged."""
+def visible_paths(packages: list[str]) -> list[str]:
+    """The files and folders that a program in namespaces can read, outer ones first: what Python needs, and `packages`.
+
+    Each is listed by its name and, where that contains a symbolic link, also by its real path.
+    """
+    needed = [sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", *packages, *_SYSTEM_LIBRARIES]
+    existing = {form for path in needed if os.path.exists(path) for form in (path, os.path.realpath(path))}
+    return [path for path in sorted(existing) if not any(path.startswith(f"{outer}/") for outer in existing)]
+
+
+def _bubblewrap(visible: list[str], folder_bytes: int) -> list[str]:
+    """The command that starts Python in namespaces made by bwrap, with the same contents as in `enter_namespaces`."""
+    python = os.path.realpath(sys.executable)
+    shown = [*visible, python, f"{_ROOT}/areal/__init__.py", f"{_ROOT}/areal/reward"]
+    binds = [word for path in shown for word in ("--ro-bind", path, path)]
+    binds += ["--dev-bind", "/dev/null", "/dev/null", "--size", str(folder_bytes), "--tmpfs", "/tmp"]
+    return ["bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", *binds, "--remount-ro", "/", python]
+
+
+def available_isolation() -> tuple[Isolation, list[str]]:
+    """The protections that this machine offers without bubblewrap, and why others are missing."""
     missing: list[str] = []
     for isolation in (
         Isolation(),
@@ -227,15 +241,15 @@ def available_isolation() -> Isolation:
         Isolation(namespaces=False, system_calls=False),
     ):
         try:
-            with Sandbox("program", "", limits=SandboxLimits(), isolation=isolation, keep_s=_START_WAIT_S) as sandbox:
-                sandbox.wait_started()
+            try_isolation(isolation)
         except IsolationMissing as error:
             missing.append(str(error))
             continue
-        if missing:
-            get_logger(__name__).warning(
-                "programs of completions run without all protections, this machine does not offer %s (docs/rewards.md)",
-                "; ".join(dict.fromkeys(missing)),
-            )
-        return isolation
+        return isolation, list(dict.fromkeys(missing))
     raise RewardError("no sandbox can be started", code="sandbox.not_started")
+
+
+def try_isolation(isolation: Isolation) -> None:
+    """Start an empty program. The errors of `Sandbox.wait_started`."""
+    with Sandbox("program", "", limits=SandboxLimits(), isolation=isolation, keep_s=_START_WAIT_S) as sandbox:
+        sandbox.wait_started()

@@ -28,40 +28,34 @@ _MNT_DETACH = 2
 _INSIDE_ID = 1000
 _CAPABILITY_VERSION_3 = 0x20080522
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""machine -> (column of the tables below, AUDIT_ARCH_*)."""
-_NONE = -1
-_REFUSED: dict[str, tuple[int, int]] = {
-    "fork": (57, _NONE), "vfork": (58, _NONE), "execve": (59, 221), "execveat": (322, 281),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "setsid": (112, 157), "setpgid": (109, 154),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "socket": (41, 198),
-    "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "personality": (135, 92),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
-    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "sethostname": (170, 161), "setdomainname": (171, 162),
+FILTERED_MACHINE = "x86_64"
+"""The only machine with a table of system calls; sandboxes on others use bubblewrap or a remote service."""
+_AUDIT_ARCHITECTURE = 0xC000003E
+_REFUSED = {
+    "fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "kill": 62, "tkill": 200, "tgkill": 234,
+    "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424, "pidfd_open": 434, "pidfd_getfd":
+    438, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "setsid": 112, "setpgid": 109,
+    "process_madvise": 440, "process_mrelease": 448, "kcmp": 312, "setpriority": 141, "ioprio_set": 251,
+    "sched_setparam": 142, "sched_setscheduler": 144, "sched_setattr": 314, "sched_setaffinity": 203,
+    "migrate_pages": 256, "move_pages": 279, "socket": 41, "mount": 165, "umount2": 166, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
+    "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "name_to_handle_at": 303, "open_by_handle_at":
+    304, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "bpf": 321, "perf_event_open": 298,
+    "userfaultfd": 323, "personality": 135, "add_key": 248, "request_key": 249, "keyctl": 250, "init_module": 175,
+    "finit_module": 313, "delete_module": 176, "kexec_load": 246, "reboot": 169, "swapon": 167, "swapoff": 168,
+    "acct": 163, "quotactl": 179, "settimeofday": 164, "clock_settime": 227, "sethostname": 170, "setdomainname":
+    171,
 }  # fmt: skip
-_UNKNOWN: dict[str, tuple[int, int]] = {
-    "clone3": (435, 435),  # a filter cannot read its flags, which are in memory; the C library then uses clone
-    "io_uring_setup": (425, 425),  # could make refused calls for a program
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
+_UNKNOWN = {
+    "clone3": 435,  # a filter cannot read its flags, which are in memory; the C library then uses clone
+    "io_uring_setup": 425,  # could make refused calls for a program
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
 }
 """Answered with ENOSYS, as by a kernel that does not have them, so that libraries use their fallback."""
-_CLONE, _PRCTL, _PRLIMIT = (56, 220), (157, 167), (302, 261)
+_CLONE, _PRCTL, _PRLIMIT = 56, 157, 302
 _CLONE_THREAD = 0x10000
-_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_FCNTL, _IOCTL, _SOCKETPAIR = 72, 16, 53
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 """They choose a signal and the process that gets it when a descriptor is ready, such as SIGKILL for the worker."""
 _NOT_A_STREAM = 0xE
@@ -87,9 +81,10 @@ class _MountAttributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user")]
 
 
-def enter_namespaces(folder: str, folder_bytes: int) -> None:
-    """Enter new namespaces: no network, no other process visible, every file system read-only except an empty `folder`
-    of `folder_bytes` in memory.
+def enter_namespaces(folder: str, folder_bytes: int, visible: list[str]) -> None:
+    """Enter new namespaces: no network, no other process visible, and a new root that contains only `visible` (files
+    and folders, read-only), /dev/null, an empty /proc, and /tmp of `folder_bytes` in memory. `folder` is an empty
+    folder, on which the new root is mounted.
 
     The process namespace applies to children only: fork next. OSError when the machine forbids a step; earlier steps
     then remain done.
@@ -112,18 +107,26 @@ def enter_namespaces(folder: str, folder_bytes: int) -> None:
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    mount("/dev/null", "/dev/null", "", _MS_BIND)
+    mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=1000,mode=0755")
+    for path in ["/dev/null", *visible]:
+        target = folder + path
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT, 0o600))
+        mount(path, target, "", _MS_BIND | _MS_REC)
+    os.makedirs(f"{folder}/proc", exist_ok=True)
+    os.makedirs(f"{folder}/tmp", exist_ok=True)
     # Devices are blocked too: the user who runs areal may own a disk device.
-    set_attributes("/", _AT_RECURSIVE, set=_ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
-    set_attributes("/dev/null", 0, clear=_ATTR_RDONLY | _ATTR_NODEV)
+    set_attributes(folder, _AT_RECURSIVE, set=_ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
+    set_attributes(f"{folder}/dev/null", 0, clear=_ATTR_RDONLY | _ATTR_NODEV)
     size = f"size={folder_bytes},nr_inodes=1000,mode=0700"
-    mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, size)
-    mount("tmpfs", "/proc", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4096,nr_inodes=1,mode=0500")
-
-
-def leave_folder(folder: str) -> None:
-    """Unmount the file system in memory from its folder, so that the folder can be removed."""
-    ctypes.CDLL(None).umount2(folder.encode(), _MNT_DETACH)
+    mount("tmpfs", f"{folder}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, size)
+    os.chdir(folder)
+    check(libc.pivot_root(b".", b"."))  # the old root is now mounted on top of the new one
+    check(libc.umount2(b".", _MNT_DETACH))
+    os.chdir("/")
 
 
 def remove_folder(folder: str) -> None:
@@ -175,10 +178,9 @@ def drop_capabilities() -> None:
 
 def refuse_system_calls() -> None:
     """Install the filter for the rest of this process. OSError when this kernel or machine does not support it."""
-    machine = os.uname().machine
-    if machine not in _ARCHITECTURES:
+    if (machine := os.uname().machine) != FILTERED_MACHINE:
         raise OSError(errno.ENOTSUP, f"no table of system calls for {machine}")
-    program = filter_program(*_ARCHITECTURES[machine])
+    program = _filter_program()
     libc = ctypes.CDLL(None, use_errno=True)
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
@@ -189,40 +191,39 @@ def refuse_system_calls() -> None:
         check(libc.prctl(option, value, pointer, 0, 0))
 
 
-def filter_program(column: int, architecture: int) -> bytes:
+def _filter_program() -> bytes:
     """The filter in the kernel's classic BPF, 8 bytes an instruction."""
     refuse, unknown = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
     steps: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH_AT),
-        (_EQUAL, 1, 0, architecture),
+        (_EQUAL, 1, 0, _AUDIT_ARCHITECTURE),
         (_RETURN, 0, 0, refuse),
         (_LOAD, 0, 0, _NUMBER_AT),
         (_AT_LEAST, 0, 1, _FOREIGN_CALLS),
         (_RETURN, 0, 0, unknown),
     ]
     for table, answer in ((_REFUSED, refuse), (_UNKNOWN, unknown)):
-        for numbers in table.values():
-            if numbers[column] != _NONE:
-                steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, answer)]
+        for number in table.values():
+            steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
     # Calls whose answer depends on an argument. For other calls the filter jumps over these steps.
-    for numbers, test, value, when_true, when_false in (
+    for number, test, value, when_true, when_false in (
         (_CLONE, _HAS_BIT, _CLONE_THREAD, _ALLOW, refuse),
         (_PRCTL, _EQUAL, _PR_SET_PDEATHSIG, refuse, _ALLOW),  # would keep it alive after its keeper
         (_PRLIMIT, _EQUAL, 0, _ALLOW, refuse),  # of itself only
     ):
         steps += [
-            (_EQUAL, 0, 4, numbers[column]),
+            (_EQUAL, 0, 4, number),
             (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
             (test, 0, 1, value),
             (_RETURN, 0, 0, when_true),
             (_RETURN, 0, 0, when_false),
         ]
-    for numbers, test, refused in (
+    for number, test, refused in (
         (_FCNTL, _EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
         (_IOCTL, _EQUAL, (_FIOSETOWN, _SIOCSPGRP)),
         (_SOCKETPAIR, _HAS_BIT, (_NOT_A_STREAM,)),
     ):
-        steps += [(_EQUAL, 0, 2 * len(refused) + 2, numbers[column]), (_LOAD, 0, 0, _SECOND_ARGUMENT_AT)]
+        steps += [(_EQUAL, 0, 2 * len(refused) + 2, number), (_LOAD, 0, 0, _SECOND_ARGUMENT_AT)]
         for value in refused:
             steps += [(test, 0, 1, value), (_RETURN, 0, 0, refuse)]
         steps.append((_RETURN, 0, 0, _ALLOW))

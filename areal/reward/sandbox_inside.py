@@ -17,12 +17,12 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 from areal.reward import sandbox_roles
 from areal.reward.sandbox_confine import (
     drop_capabilities,
     enter_namespaces,
-    leave_folder,
     refuse_system_calls,
     remove_folder,
     set_limits,
@@ -45,9 +45,9 @@ def main(argv: list[str]) -> NoReturn:
         os._exit(1)
     orders = json.loads(line)
     limits, folder = orders["limits"], orders["folder"]
-    # opened now: later every file system is read-only
-    outside = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
-    if orders["isolate"] and (problem := _problem_of(lambda: enter_namespaces(folder, limits["folder_bytes"]))):
+    outside = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)  # opened now: later it is hidden
+    enter = partial(enter_namespaces, folder, limits["folder_bytes"], orders["visible"])
+    if orders["isolate"] and (problem := _problem_of(enter)):
         _refuse(channel, f"namespaces: {problem}")
     _end_with(parent, signal.SIGTERM)
     keeper = os.getpid()
@@ -62,7 +62,6 @@ def main(argv: list[str]) -> NoReturn:
     _sweep()
     # The reward worker removes the folder too, unless it was killed.
     if orders["isolate"]:
-        leave_folder(folder)
         with contextlib.suppress(OSError):
             os.rmdir(os.path.basename(folder), dir_fd=outside)
     else:
@@ -133,11 +132,12 @@ def _sweep() -> None:
 
 def _run(orders: dict[str, Any], channel: int) -> NoReturn:
     """Confine this process and run the program in its role; exits with the program's exit code."""
-    os.chdir(orders["folder"])
+    home = "/tmp" if orders["isolate"] else orders["folder"]
+    os.chdir(home)
     with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(orders["source"])
     os.environ.clear()
-    os.environ.update({"HOME": orders["folder"], "TMPDIR": orders["folder"], "OPENBLAS_NUM_THREADS": "1"})
+    os.environ.update({"HOME": home, "TMPDIR": home, "OPENBLAS_NUM_THREADS": "1"})
     sys.path[:] = [path for path in sys.path if path != orders["root"]] + orders["packages"]
     sys.dont_write_bytecode = True
     sys.set_int_max_str_digits(0)

@@ -6,7 +6,7 @@ JSON:
 
     to the program   {"op", "target": name or number of an object, "args", "kwargs"}
     its answer       {"value"} or {"error": [kind, text]}
-    to the checker   {"test": source, "names": what the program defines, "entry_point"}
+    to the checker   {"test": source, "names": {name in the test: name in the program}, "modules": {name: module}}
     its answer       any number of messages to the program, then {"passed": bool}
 """
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-_FOREIGN_NAMES = ("numpy",)
-"""Modules outside the standard library that the checker imports when the program has imported them."""
 _MAX_TEXT = 500
 
 
@@ -45,7 +43,7 @@ def play(role: str, channel: int) -> None:
     elif role == "functions":
         Functions(channel).serve()
     else:
-        AssertionChecker(channel).serve()
+        AssertionChecker(Lines(channel)).serve()
 
 
 class Lines:
@@ -75,7 +73,7 @@ class Functions:
     def serve(self) -> None:
         try:
             self._names = runpy.run_path("program.py", run_name="program")
-            answer: Any = {"value": {name: self._kind(value) for name, value in self._names.items()}}
+            answer: Any = {"value": None}
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
             answer = _described(error)
         self._lines.write(answer)
@@ -86,12 +84,6 @@ class Functions:
                 answer = _described(error)
             self._lines.write(answer)
 
-    def _kind(self, value: Any) -> Any:
-        """How the checker represents a name: a module, or a value (for example an object that stays here)."""
-        if isinstance(value, ModuleType):
-            return {"module": value.__name__}
-        return {"value": encoded(value, self._keep)}
-
     def _keep(self, value: Any) -> int:
         self._objects.append(value)
         return len(self._objects) - 1
@@ -100,6 +92,8 @@ class Functions:
         target, op = question["target"], question["op"]
         args = [decoded(item, self._objects.__getitem__) for item in question["args"]]
         named = {name: decoded(item, self._objects.__getitem__) for name, item in question["kwargs"].items()}
+        if op == "name":
+            return self._names[target]
         subject = self._named(target) if isinstance(target, str) else self._objects[target]
         if op == "call":
             return subject(*args, **named)
@@ -116,32 +110,29 @@ class Functions:
 
 
 class AssertionChecker:
-    """Runs assertions. The program's names are Remote objects, whose values stay in the program's process."""
+    """Runs assertions. What they take from the program are Remote objects, whose values stay in its process."""
 
-    def __init__(self, channel: int) -> None:
-        self._lines = Lines(channel)
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
 
     def serve(self) -> None:
         while (order := self._lines.read()) is not None:
-            try:
-                _run_test(order["test"], self._globals(order))
-                passed = True
-            except BaseException:  # noqa: BLE001 - a test or the program may raise anything
-                passed = False
-            self._lines.write({"passed": passed})
+            self._lines.write({"passed": self.passes(order)})
 
-    def _globals(self, order: dict[str, Any]) -> dict[str, Any]:
-        names: dict[str, Any] = {}
-        for name, kind in order["names"].items():
-            if "module" in kind:
-                if kind["module"].split(".")[0] in sys.stdlib_module_names | set(_FOREIGN_NAMES):
-                    names[name] = importlib.import_module(kind["module"])
-            # A program's own `abs` or `math` must not replace the one that the tests mean.
-            elif not name.startswith("__") and not hasattr(builtins, name) and name not in sys.stdlib_module_names:
-                names[name] = decoded(kind["value"], partial(Remote, self))
-        if order["entry_point"]:
-            names["candidate"] = names.get(order["entry_point"], Remote(self, order["entry_point"]))
-        return names
+    def passes(self, order: dict[str, Any]) -> bool:
+        try:
+            names = {name: importlib.import_module(module) for name, module in order["modules"].items()}
+            _run_test(order["test"], names | {name: self._taken(target) for name, target in order["names"].items()})
+        except BaseException:  # noqa: BLE001 - a test or the program may raise anything
+            return False
+        return True
+
+    def _taken(self, name: str) -> Any:
+        """What the program calls `name`; a method of its class Solution has no value of its name."""
+        try:
+            return self.ask("name", name, (), {})
+        except KeyError:
+            return Remote(self, name)
 
     def ask(self, op: str, target: str | int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         sent = [encoded(item, _number_of) for item in args]

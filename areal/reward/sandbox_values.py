@@ -95,3 +95,12 @@ def _key(data: Any) -> str:
     """A dict's key as text."""
     is_tuple = isinstance(data, dict) and list(data) == ["tuple"]
     return str(tuple(map(plain_data, data["tuple"])) if is_tuple else plain_data(data))
+
+
+def call_question(function: str, args: list[Any]) -> dict[str, Any]:
+    """The message that calls a function of a program. TypeError for arguments that are not plain data."""
+
+    def never(value: Any) -> int:
+        raise TypeError(f"an argument of a test is not plain data: {value!r:.100}")
+
+    return {"op": "call", "target": function, "args": [encoded(value, never) for value in args], "kwargs": {}}

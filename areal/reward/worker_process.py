@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -29,7 +30,8 @@ class WorkerEnded(Exception):
 class WorkerProcess:
     """A child process that runs reward functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """`env`: variables in addition to those of this process."""
         self.loaded: set[FunctionRef] = set()
         """Functions that it has imported."""
         self._incomplete = b""
@@ -40,7 +42,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "areal.reward.worker", str(os.getpid()), orjson.dumps(sys.path).decode()],
                 stdin=theirs.fileno(),
-                env=_environment(),
+                env={**_environment(), **env},
                 process_group=0,  # killed together with the processes that the user's function starts
             )
 

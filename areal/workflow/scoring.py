@@ -16,6 +16,7 @@ from areal.api.functions import FunctionRef
 from areal.api.workflow import RewardFn
 from areal.observe.log import get_logger
 from areal.reward.pool import RewardPool, RewardResult
+from areal.reward.sandbox_backends import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
 from areal.workflow.generate import gather_or_cancel
 
@@ -47,6 +48,9 @@ class Scorer:
         self._config = config
         self._pool: RewardPool | None = None
         self._errors_logged: set[tuple[FunctionRef, str]] = set()
+        tables = (self._table.default, *self._table.by_source.values())
+        self._runs_programs = any(term.function == REWARD_FUNCTIONS["code"] for terms in tables for term in terms)
+        self._is_sandbox_checked = False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """InputError when `row` has no reward function, or reward.timeout_s is too short for its tests."""
@@ -63,7 +67,13 @@ class Scorer:
                 )
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """InputError with the index of the first row whose source has no reward function."""
+        """InputError with the index of the first row whose source has no reward function.
+
+        Also checks and describes the sandbox, if the reward runs programs: ConfigError or RewardError.
+        """
+        if self._runs_programs and not self._is_sandbox_checked:
+            log_reach(self._config.sandbox)
+            self._is_sandbox_checked = True
         if self._table.by_source:
             for index, row in enumerate(rows):
                 try:
@@ -81,7 +91,7 @@ class Scorer:
         no reward function.
         """
         if self._pool is None:
-            self._pool = RewardPool(self._config)
+            self._pool = RewardPool(self._config, is_sandbox_checked=self._is_sandbox_checked)
         pool, fail_fast = self._pool, self._config.on_error == "fail"
         terms = self._table.of(row)
 

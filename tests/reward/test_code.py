@@ -5,10 +5,12 @@ import pytest
 from areal.api.config import RewardConfig
 from areal.api.errors import InputError
 from areal.reward import sandbox
-from areal.reward.code import CodeLimits, Trial, code_reward, last_code_block
-from areal.reward.code_tests import AssertTest
+from areal.reward.code import Trial, code_reward, last_code_block
+from areal.reward.code_tests import AssertTest, CodeLimits
 from areal.reward.pool import RewardPool
 from areal.reward.sandbox import Isolation
+from areal.reward.sandbox_local import LocalRunner
+from areal.reward.sandbox_runner import Output
 from areal.reward.table import REWARD_FUNCTIONS
 
 ADD = "def add(a, b):\n    return a + b"
@@ -154,15 +156,35 @@ except KeyError:
 else:
     assert False
 """
-    assert score(stack, [test]) == 1.0
+    assert score(stack, [test], entry_point=["Stack", "odd", "fails", "top"]) == 1.0
     assert score(stack, ["assert Stack() == Stack()"]) == 0.0
 
 
 def test_a_program_cannot_replace_a_module_of_the_tests():
     uses_math = ["assert math.isclose(add(1, 2), 3)"]
-    assert score("import math\n" + ADD, uses_math) == 1.0
+    assert score(ADD, uses_math) == 1.0
     fake = "class Fake:\n    def isclose(self, *a): return True\nmath = Fake()\ndef add(a, b): return 9"
     assert score(fake, uses_math) == 0.0
+
+
+def test_a_test_takes_from_the_program_only_what_it_tests():
+    """The helper `poly` of HumanEval 32 could accept every result."""
+    poly = "def poly(a, x): return sum(c * x**i for i, c in enumerate(a))\n"
+    check = "def check(candidate):\n    assert abs(poly([-2, 1], candidate([-2, 1]))) < 1e-6\n"
+    with pytest.raises(InputError) as error:
+        score("def root(a): return 2.0", check, entry_point="root")
+    assert "poly" in str(error.value)
+    assert score("def root(a): return 2.0", [poly, check], entry_point="root") == 1.0
+    assert score("def root(a): return 3.0\ndef poly(a, x): return 0", [poly, check], entry_point="root") == 0.0
+    named = ["from math import *\nassert isclose(add(1, 2), 3)"]
+    assert score(ADD, named, entry_point="add") == 1.0
+    assert score("def isclose(*a): return True\ndef add(a, b): return 9", named, entry_point="add") == 0.0
+
+
+def test_a_function_with_the_name_of_a_builtin_is_tested_when_it_is_the_entry_point():
+    assert score("def sum(a, b): return a * b", ["assert sum(2, 3) == 6"], entry_point="sum") == 1.0
+    assert score("def sum(a, b): return a + b", ["assert sum(2, 3) == 6"], entry_point="sum") == 0.0
+    assert score("def copy(x): return x", ["assert copy(3) == 3"]) == 1.0  # called, so it is not the module
 
 
 @pytest.mark.parametrize("end", ["StopIteration", "StopAsyncIteration"])
@@ -191,10 +213,10 @@ def test_a_program_can_read_the_tests_in_no_file_and_no_memory(monkeypatch):
 import glob, os
 def add(a, b):
     found = [path for path in glob.glob("/tmp/areal-sandbox-*/*.py") if "SECRET" in open(path, errors="ignore").read()]
-    mine = b"areal.reward.sandbox_inside"
+    mine = open("/proc/self/cmdline", "rb").read()[-30:] if os.path.exists("/proc/self") else b"none"
     for path in glob.glob("/proc/[0-9]*"):
         try:
-            if mine in open(path + "/cmdline", "rb").read() and int(path[6:]) != os.getpid():
+            if open(path + "/cmdline", "rb").read().endswith(mine) and int(path[6:]) != os.getpid():
                 open(path + "/mem", "rb").close()
                 found.append(path)
         except OSError:
@@ -202,10 +224,10 @@ def add(a, b):
     return found
 """
     source = source.replace('"SECRET" in', '"SEC" + "RET" in')
-    case = AssertTest(source="SECRET = 3\nassert add(1, 2) == []")
+    case = AssertTest(source="SECRET = 3\nassert add(1, 2) == []", names={"add": "add"})
     limits = CodeLimits(time_limit_s=60, total_time_limit_s=100)
-    for isolation in (None, Isolation(namespaces=False)):
-        trial = Trial(source, limits=limits, entry_point="", tolerance=0, isolation=isolation)
+    for isolation in (sandbox.available_isolation()[0], Isolation(namespaces=False)):
+        trial = Trial(LocalRunner(source, limits, isolation), limits=limits, tolerance=0)
         assert trial.run([case], stop_at_failure=True) == 1
 
 
@@ -230,7 +252,8 @@ def f(kind):
 
 def test_all_or_nothing_stops_at_the_first_failure(monkeypatch):
     tried = []
-    monkeypatch.setattr(Trial, "_writes", lambda self, case: tried.append(case) or False)
+    output = Output(stdout=b"", exit_code=1)
+    monkeypatch.setattr(LocalRunner, "write", lambda self, stdin, until_s: tried.append(stdin) or output)
     assert score("", PAIRS) == 0.0
     assert len(tried) == 1
     assert score("", PAIRS, continuous=True) == 0.0
@@ -260,27 +283,32 @@ def test_an_endless_program_fails_and_the_next_test_runs():
 @pytest.mark.parametrize(
     ("tests", "value"),
     [
-        ([], r"\[\]"),
+        ([], "[]"),
         (None, "NoneType"),
         ({"inputs": ["1"], "outputs": []}, "`inputs` and `outputs`"),
         ([{"input": "1"}], "`input` or `output`"),
-        (["assert ("], r"assert \("),
+        (["assert ("], "assert ("),
         (["import math"], "import math"),
-        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "f are a int"),
-        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, "f is a text"),
+        ({"fn_name": "f", "inputs": [3], "outputs": [3]}, " f "),
+        ({"fn_name": "f", "inputs": ["x"], "outputs": ["3"]}, " f "),
+        (["assert close(add(1, 2), 3)"], "add, close"),
+        (["assert sorted([2, 1]) == [1, 2]"], "`entry_point`"),
+        (["from math import *", "assert isclose(add(1, 2), 3)"], "add, isclose"),
     ],
 )
 def test_invalid_tests_are_an_error_for_every_completion(tests, value):
     for completion in ("", "```python\nx = 1\n```"):
-        with pytest.raises(InputError, match=value) as error:
+        with pytest.raises(InputError) as error:
             code_reward("", completion, [], [], tests=tests)
         assert error.value.code == "reward.bad_row"
+        assert value in str(error.value)
 
 
 def test_invalid_limits_are_an_error():
-    with pytest.raises(InputError, match="time_limit_s=0") as error:
+    with pytest.raises(InputError) as error:
         score(ADD, ASSERTS, time_limit_s=0)
     assert error.value.code == "reward.bad_row"
+    assert "time_limit_s=0" in str(error.value)
 
 
 def test_null_in_a_column_is_its_default():

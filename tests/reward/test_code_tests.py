@@ -70,19 +70,31 @@ def test_results(given, wanted, same):
 
 
 def test_what_tests_imports_or_defines_comes_before_each_of_the_others():
-    found = parse_tests(["import math", "assert f(1)", "assert f(2)"], "")
-    assert found == [AssertTest(source="import math\nassert f(1)"), AssertTest(source="import math\nassert f(2)")]
-    assert parse_tests("def check(candidate): pass", "f") == [
-        AssertTest(source="def check(candidate): pass\ncheck(candidate)\n")
+    assert parse_tests(["import math", "assert f(1)", "assert g(2)"], []) == [
+        AssertTest(source="import math\nassert f(1)", names={"f": "f"}),
+        AssertTest(source="import math\nassert g(2)", names={"g": "g"}),
     ]
+    assert parse_tests("def check(candidate): pass", ["f"]) == [
+        AssertTest(source="def check(candidate): pass\ncheck(candidate)\n", names={"f": "f", "candidate": "f"})
+    ]
+
+
+def test_names_of_modules_are_not_taken_from_the_program():
+    (test,) = parse_tests("assert np.allclose(f([math.pi]), re.escape('a')) and T", ["f", "T"])
+    assert isinstance(test, AssertTest)
+    assert test.modules == {"np": "numpy", "math": "math", "re": "re"}
+    assert test.names == {"f": "f", "T": "T", "candidate": "f"}
+    (test,) = parse_tests("def test():\n    global x\n    x = f(1)\n    assert [y for y in x] == sum(x)\ntest()", [])
+    assert isinstance(test, AssertTest)
+    assert test.names == {"f": "f"}
 
 
 def test_pairs_and_calls():
-    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}', "") == [ProgramTest(stdin="1", stdout="2")]
-    assert parse_tests({"inputs": ["1\n[2]"], "outputs": ["[3]"], "fn_name": "f"}, "") == [
+    assert parse_tests('{"inputs": ["1"], "outputs": ["2"]}', []) == [ProgramTest(stdin="1", stdout="2")]
+    assert parse_tests({"inputs": ["1\n[2]"], "outputs": ["[3]"], "fn_name": "f"}, []) == [
         CallTest(function="f", args=[1, [2]], result=[3])
     ]
-    assert parse_tests([{"input": "[1]", "output": "1", "testtype": "functional"}], "g") == [
+    assert parse_tests([{"input": "[1]", "output": "1", "testtype": "functional"}], ["g"]) == [
         CallTest(function="g", args=[[1]], result=1)
     ]
 

@@ -6,15 +6,40 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from urllib.parse import urlsplit
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
-from areal.api.config.relevance import given
+from areal.api.config.relevance import given, when
 
 SOURCE_KEY = "data_source"
 MATH_NEEDS_S = 11.0
 """Maximum seconds of the reward `math` for one answer: 10 to compare and 1 to start."""
 CODE_TESTS_S, CODE_STARTS_S = 10.0, 5.0
 """Default seconds for all tests of one answer in the reward `code`, and maximum seconds to start them."""
+
+
+_REMOTE = when("backend", "remote")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Where the reward `code` runs the programs of completions."""
+
+    backend: str = choice("local", "local", "bubblewrap", "remote")
+    """local = areal's own sandbox (x86-64); bubblewrap = the command bwrap; remote = a SandboxFusion service."""
+    url: str = option("", relevant=_REMOTE, also="verl: reward.sandbox_fusion.url")
+    """Address of the service, e.g. http://10.0.0.7:8080; the path /run_code is added."""
+    max_requests: int = number(4, low=1, relevant=_REMOTE, also="verl: reward.sandbox_fusion.max_concurrent")
+    """Maximum number of open requests of one reward worker (reward.workers)."""
+    retries: int = number(3, low=0, relevant=_REMOTE)
+    """Maximum number of repetitions of a request that the service did not answer or answered with an internal error."""
+
+    def problems(self) -> Problems:
+        parts = urlsplit(self.url)
+        if self.backend == "remote" and not (parts.scheme in ("http", "https") and parts.hostname):
+            yield Problem(
+                "url", f"{self.url!r} is not an address such as http://10.0.0.7:8080", "config.missing_requirement"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +62,9 @@ class RewardConfig:
     """Maximum seconds of one call; a worker that exceeds it is killed and replaced."""
     on_error: str = choice("fail", "fail", "zero")
     """After an exception, a time-out or a non-finite value: fail = the episode fails, zero = the value is 0."""
+
+    sandbox: SandboxConfig = section(SandboxConfig)
+    """Where the reward `code` runs the programs of completions."""
 
     def problems(self) -> Problems:
         for path, fns in self.tables():
