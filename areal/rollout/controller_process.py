@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 
 import orjson
@@ -25,10 +26,18 @@ _log = get_logger(__name__)
 
 
 def run_serving(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
-    """Run a controller on a new event loop. Returns when the trainers finish; raises the error that ends the run."""
+    """Run a controller on a new event loop. Returns when the trainers finish; raises the error that ends the run.
+
+    After SIGTERM or SIGINT the process closes everything and then ends by that signal: its launcher takes an exit with
+    0 for the end of training.
+    """
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_made(make_controller, host, registry))
+        stopped_by = runner.run(serve_made(make_controller, host, registry))
+    if stopped_by is not None:
+        sys.stdout.flush()
+        signal.signal(stopped_by, signal.SIG_DFL)
+        signal.raise_signal(stopped_by)
 
 
 def collect_rarely() -> None:
@@ -40,12 +49,14 @@ def collect_rarely() -> None:
     gc.set_threshold(50_000, 50, 50)
 
 
-async def serve_made(make_controller: Callable[[], Controller], host: Host, registry: NameRegistry) -> None:
-    """Make a controller in the running loop and serve it on `host`, protected by the run's token."""
+async def serve_made(
+    make_controller: Callable[[], Controller], host: Host, registry: NameRegistry
+) -> signal.Signals | None:
+    """Make a controller in the running loop and serve it on `host`, protected by the run's token. Result as `serve`."""
     token = required_token("the rollout controller")
     controller = make_controller()
     async with beating_loop(launched_heartbeat(), controller.waiting_for):
-        await serve(controller, listen(host, token), registry, host=host, token=token)
+        return await serve(controller, listen(host, token), registry, host=host, token=token)
 
 
 async def serve(
@@ -55,22 +66,24 @@ async def serve(
     *,
     host: Host,
     token: str,
-) -> None:
+) -> signal.Signals | None:
     """Serve on the listening socket `bound`.
 
     Registers as `controller` and, once the fleet is healthy, as `ready/controller`. Waits for
-    /finish of the trainers, for an error (raised once a trainer received it), or for SIGTERM or SIGINT.
+    /finish of the trainers, for an error (raised once a trainer received it), or for SIGTERM or SIGINT. Returns the
+    signal that came before the trainers had finished; None = they have finished.
     """
     loop = asyncio.get_running_loop()
-    stopped = False
+    stopped_by: signal.Signals | None = None
 
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        controller.finish()
+    def stop(number: signal.Signals) -> None:
+        nonlocal stopped_by
+        if not controller.is_over:
+            stopped_by = number
+            controller.finish()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     runner = web.AppRunner(make_app(controller, token=token, host=host), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -88,7 +101,8 @@ async def serve(
             registry.add("ready/controller", orjson.dumps({"pid": os.getpid()}).decode(), replace=True)
             _log.info("ready at %s", value["address"])
         await ended
-        _log.info("stopped by a signal" if stopped else "the trainers have finished")
+        _log.info("the trainers have finished" if stopped_by is None else f"stopped by {stopped_by.name}")
+        return stopped_by
     except Exception as error:
         _log.error("the run ends with an error: %s: %s", type(error).__name__, error)
         raise

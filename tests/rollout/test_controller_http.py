@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -280,8 +282,20 @@ async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
     await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
     assert (await asyncio.to_thread(client.status))["running"] == 8
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(serving, 200.0)
+    assert await asyncio.wait_for(serving, 200.0) == signal.SIGTERM
     assert len(Ledger.open(tmp_path / "ledger").state.running) == 8, "a later start runs them again"
+
+
+def test_a_process_whose_controller_was_stopped_ends_by_the_signal():
+    """With exit code 0 the launcher would wait a minute for the end of the trainers."""
+    script = """
+import areal.rollout.controller_process as process, signal
+async def stopped(*_):
+    return signal.SIGTERM
+process.serve_made = stopped
+process.run_serving(None, None, None)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGTERM
 
 
 async def test_a_controller_process_requires_the_token_of_its_environment(tmp_path, monkeypatch):
@@ -304,7 +318,7 @@ async def test_a_controller_process_requires_the_token_of_its_environment(tmp_pa
     client = RolloutClient.from_registry(registry, rollout_kit.make_config().rollout)
     assert (await asyncio.to_thread(client.status))["step"] == 0
     controller.finish()
-    await asyncio.wait_for(serving, 200.0)
+    assert await asyncio.wait_for(serving, 200.0) is None
 
 
 async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
