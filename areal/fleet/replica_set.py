@@ -35,6 +35,7 @@ from areal.fleet.replica_states import (
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.durable import is_complete
+from areal.system.loop_lateness import LoopLateness
 
 log = get_logger(__name__)
 
@@ -69,6 +70,8 @@ class ReplicaSet:
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
+        self._lateness: LoopLateness | None = None
+        """Made by `start`: a health check does not fail because the loop of this process was blocked."""
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: dict[Slot, asyncio.Task[None]] = {}
 
@@ -88,6 +91,7 @@ class ReplicaSet:
 
     async def start(self) -> None:
         """Wait until `num_servers` replicas are healthy. ServerUnavailable after rollout.setup_timeout."""
+        self._lateness = LoopLateness()
         self._tasks = [
             asyncio.create_task(self._follow_registry(), name="follow the registry"),
             asyncio.create_task(self._read_loads(), name="read the load of the servers"),
@@ -109,6 +113,8 @@ class ReplicaSet:
 
     async def close(self) -> None:
         self.is_closed = True
+        if self._lateness is not None:
+            self._lateness.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -267,8 +273,9 @@ class ReplicaSet:
             return
         is_news = slot.state in (State.ABSENT, State.SUSPECT)
         limit_s = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
+        assert self._lateness is not None  # watches run after `start`
         try:
-            async with asyncio.timeout(limit_s):
+            async with self._lateness.timeout(limit_s):
                 info = await replica.info()
                 if slot.state is State.ABSENT and slot.changes == changes:
                     await replica.resume()  # an earlier controller may have paused it
