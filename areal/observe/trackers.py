@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
 from areal.api.errors import ConfigError
-from areal.system.durable import write_atomic
+from areal.system.durable import append_whole, write_atomic
 from areal.system.run_paths import RunPaths
 
 _SECRETS = ("wandb_api_key", "api_key")
@@ -44,7 +44,7 @@ class JsonlTracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **shown}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")  # one write per line: readers see complete lines
+        append_whole(self._file, line.encode() + b"\n")
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())

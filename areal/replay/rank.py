@@ -26,6 +26,7 @@ from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
 from areal.replay.recorded import RecordedRun, read_config
 from areal.rollout.batching import build_shares
 from areal.system.discovery import NameRegistry
+from areal.system.durable import append_whole
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.process_setup import join_run, prepare_process
@@ -97,7 +98,7 @@ class StepLog:
         if self._file is not None:
             shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
             head = {"step": info.step + 1, "time": round(time.time(), 3), "weights": self._batches.weights_checksum}
-            self._file.write(json.dumps(head | shown, allow_nan=False).encode() + b"\n")
+            append_whole(self._file, json.dumps(head | shown, allow_nan=False).encode() + b"\n")
         return info.step + 1 == self._end_step
 
     def close(self) -> None:

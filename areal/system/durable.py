@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -54,6 +55,17 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Append all of `data` or, after an OSError, nothing. One write to a nearly full disk may append a part of it."""
+    start, rest = file.seek(0, os.SEEK_END), memoryview(data)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
 
 
 def checksum_of(path: Path) -> int:

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import pytest
 from areal.system import durable
 from areal.system.durable import (
     COMPLETE,
+    append_whole,
     damage_of,
     finish_interrupted_writes,
     is_complete,
@@ -147,3 +149,26 @@ def test_what_a_killed_writer_left_is_settled(tmp_path, monkeypatch):
     finish_interrupted_writes(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".mine", "v1"]
     assert (tmp_path / "v1" / "model.bin").read_bytes() == b"old"
+
+
+class NearlyFull(io.FileIO):
+    """Takes a few bytes at a time, and none when its disk is full."""
+
+    free = 10
+
+    def write(self, data):
+        if not self.free:
+            raise OSError(28, "No space left on device")
+        size = super().write(bytes(data)[: min(self.free, 4)])
+        self.free -= size
+        return size
+
+
+def test_a_line_is_appended_completely_or_not_at_all(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"first\n")
+    with NearlyFull(path, "a") as file:
+        append_whole(file, b"second\n")
+        with pytest.raises(OSError, match="No space"):
+            append_whole(file, b"third\n")
+    assert path.read_bytes() == b"first\nsecond\n"
