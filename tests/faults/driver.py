@@ -119,6 +119,13 @@ class Run:
         """SIGKILL all of them at once. Returns who was there to be killed; a dead launcher is not started again."""
         return self._signal(names, signal.SIGKILL)
 
+    def terminate(self, names: Sequence[str], limit_s: float = 60.0) -> dict[str, int]:
+        """SIGTERM. Returns when the launcher has ended, if it is one of them."""
+        struck = self._signal(names, signal.SIGTERM)
+        if "launcher" in struck and self.launcher is not None:
+            self.launcher.wait(limit_s)
+        return struck
+
     def stop(self, names: Sequence[str]) -> dict[str, int]:
         return self._signal(names, signal.SIGSTOP)
 

@@ -6,8 +6,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Action = Literal["kill", "stop", "stop_then_go", "stop_then_kill"]
-"""kill: SIGKILL. stop: SIGSTOP, for the launcher to find. stop_then_*: SIGSTOP, then SIGCONT or SIGKILL by us."""
+Action = Literal["kill", "terminate", "stop", "stop_then_go", "stop_then_kill"]
+"""kill: SIGKILL. terminate: SIGTERM. stop: SIGSTOP, which the launcher must find. stop_then_*: SIGSTOP, then SIGCONT or
+SIGKILL by the soak."""
 MomentKind = Literal["training", "publishing", "checkpointing", "evaluating", "catching_up", "restarting", "soon"]
 
 SERVERS = ("server-0", "server-1")
@@ -63,14 +64,21 @@ class Fault:
         return f"{self.action} {'+'.join(self.targets)}{held}"
 
 
-def make_schedule(seed: int, num_faults: int, *, hang_s: float) -> list[Fault]:
-    """`num_faults` blows. Every kind comes once before one comes again."""
-    rng = random.Random(seed)
+def make_schedule(seed: int, num_faults: int, *, hang_s: float, mode: str = "xccl") -> list[Fault]:
+    """`num_faults` faults of a run with this weight_update_mode. Every kind comes once before one comes again.
+
+    Kills, stops and SIGTERM are spread evenly, so that a short schedule has its share of each.
+    """
+    rng = random.Random(f"{seed}:{mode}")
     faults: list[Fault] = []
     while len(faults) < num_faults:
         recipes = _recipes(rng, hang_s)
         rng.shuffle(recipes)
+        by_class: dict[str, list[list[Fault]]] = {}
         for recipe in recipes:
+            by_class.setdefault(recipe[0].action.partition("_")[0], []).append(recipe)
+        places = {id(recipe): (i + 0.5) / len(kind) for kind in by_class.values() for i, recipe in enumerate(kind)}
+        for recipe in sorted(recipes, key=lambda recipe: places[id(recipe)]):
             faults += recipe
     return faults[:num_faults]
 
@@ -84,6 +92,9 @@ def _recipes(rng: random.Random, hang_s: float) -> list[list[Fault]]:
         *(_blow(rng, "evaluating", target) for target in ("controller", rng.choice([server, trainer]))),
         *(_blow(rng, "training", target, action="stop") for target in (server, "controller", trainer)),
         _blow(rng, "publishing", rng.choice(SERVERS), action="stop"),
+        *(_blow(rng, "training", target, action="terminate") for target in (rng.choice(SERVERS), "controller")),
+        *(_blow(rng, "training", target, action="terminate") for target in (rng.choice(TRAINERS), "launcher")),
+        replace(_blow(rng, "training", trainer, action="stop_then_go"), hold_s=hang_s * rng.uniform(0.2, 0.5)),
         _blow(rng, "training", *SERVERS),
         _blow(rng, "training", "controller", rng.choice(TRAINERS)),
         _blow(rng, "training", *EVERYTHING),

@@ -1,13 +1,15 @@
 """Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
 
-    make test-faults [SEED=0]    which is:  python -m tests.faults.soak --seed 0 [--kills 30] [--folder runs/faults]
+    make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk']
+    python -m tests.faults.soak --seed 0 [--kills 30] [--mode xccl|disk] [--folder runs/faults]
 
-Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Two thirds of the faults strike a run
-with weights over the collective, which must solve the task; the rest a shorter one with weights over disk; further runs
-follow while faults are left. The same seed gives the same schedule; where exactly within a moment a blow falls is up to
-the machine. After each run: exit status, task, audit, a second count of the raw ledger, rows, metrics, checkpoint,
-processes left, replay. The folder stays when something is wrong, and says itself what. Exit status: 0 all is well, 1
-not.
+Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Half of the faults hit runs with
+weights over the collective, of which the first must solve the task; the others hit shorter runs with weights over disk.
+Each mode has its own schedule of kills, stops (SIGSTOP, SIGCONT) and SIGTERM; more runs follow while faults are left.
+The same seed gives the same schedules; the exact time within a moment depends on the machine.
+
+Checked after each run: exit status, task, audit, a second count of the raw ledger, rows, metrics, checkpoint, processes
+left, replay. When something is wrong, the folder stays and the output says what. Exit status: 0 all is well, 1 not.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from tests.faults.striker import Blow, Striker, last_words
 HANG_S = 6.0
 LIMIT_S = 3600.0
 """Time limit of the whole soak, which is then ended by force."""
+LIMIT_PER_FAULT_S = 120.0
+"""The time limit of a soak with many faults."""
+MODES = ("xccl", "disk")
 SECOND_LEG_STEPS = 60
 QUICKSTART = "examples/quickstart"
 
@@ -62,40 +67,32 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides about the whole schedule")
     parser.add_argument("--kills", type=int, default=30, help="how many faults, at least 2")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="emptied before; kept on failure")
+    parser.add_argument("--mode", choices=MODES, help="only runs with this weight_update_mode (default: both)")
     args = parser.parse_args()
     folder = args.folder.absolute() / f"seed-{args.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    schedule = make_schedule(args.seed, args.kills, hang_s=HANG_S)
-    say(f"seed {args.seed}, {len(schedule)} faults, folder {folder}")
-    for number, fault in enumerate(schedule, 1):
-        say(f"{number:3}. {fault.moment}: {fault}{' (chained)' if fault.is_chained else ''}")
+    modes = [args.mode] if args.mode else MODES
+    shares = dict(zip(modes, [-(-args.kills // len(modes)), args.kills // 2], strict=False))
+    schedules = {mode: make_schedule(args.seed, num, hang_s=HANG_S, mode=mode) for mode, num in shares.items()}
+    say(f"seed {args.seed}, {args.kills} faults, folder {folder}")
+    for mode, schedule in schedules.items():
+        for number, fault in enumerate(schedule, 1):
+            say(f"{mode} {number:3}. {fault.moment}: {fault}{' (chained)' if fault.is_chained else ''}")
     began_s = time.monotonic()
+    deadline = began_s + max(LIMIT_S, LIMIT_PER_FAULT_S * args.kills)
     prepare(folder)
     results: list[LegResult] = []
-    rest, num_first = schedule, _end_of_chain(schedule, -(-2 * len(schedule) // 3))
-    while (rest or not results) and not any(result.problems for result in results):
-        is_first = not results
-        leg = Leg(
-            name=f"leg-{len(results)}",
-            weight_update_mode="disk" if len(results) % 2 else "xccl",
-            is_to_solve=is_first,
-            faults=rest[:num_first] if is_first else rest,
-        )
-        result, left = run_leg(leg, folder, time.monotonic() + LIMIT_S - (time.monotonic() - began_s))
-        results.append(result)
-        rest = left + (rest[num_first:] if is_first else [])
+    for mode, rest in schedules.items():
+        while rest and not any(result.problems for result in results):
+            leg = Leg(name=f"leg-{len(results)}", weight_update_mode=mode, is_to_solve=not results, faults=rest)
+            result, rest = run_leg(leg, folder, deadline)
+            results.append(result)
     return report(args.seed, folder, results, time.monotonic() - began_s)
 
 
 def say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - a command's output
-
-
-def _end_of_chain(schedule: list[Fault], index: int) -> int:
-    while index < len(schedule) and schedule[index].is_chained:
-        index += 1
-    return index
 
 
 def prepare(folder: Path) -> None:

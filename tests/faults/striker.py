@@ -139,7 +139,8 @@ class Striker:
     def _strike(self, fault: Fault, was_moment: bool) -> None:
         doing, step = str(self._last.get("waiting_for", "")), self.run.highest_step
         at = time.time()
-        struck = self.run.kill(fault.targets) if fault.action == "kill" else self.run.stop(fault.targets)
+        actions = {"kill": self.run.kill, "terminate": self.run.terminate}
+        struck = actions.get(fault.action, self.run.stop)(fault.targets)
         self._killed = struck
         self.blows.append(Blow(fault=fault, at=at, step=step, was_moment=was_moment, doing=doing, struck=tuple(struck)))
         late = "" if was_moment else f" (not seen in {fault.moment.limit_s:g} s, strikes anyway)"
@@ -148,7 +149,7 @@ class Striker:
         self.say(f"{len(self.blows):3}. step {step}: {fault}, moment: {fault.moment}{late}{absent}")
         if fault.action == "stop":
             self._wait_until_found(struck)
-        elif fault.action != "kill":
+        elif fault.action not in actions:
             time.sleep(fault.hold_s)
             if fault.action == "stop_then_go":
                 self.run.go_on(fault.targets)

@@ -32,17 +32,30 @@ def test_the_schedule_is_a_function_of_the_seed():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_thirty_faults_contain_every_kind(seed):
-    faults = make_schedule(seed, 30, hang_s=6.0)
+def test_forty_faults_contain_every_kind(seed):
+    faults = make_schedule(seed, 40, hang_s=6.0)
     struck = {(fault.action, target) for fault in faults for target in fault.targets if len(fault.targets) < 3}
     roles = {(action, target.partition("-")[0]) for action, target in struck}
     assert {("kill", role) for role in ("server", "controller", "trainer", "launcher")} <= roles
     assert {("stop", role) for role in ("server", "controller", "trainer")} <= roles
-    assert {("stop_then_go", "launcher"), ("stop_then_kill", "launcher")} <= roles
+    assert {("terminate", role) for role in ("server", "controller", "trainer", "launcher")} <= roles
+    assert {("stop_then_go", "launcher"), ("stop_then_go", "trainer"), ("stop_then_kill", "launcher")} <= roles
     moments = {fault.moment.kind for fault in faults}
     assert {"publishing", "checkpointing", "evaluating", "catching_up", "restarting", "training"} <= moments
     assert any(fault.targets == EVERYTHING for fault in faults)
     assert not faults[0].is_chained
+
+
+@pytest.mark.parametrize("mode", ["xccl", "disk"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_short_schedule_has_its_share_of_stops_and_sigterm(seed, mode):
+    actions = [fault.action.partition("_")[0] for fault in make_schedule(seed, 12, hang_s=6.0, mode=mode)]
+    assert actions.count("stop") >= 2
+    assert actions.count("terminate") >= 1
+
+
+def test_each_mode_has_its_own_schedule():
+    assert make_schedule(7, 30, hang_s=6.0, mode="disk") != make_schedule(7, 30, hang_s=6.0, mode="xccl")
 
 
 def whole_run() -> list[dict]:
