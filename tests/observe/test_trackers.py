@@ -115,6 +115,8 @@ def test_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, stats, p
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=rf"{package}.*areal\[{extra}\]") as error:
+    with pytest.raises(ConfigError) as error:
         build_trackers(config_with(**stats), RunPaths(tmp_path))
     assert error.value.code == "launch.package_missing"
+    assert package in str(error.value)
+    assert f"areal[{extra}]" in str(error.value)

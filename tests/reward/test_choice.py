@@ -116,8 +116,9 @@ def test_the_rows_answer(answer, letter):
 
 @pytest.mark.parametrize("answer", ["Paris", "", "7", "A or B"])
 def test_a_row_whose_answer_has_no_letter_is_an_error(answer):
-    with pytest.raises(InputError, match="A to J"):
+    with pytest.raises(InputError) as error:
         choice_reward("", "B", [], [], answer=answer)
+    assert error.value.code == "reward.bad_row"
 
 
 _PIECES = ["A", "b", "I", "(", ")", "answer", "is", "not", "or", "option", "choice", "\\boxed{", "}", ".", ":", "\n"]

@@ -183,9 +183,10 @@ async def test_a_cancelled_call_is_not_run(tmp_path):
 async def test_large_rows_are_sent_and_rows_that_are_not_json_are_errors(pool):
     result = await score(pool, "length", "x" * 3_000_000, text="y" * 3_000_000)
     assert result.value == 3_000_000
-    with pytest.raises(InputError, match="'when', a timedelta") as error:
+    with pytest.raises(InputError) as error:
         await score(pool, "length", when=datetime.timedelta(1))
     assert error.value.code == "reward.row_not_json"
+    assert "'when'" in str(error.value)
 
 
 async def test_closing_ends_the_workers_and_fails_waiting_calls(tmp_path):
