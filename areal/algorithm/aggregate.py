@@ -9,6 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from areal.api.errors import ShapeError
 from areal.api.metrics import Metric, Metrics
 
 Reduce = Callable[[Tensor], Tensor]
@@ -36,10 +37,10 @@ def identity_reduce(values: Tensor) -> Tensor:
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError when tensors that must have equal shapes differ (broadcasting would hide it)."""
+    """Raise ShapeError when tensors that must have equal shapes differ (broadcasting would hide it)."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        raise ValueError(f"per-token tensors must have one shape, got {shapes}")
+        raise ShapeError(f"per-token tensors must have one shape, got {shapes}")
 
 
 def trained_counts(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat, require_same_shape
+from areal.api.batch import required
 from areal.api.config import PolicyLossOptions
 
 
@@ -56,7 +57,5 @@ def weighted_log_likelihood(tokens: PolicyTokens, weights: Tensor, advantages: T
 
 
 def chosen_tokens(tokens: PolicyTokens) -> Tensor:
-    """`tokens.chosen` within the mask, [T] bool. Raises ValueError when it is missing."""
-    if tokens.chosen is None:
-        raise ValueError("the batch has no chosen_tokens: call with_chosen_tokens after with_advantages")
-    return tokens.chosen & tokens.mask
+    """`tokens.chosen` within the mask, [T] bool. Raises StageError when it is missing."""
+    return required(tokens.chosen, "chosen_tokens") & tokens.mask

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from areal.algorithm.aggregate import require_same_shape
 from areal.api.config import AdaptiveEntropyConfig
+from areal.api.errors import StageError
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor) -> Tensor:
     """-H of each trained token, without the coefficient of the bonus (Williams and Peng 1991).
 
-    entropy [T] with gradient, mask [T] bool -> [T], 0 where the mask is off. ValueError when gradients are recorded and
+    entropy [T] with gradient, mask [T] bool -> [T], 0 where the mask is off. StageError when gradients are recorded and
     the entropy has none: the bonus would have no effect.
     """
     require_same_shape(entropy=entropy, mask=mask)
     if torch.is_grad_enabled() and entropy.numel() and not entropy.requires_grad:
-        raise ValueError("the entropy bonus needs an entropy with gradient: build the engine with OutputSpec for it")
+        raise StageError("entropy with gradient")
     return torch.where(mask, -entropy, 0.0)
 
 

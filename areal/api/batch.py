@@ -12,10 +12,18 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
+from areal.api.errors import StageError
 from areal.api.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def required(value: Tensor | None, field: str) -> Tensor:
+    """`value`. Raises StageError, which names `field`, when it is None."""
+    if value is None:
+        raise StageError(field)
+    return value
 
 
 PER_TOKEN = MappingProxyType({"per": "token"})

@@ -14,6 +14,8 @@ algorithm.no_reward_parts: No reward function in actor.gdpo_weights scored an an
     Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.
 algorithm.not_finite: A train batch holds NaN or infinity in a reward or at a trained token.
     Check the reward function and the model; for remax, check that the workflow generates greedy answers.
+algorithm.shapes_differ: Tensors that must have one shape have several: a custom loss or a stage made a wrong one.
+    Make the tensor that the message names one number per token or per sequence, as the others.
 
 allocation.invalid: allocation_mode has invalid syntax or contradictory sizes.
     Follow the hint at the marked column.
@@ -343,6 +345,8 @@ server.wrong_backend: A server at this address does not answer like a native ser
 
 training.not_finite: A loss, gradient or updated weight is not finite, or the weights are too large to compute with.
     Use a lower learning rate, check the model and the data. Checkpoints are from before that step.
+training.stage_missing: A stage of an update reads a field that no stage added or no engine computed.
+    Call the stages in the order of areal/trainer/ppo_loop.py, with engines built for their roles.
 
 weights.bad_folder: A checkpoint folder is missing, incomplete, or does not match the served model.
     Publish the weights again, or fix the folder that the message names.

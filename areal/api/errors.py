@@ -78,6 +78,22 @@ class WeightSyncError(ArealError, RuntimeError):
     """A weight update did not reach every replica."""
 
 
+class StageError(ArealError, ValueError):
+    """A field of a train batch, or an output of an engine, is missing where a stage of the update reads it."""
+
+    code = "training.stage_missing"
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+        super().__init__(f"{field} is missing: call the stage that adds it first, with an engine built for its role")
+
+
+class ShapeError(ArealError, ValueError):
+    """Tensors that must have one shape have several."""
+
+    code = "algorithm.shapes_differ"
+
+
 class TrainingDiverged(ArealError, ArithmeticError):
     """A loss, gradient or weight of a trained model is not finite. Equal on every trainer rank; a restart is useless.
 

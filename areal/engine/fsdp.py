@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from areal.api.batch import LossFn, TokenOutputs, TrainBatch
+from areal.api.batch import LossFn, TokenOutputs, TrainBatch, required
 from areal.api.config import MicroBatchSpec
 from areal.api.data import WeightSpec
 from areal.api.engine import ReduceOp
-from areal.api.errors import InputError
+from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
 from areal.engine.checkpoint import RecoveryState, export_model, load_recovery, save_recovery
@@ -87,8 +87,8 @@ class FSDPEngine:
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:
         if not denominator > 0:
             raise ValueError(f"the denominator of a loss must be above 0, but is {denominator}")
-        if self._model.spec.candidates and batch.candidate_ids is None:
-            raise ValueError("the batch has no candidate_ids: add those that forward returned")
+        if self._model.spec.candidates:
+            required(batch.candidate_ids, "candidate_ids")  # those that forward returned
         self._model.train()
         scale = self.dp_size / denominator  # FSDP averages gradients over the ranks
         metrics: Metrics = {}
@@ -201,5 +201,5 @@ class FSDPEngine:
 
     def _require_optimizer(self) -> ScheduledOptimizer:
         if self._optimizer is None:
-            raise ValueError("this engine has no optimiser: it was built for a frozen model")
+            raise StageError("optimizer")  # it was built for a frozen model
         return self._optimizer

@@ -13,7 +13,7 @@ from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.algorithm.resampling import resampled_counts, resampling_weights, sequence_draws
 from areal.algorithm.token_baseline import score_norms
-from areal.api.batch import TrainBatch
+from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
@@ -88,13 +88,11 @@ class PPOActor:
         if not (is_needed or config.has_token_baseline) and num_candidates(config) is None:
             return batch
         outputs = self._engine.forward(batch)
-        if outputs.logprobs is None:
-            raise ValueError("the actor's engine returned no log-probabilities: it was built as a critic")
+        logprobs = required(outputs.logprobs, "logprobs")
         if config.has_token_baseline:
-            if outputs.squared_sums is None:
-                raise ValueError("the actor's engine returned no squared_sums: build it with output_spec(config)")
-            batch = replace(batch, score_norms=score_norms(outputs.logprobs, outputs.squared_sums))
-        batch = replace(batch, prox_logprobs=outputs.logprobs) if is_needed else batch
+            norms = score_norms(logprobs, required(outputs.squared_sums, "squared_sums"))
+            batch = replace(batch, score_norms=norms)
+        batch = replace(batch, prox_logprobs=logprobs) if is_needed else batch
         return with_candidates(batch, outputs, config)
 
     def with_correction(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
@@ -192,14 +190,12 @@ def with_chosen_tokens(batch: TrainBatch, config: PPOActorConfig, *, reduce: Red
     """Clip-Cov's and KL-Cov's tokens of high covariance; other losses leave the batch unchanged. A collective.
 
     The policy of the covariance is the one before the update: the trainer's when it was recomputed, else the
-    servers'. Raises ValueError when the batch has no advantages.
+    servers'. Raises StageError when the batch has no advantages.
     """
     if config.policy_loss not in ("clip_cov", "kl_cov"):
         return batch
-    if batch.advantages is None:
-        raise ValueError("the batch has no advantages: call with_advantages before with_chosen_tokens")
     logprobs = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
-    covariances = token_covariances(batch.advantages, logprobs, batch.trained, reduce=reduce)
+    covariances = token_covariances(required(batch.advantages, "advantages"), logprobs, batch.trained, reduce=reduce)
     draws = token_draws(batch.input_ids, batch.rollout_logprobs, batch.cu_seqlens, batch.sequence_index)
     if config.policy_loss == "kl_cov":
         chosen = highest_covariances(covariances, draws, batch.trained, ratio=config.kl_cov.ratio, reduce=reduce)

@@ -23,7 +23,7 @@ from areal.algorithm.correction_rules import Spans
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.normalise import normalise
 from areal.algorithm.token_baseline import optimal_token_baseline
-from areal.api.batch import TrainBatch
+from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics
@@ -69,11 +69,9 @@ def with_advantages(
     result = estimate(gae_lambda=policy_lambda)
     advantages = result.advantages
     if recipe.token_baseline != "none":
-        if batch.score_norms is None:
-            raise ValueError("the batch has no score_norms: call with_prox_logprobs before with_advantages")
         advantages = optimal_token_baseline(
             advantages,
-            batch.score_norms,
+            required(batch.score_norms, "score_norms"),
             batch.group_ids,
             Spans(mask, sequence_index, batch.num_sequences),
             over_trained=recipe.token_baseline == "trained_token",
@@ -102,9 +100,7 @@ def centred(
         case "decoupled":
             rewards = _decoupled(batch, config)
         case "greedy":
-            if batch.baselines is None:
-                raise ValueError("the batch has no baselines: the workflow generates no greedy answers")
-            rewards = rewards - _shape(batch.baselines, config)
+            rewards = rewards - _shape(required(batch.baselines, "baselines"), config)
         case "none":
             pass
     if recipe.reward_norm is not None:

@@ -18,7 +18,7 @@ from areal.algorithm.aggregate import (
     to_metrics,
 )
 from areal.algorithm.value_loss import value_loss
-from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainBatch, required
 from areal.api.config import PPOCriticConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
@@ -38,7 +38,7 @@ class Critic:
 
     def with_values(self, batch: TrainBatch) -> TrainBatch:
         """Add the values at the start of the update; a collective."""
-        return replace(batch, values=_values_of(self._engine.forward(batch)))
+        return replace(batch, values=required(self._engine.forward(batch).values, "values"))
 
     def update(self, batch: TrainBatch, *, step: int = 0) -> Metrics:
         """`ppo_epochs` times `ppo_n_minibatches` optimiser steps towards `batch.returns` in train step `step`.
@@ -70,15 +70,11 @@ class Critic:
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, scale: float) -> LossOutput:
         """Sum of weighted token losses of a micro-batch; the engine divides by the global denominator."""
-        batch, values, config = micro.batch, _values_of(outputs), self._config
-        if batch.values is None or batch.returns is None:
-            raise ValueError("the batch has no values or returns: call with_values and with_advantages before update")
-        mask = batch.loss_mask
-        result = value_loss(
-            values, batch.values, batch.returns, mask, eps_clip=config.eps_clip, huber_delta=config.huber_delta
-        )
+        batch, values, config = micro.batch, required(outputs.values, "values"), self._config
+        old, returns, mask = required(batch.values, "values"), required(batch.returns, "returns"), batch.loss_mask
+        result = value_loss(values, old, returns, mask, eps_clip=config.eps_clip, huber_delta=config.huber_delta)
         weights = scale * loss_weights(mask, batch.sequence_index, batch.num_sequences, self._aggregation)
-        metrics = self._metrics(result.losses, values, batch.returns, result.clipped, mask)
+        metrics = self._metrics(result.losses, values, returns, result.clipped, mask)
         return LossOutput(loss=(weights * result.losses).sum(), metrics=metrics)
 
     @staticmethod
@@ -86,9 +82,3 @@ class Critic:
         errors = (values.detach() - returns).square()
         stats = {"loss": losses, "value": values, "squared_error": errors, "clip_ratio": clipped}
         return to_metrics({name: TokenStat(found, mask) for name, found in stats.items()})
-
-
-def _values_of(outputs: TokenOutputs) -> Tensor:
-    if outputs.values is None:
-        raise ValueError("the critic's engine returned no values: it was built as a language model")
-    return outputs.values

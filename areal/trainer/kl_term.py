@@ -9,7 +9,7 @@ from torch import Tensor
 
 from areal.algorithm.aggregate import TokenStat
 from areal.algorithm.kl import distribution_kl, kl_estimate
-from areal.api.batch import TokenOutputs, TrainBatch
+from areal.api.batch import TokenOutputs, TrainBatch, required
 from areal.api.config import PPOActorConfig
 from areal.trainer.off_policy import old_logprobs
 
@@ -28,15 +28,14 @@ def num_candidates(config: PPOActorConfig) -> int | None:
 def with_candidates(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
     """Keep the policy's distribution over its most likely tokens before the update. `outputs`: of its `forward`.
 
-    Unchanged without kl estimator `full`. Raises ValueError when the engine returned no candidates.
+    Unchanged without kl estimator `full`. Raises StageError when the engine returned no candidates.
     """
     count = num_candidates(config)
     if count is None:
         return batch
-    if outputs.candidate_logprobs is None:
-        raise ValueError("the actor's engine returned no candidates: build it with output_spec(config)")
+    candidates = required(outputs.candidate_logprobs, "candidate_logprobs")
     ids = outputs.candidate_ids if count else None  # None: the whole vocabulary
-    return replace(batch, candidate_ids=ids, prox_candidate_logprobs=outputs.candidate_logprobs)
+    return replace(batch, candidate_ids=ids, prox_candidate_logprobs=candidates)
 
 
 def with_divergence(batch: TrainBatch, outputs: TokenOutputs, config: PPOActorConfig) -> TrainBatch:
@@ -71,7 +70,7 @@ def kl_loss(
     """kl_loss_coef KL(policy || reference) of each trained token, [T], or 0 without such a term, and its metrics.
 
     The gradient flows through the policy's log-probabilities in `outputs`. `batch` None: metrics of no tokens. Raises
-    ValueError without ref_logprobs.
+    StageError without ref_logprobs.
     """
     if config.kl_loss_coef == 0:
         return 0.0, {}
@@ -80,12 +79,10 @@ def kl_loss(
     mask = batch.trained
     if _is_full_loss(config):
         estimate = _full(outputs.candidate_logprobs, batch, mask, config)
-    elif outputs.logprobs is None or batch.ref_logprobs is None:
-        raise ValueError("the batch has no ref_logprobs: call with_ref_logprobs before update")
     else:
-        base = _base_of(batch, config, outputs.logprobs)
-        name = config.kl_loss_estimator
-        estimate = kl_estimate(outputs.logprobs, batch.ref_logprobs, mask, name, base_logprobs=base)
+        policy, reference = required(outputs.logprobs, "logprobs"), required(batch.ref_logprobs, "ref_logprobs")
+        base = _base_of(batch, config, policy)
+        estimate = kl_estimate(policy, reference, mask, config.kl_loss_estimator, base_logprobs=base)
     return config.kl_loss_coef * estimate, {"kl_loss": TokenStat(estimate, mask)}
 
 
@@ -105,6 +102,6 @@ def _is_full_loss(config: PPOActorConfig) -> bool:
 
 
 def _full(policy: Tensor | None, batch: TrainBatch, mask: Tensor, config: PPOActorConfig) -> Tensor:
-    if policy is None or batch.ref_candidate_logprobs is None:
-        raise ValueError("the batch has no candidates: call with_prox_logprobs and with_ref_logprobs before")
-    return distribution_kl(policy, batch.ref_candidate_logprobs, mask, is_whole=config.kl_top_k == 0)
+    policy = required(policy, "prox_candidate_logprobs")
+    reference = required(batch.ref_candidate_logprobs, "ref_candidate_logprobs")
+    return distribution_kl(policy, reference, mask, is_whole=config.kl_top_k == 0)

@@ -12,7 +12,7 @@ from areal.algorithm.correction_rules import Spans
 from areal.algorithm.mismatch import effective_sample_size, mismatch_metrics
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.algorithm.proximal import approximation_errors, loglinear_logprobs, prox_position
-from areal.api.batch import TrainBatch
+from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics
 from areal.trainer.minibatch import prefixed
@@ -31,7 +31,7 @@ def needs_prox_logprobs(config: PPOActorConfig) -> bool:
 
 
 def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) -> Tensor:
-    """Log-probabilities of the old policy of the loss, [T]. Raises ValueError when they are missing.
+    """Log-probabilities of the old policy of the loss, [T]. Raises StageError when they are missing.
 
     `logprobs` [T] of the policy in training, from which loglinear interpolates the proximal policy.
     """
@@ -39,7 +39,7 @@ def old_logprobs(batch: TrainBatch, config: PPOActorConfig, logprobs: Tensor) ->
         return batch.rollout_logprobs
     if config.prox_logp_method == "loglinear":
         return loglinear_logprobs(logprobs, batch.rollout_logprobs, _prox_position(batch))
-    return _recomputed(batch)
+    return required(batch.prox_logprobs, "prox_logprobs")
 
 
 def prox_errors(logprobs: Tensor, batch: TrainBatch | None, config: PPOActorConfig) -> dict[str, TokenStat]:
@@ -51,18 +51,12 @@ def prox_errors(logprobs: Tensor, batch: TrainBatch | None, config: PPOActorConf
         return {}
     if batch is None:
         return approximation_errors(logprobs, logprobs, logprobs, logprobs, logprobs.bool())
-    prox, alpha = _recomputed(batch), _prox_position(batch)
+    prox, alpha = required(batch.prox_logprobs, "prox_logprobs"), _prox_position(batch)
     return approximation_errors(logprobs, batch.rollout_logprobs, prox, alpha, batch.trained)
 
 
 def _prox_position(batch: TrainBatch) -> Tensor:
     return prox_position(batch.output_versions, version=batch.version, progress=batch.update_progress)
-
-
-def _recomputed(batch: TrainBatch) -> Tensor:
-    if batch.prox_logprobs is None:
-        raise ValueError("the batch has no prox_logprobs: call with_prox_logprobs before update")
-    return batch.prox_logprobs
 
 
 def correction_of(config: PPOActorConfig) -> RolloutCorrectionConfig | None:
@@ -84,7 +78,7 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     """
     if not needs_prox_logprobs(config):
         return batch, {}
-    old, rollout = _recomputed(batch), batch.rollout_logprobs
+    old, rollout = required(batch.prox_logprobs, "prox_logprobs"), batch.rollout_logprobs
     spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
     metrics = mismatch_metrics(old, rollout, spans, reduce=reduce)
     options = correction_of(config)
@@ -106,11 +100,10 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
 
 
 def behaviour_weights(batch: TrainBatch, config: PPOActorConfig) -> Tensor | None:
-    """The factor of each token's loss, [T], or None. Raises ValueError when it is needed and missing."""
+    """The factor of each token's loss, [T], or None. Raises StageError when it is needed and missing."""
     early = is_around_prox(config) and needs_prox_logprobs(config)
-    needed = early and correction_of(config) is not None
-    if needed and batch.behaviour_weights is None:
-        raise ValueError("the batch has no behaviour_weights: call with_correction before update")
+    if early and correction_of(config) is not None:
+        return required(batch.behaviour_weights, "behaviour_weights")
     return batch.behaviour_weights
 
 

@@ -22,7 +22,7 @@ from areal.algorithm.importance import kl_of_samples, log_ratio
 from areal.algorithm.losses import policy_loss
 from areal.algorithm.policy_loss import PolicyTokens
 from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_nll
-from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
+from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.metrics import Metrics
 from areal.trainer.kl_term import kl_loss, num_candidates
@@ -85,24 +85,20 @@ class PolicyUpdate:
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch, *, denominators: list[float]) -> LossOutput:
         """Sum of weighted token losses of a micro-batch; the engine divides by the first denominator."""
-        if outputs.logprobs is None:
-            raise ValueError("the actor's engine returned no log-probabilities: it was built as a critic")
-        batch = micro.batch
-        if batch.advantages is None:
-            raise ValueError("the batch has no advantages: call with_advantages before update")
+        batch, logprobs = micro.batch, required(outputs.logprobs, "logprobs")
         trained = batch.trained
         tokens = PolicyTokens(
-            logprobs=outputs.logprobs,
-            old_logprobs=old_logprobs(batch, self._config, outputs.logprobs),
+            logprobs=logprobs,
+            old_logprobs=old_logprobs(batch, self._config, logprobs),
             rollout_logprobs=batch.rollout_logprobs,
-            advantages=batch.advantages,
+            advantages=required(batch.advantages, "advantages"),
             mask=batch.in_ratio,
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
             chosen=batch.chosen_tokens,
         )
         losses, stats = self._policy_loss(tokens, behaviour_weights(batch, self._config))
-        stats |= prox_errors(outputs.logprobs, batch, self._config)
+        stats |= prox_errors(logprobs, batch, self._config)
         bonus, entropy_stats = self._entropy_loss(outputs, trained)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
         weights = scale * loss_weights(trained, tokens.sequence_index, tokens.num_sequences, self._aggregation)
@@ -138,9 +134,7 @@ class PolicyUpdate:
             stats["entropy"] = TokenStat(outputs.entropy, mask)
         if not self._config.has_entropy_bonus:
             return 0.0, stats
-        entropy = outputs.clamped_entropy if self._config.entropy_clamp else outputs.entropy
-        if entropy is None:
-            raise ValueError("the actor's engine returned no entropy for the bonus: build it with output_spec(config)")
+        entropy = required(outputs.clamped_entropy if self._config.entropy_clamp else outputs.entropy, "entropy")
         stats["bonus_entropy"] = TokenStat(entropy, mask)
         return self._entropy_coef * entropy_loss(entropy, mask), stats
 

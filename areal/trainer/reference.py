@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from areal.api.batch import TrainBatch
+from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import ConfigError
@@ -44,9 +44,7 @@ class Reference:
     def with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probabilities, and the divergence of whole distributions; a collective."""
         outputs = self._engine.forward(replace(batch, prox_candidate_logprobs=None))
-        if outputs.logprobs is None:
-            raise ValueError("the reference's engine returned no log-probabilities: it was built as a critic")
-        batch = replace(batch, ref_logprobs=outputs.logprobs)
+        batch = replace(batch, ref_logprobs=required(outputs.logprobs, "logprobs"))
         return batch if self._config is None else with_divergence(batch, outputs, self._config)
 
     def after_update(self, steps_done: int) -> Metrics:

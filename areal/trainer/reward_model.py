@@ -1,25 +1,38 @@
-"""Training of reward models on pairs (Bradley-Terry), and scores of whole sequences."""
+"""Reward models: their training on pairs (Bradley-Terry), and their scores as rewards in reinforcement learning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import orjson
-import torch
 from torch import Tensor
 
-from areal.algorithm.preference import bradley_terry_losses, centering_losses, last_of_each, preference_accuracy
-from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
-from areal.api.config import RWConfig, RWOptions
+from areal.algorithm.aggregate import TokenStat, to_metrics
+from areal.algorithm.preference import (
+    PairPlaces,
+    bradley_terry_losses,
+    centering_losses,
+    last_of_each,
+    preference_accuracy,
+)
+from areal.api.batch import TokenOutputs, TrainBatch, required
+from areal.api.config import RewardModelConfig, RWConfig, RWOptions
 from areal.api.engine import TrainEngine
-from areal.api.metrics import Metrics, merge_metrics
+from areal.api.metrics import Metrics
+from areal.data.pack import rows_to_train_batch
 from areal.data.preference_rows import EncodedPair
+from areal.data.tokenizer import Tokenizer
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
-from areal.observe.phase import phase
-from areal.trainer.pairs import mean_metrics, num_pairs, pairs_to_batch, places_of, with_whole_pairs
-from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer, one_step
+from areal.trainer.minibatch import prefixed
+from areal.trainer.pairs import PairTask, with_whole_pairs
+from areal.trainer.row_loop import EngineBuilder, RowTask, RowTrainer
+
+Recode = Callable[[list[int]], list[int]]
+"""The policy's tokens of one sequence -> the reward model's."""
 
 
 def sequence_scores(engine: TrainEngine, batch: TrainBatch) -> Tensor:
@@ -27,61 +40,66 @@ def sequence_scores(engine: TrainEngine, batch: TrainBatch) -> Tensor:
 
     `engine`: built with role "reward". A share without sequences returns shape [0].
     """
-    return last_of_each(_scores(engine.forward(batch)), batch.cu_seqlens)
+    return last_of_each(required(engine.forward(batch).scores, "scores"), batch.cu_seqlens)
 
 
-class RewardModelTask:
-    """Implements `RowTask`: the chosen answer of a pair learns a higher score than the rejected one."""
+class RewardModel:
+    """A frozen reward model, on all trainer ranks; every rank calls every method."""
+
+    def __init__(self, engine: TrainEngine, config: RewardModelConfig, *, recode: Recode | None = None) -> None:
+        """`engine`: built with role "reward". `recode` None: it has the policy's tokenizer."""
+        self._engine = engine
+        self._weight = config.weight
+        self._recode = recode
+
+    def with_scores(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """Add weight x score to the reward of every sequence; a collective."""
+        read = batch if self._recode is None else recoded(batch, self._recode)
+        scores = sequence_scores(self._engine, read)
+        each = batch.finished | ~batch.finished
+        stats = {
+            "score": TokenStat(scores, each),
+            "score_max": TokenStat(scores, each, "max"),
+            "score_min": TokenStat(scores, each, "min"),
+            "function_reward": TokenStat(batch.rewards, each),
+        }
+        rewards = batch.rewards + self._weight * scores.to(batch.rewards.dtype)
+        return replace(batch, rewards=rewards), prefixed("reward_model", to_metrics(stats))
+
+
+def recoded(batch: TrainBatch, recode: Recode) -> TrainBatch:
+    """Convert the sequences of a batch to other tokens; only the inputs of a forward pass are kept."""
+    bounds: list[int] = batch.cu_seqlens.tolist()
+    ids: list[int] = batch.input_ids.tolist()
+    rows = [recode(ids[start:end]) for start, end in pairwise(bounds)]
+    return rows_to_train_batch(rows, [[0] * len(row) for row in rows])
+
+
+def recoder(policy: Tokenizer, reward_model: Tokenizer) -> Recode:
+    """Decode with the policy's tokenizer, without special tokens, and encode with the reward model's."""
+    return lambda token_ids: reward_model.encode(policy.decode(token_ids, skip_special_tokens=True))
+
+
+class RewardModelTask(PairTask):
+    """The chosen answer of a pair learns a higher score than the rejected one."""
 
     def __init__(self, engine: TrainEngine, options: RWOptions) -> None:
-        self._engine = engine
+        super().__init__("model", engine)
         self._options = options
 
-    @property
-    def engines(self) -> dict[str, TrainEngine]:
-        return {"model": self._engine}
-
-    def batch_of(self, rows: Sequence[EncodedPair]) -> TrainBatch:
-        return pairs_to_batch(rows)
-
-    def update(self, batch: TrainBatch) -> Metrics:
-        """One optimiser step; a collective."""
-        with phase("update"):
-            found = one_step(self._engine, batch, self._loss, local_denominator=num_pairs(batch))
-        return merge_metrics(self._metrics(*[torch.zeros(0)] * 3), found)
-
-    def measure(self, batch: TrainBatch) -> Metrics:
-        """Loss and accuracy on held-out pairs; a collective."""
-        pairs = places_of(batch)
-        scores = sequence_scores(self._engine, batch)
+    def _compare(self, outputs: TokenOutputs, batch: TrainBatch, pairs: PairPlaces) -> dict[str, Tensor]:
+        scores = last_of_each(required(outputs.scores, "scores"), batch.cu_seqlens)
         chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-        return self._metrics(self._losses(chosen, rejected, batch.rewards[pairs.chosen]), chosen, rejected)
-
-    def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Sum of pair losses of a micro-batch; the engine divides by the number of pairs on all ranks."""
-        pairs = places_of(micro.batch, micro.source_index)
-        scores = last_of_each(_scores(outputs), micro.batch.cu_seqlens)
-        chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-        losses = self._losses(chosen, rejected, micro.batch.rewards[pairs.chosen])
-        return LossOutput(loss=losses.sum(), metrics=self._metrics(losses, chosen, rejected))
-
-    def _losses(self, chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-        losses = bradley_terry_losses(chosen, rejected, margins)
+        losses = bradley_terry_losses(chosen, rejected, batch.rewards[pairs.chosen])
         if self._options.center_coef:
             losses = losses + self._options.center_coef * centering_losses(chosen, rejected)
-        return losses
-
-    @staticmethod
-    def _metrics(losses: Tensor, chosen: Tensor, rejected: Tensor) -> Metrics:
-        return mean_metrics(
-            {
-                "loss": losses,
-                "accuracy": preference_accuracy(chosen, rejected),
-                "margin": chosen - rejected,
-                "score/chosen": chosen,
-                "score/rejected": rejected,
-            }
-        )
+        return {
+            "loss": losses,
+            "accuracy": preference_accuracy(chosen, rejected),
+            "margin": chosen - rejected,
+            "score/chosen": chosen,
+            "score/rejected": rejected,
+        }
 
 
 class RewardModelTrainer(RowTrainer[RWConfig, EncodedPair]):
@@ -106,9 +124,3 @@ def padding_trap(folder: Path, pairs: Sequence[EncodedPair]) -> str:
         f"texts end with token {padding}, which is pad_token_id in config.json of {folder}: the score is learned "
         "there, but transformers takes that of the token before it; set another pad_token_id"
     )
-
-
-def _scores(outputs: TokenOutputs) -> Tensor:
-    if outputs.scores is None:
-        raise ValueError("a score needs a reward model, and the engine was built with another head")
-    return outputs.scores

@@ -18,7 +18,7 @@ from areal.trainer.kl_term import num_candidates, uses_reference
 from areal.trainer.policy_update import output_spec
 from areal.trainer.progress import TrainingLength
 from areal.trainer.reference import Reference, ReferenceResets
-from areal.trainer.reward_role import RewardModel, recoder
+from areal.trainer.reward_model import RewardModel, recoder
 from areal.trainer.teacher import Teacher
 
 

@@ -16,7 +16,7 @@ from areal.algorithm.aggregate import (
     sequence_means,
     to_metrics,
 )
-from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch
+from areal.api.batch import LossOutput, MicroBatch, TokenOutputs, TrainBatch, required
 from areal.api.config import SFTConfig, SFTOptions
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
@@ -50,11 +50,11 @@ class SFTTask:
 
     def measure(self, batch: TrainBatch) -> Metrics:
         """The training loss as a mean over held-out rows; a collective."""
-        return self._metrics(batch, _logprobs(self._engine.forward(batch)))
+        return self._metrics(batch, required(self._engine.forward(batch).logprobs, "logprobs"))
 
     def _loss(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Sum of weighted -log p over the trained tokens of a micro-batch; the engine divides by the denominator."""
-        batch, logprobs = micro.batch, _logprobs(outputs)
+        batch, logprobs = micro.batch, required(outputs.logprobs, "logprobs")
         return LossOutput(loss=self._sum(batch, logprobs), metrics=self._metrics(batch, logprobs.detach()))
 
     def _sum(self, batch: TrainBatch, logprobs: Tensor) -> Tensor:
@@ -79,9 +79,3 @@ class SFTTrainer(RowTrainer[SFTConfig, EncodedRow]):
 
     def _build_task(self, build: EngineBuilder, *, total_steps: int) -> RowTask[EncodedRow]:
         return SFTTask(build(self._config.model, role="actor", total_steps=total_steps), self._config.sft)
-
-
-def _logprobs(outputs: TokenOutputs) -> Tensor:
-    if outputs.logprobs is None:
-        raise ValueError("supervised fine-tuning needs a language model, and the engine was built with another head")
-    return outputs.logprobs

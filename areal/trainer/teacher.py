@@ -11,7 +11,7 @@ from areal.algorithm.advantage import distilled_advantages
 from areal.algorithm.aggregate import TokenStat, to_metrics
 from areal.algorithm.importance import log_ratio
 from areal.algorithm.kl import kl_estimate
-from areal.api.batch import TokenOutputs, TrainBatch
+from areal.api.batch import TokenOutputs, TrainBatch, required
 from areal.api.config import TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
@@ -28,18 +28,15 @@ class Teacher:
     def with_teacher_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the teacher's log-probabilities of the policy's tokens; a collective."""
         outputs = self._engine.forward(replace(batch, candidate_ids=None))
-        if outputs.logprobs is None:
-            raise ValueError("the teacher's engine returned no log-probabilities: it was built with another head")
-        return replace(batch, teacher_logprobs=outputs.logprobs)
+        return replace(batch, teacher_logprobs=required(outputs.logprobs, "logprobs"))
 
     def with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """Combine the advantages with those of distillation; returns metrics of the distance between the models.
 
         Policy log-probabilities are the proximal ones if the batch has them, else those of the rollout.
         """
-        teacher = batch.teacher_logprobs
-        if teacher is None or batch.advantages is None:
-            raise ValueError("the batch has no teacher_logprobs or no advantages: call those stages first")
+        teacher = required(batch.teacher_logprobs, "teacher_logprobs")
+        advantages = required(batch.advantages, "advantages")
         policy = batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs
         mask, config = batch.loss_mask, self._config
         stats = {
@@ -48,7 +45,7 @@ class Teacher:
             "log_ratio": TokenStat(log_ratio(teacher, policy, mask), mask),
         }
         advantages = distilled_advantages(
-            batch.advantages, policy, teacher, mask, rl_weight=config.rl_weight, coef=config.advantage_coef
+            advantages, policy, teacher, mask, rl_weight=config.rl_weight, coef=config.advantage_coef
         )
         return replace(batch, advantages=advantages), prefixed("teacher", to_metrics(stats))
 
@@ -64,7 +61,6 @@ def distillation_loss(
         return 0.0, {}
     if batch is None:
         return 0.0, {"teacher_loss": TokenStat(torch.zeros(0), torch.zeros(0, dtype=torch.bool))}
-    if outputs.logprobs is None or batch.teacher_logprobs is None:
-        raise ValueError("the batch has no teacher_logprobs: call with_teacher_logprobs before update")
-    estimate = kl_estimate(outputs.logprobs, batch.teacher_logprobs, batch.trained, config.loss_estimator)
+    policy, teacher = required(outputs.logprobs, "logprobs"), required(batch.teacher_logprobs, "teacher_logprobs")
+    estimate = kl_estimate(policy, teacher, batch.trained, config.loss_estimator)
     return config.loss_coef * estimate, {"teacher_loss": TokenStat(estimate, batch.trained)}

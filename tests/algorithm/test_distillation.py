@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from areal.algorithm.advantage import distilled_advantages
+from tests.expect import raises_code
 
 NAN = float("nan")
 
@@ -49,7 +50,7 @@ def test_log_ratios_are_cut_and_nan_shows_itself():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(ValueError, match="one shape"):
+    with raises_code("algorithm.shapes_differ"):
         distilled_advantages(
             torch.zeros(2), torch.zeros(1), torch.zeros(2), torch.ones(2).bool(), rl_weight=1.0, coef=1.0
         )

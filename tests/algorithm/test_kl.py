@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from areal.algorithm.kl import KL_LIMIT, distribution_kl, kl_estimate
+from tests.expect import raises_code
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -162,7 +163,7 @@ def test_nothing_and_all_masked():
 
 @pytest.mark.parametrize("name", ["k4", "full", "k1++"])
 def test_unknown_name(name):
-    with pytest.raises(ValueError, match="k1, k2, k3 or abs"):
+    with pytest.raises(ValueError, match=name[:2]):
         kl_estimate(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), name)
 
 
@@ -303,7 +304,7 @@ def test_masked_rows_reach_neither_value_nor_gradient_and_trained_nan_shows(is_w
 
 
 def test_distributions_of_unequal_shapes_are_refused():
-    with pytest.raises(ValueError, match="one shape"):
+    with raises_code("algorithm.shapes_differ"):
         distribution_kl(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, dtype=torch.bool), is_whole=True)
-    with pytest.raises(ValueError, match="one shape"):
+    with raises_code("algorithm.shapes_differ"):
         distribution_kl(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool), is_whole=True)

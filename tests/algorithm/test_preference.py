@@ -1,6 +1,7 @@
 """Losses of pairs and numbers of whole sequences, against the papers' formulas in slow float64 Python."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from areal.algorithm.preference import (
     preference_accuracy,
     preference_log_ratios,
 )
+from tests.expect import raises_code
 
 FAR = 800.0
 """exp overflows float64 from 709 on."""
@@ -186,7 +188,7 @@ def test_accuracy_counts_ties_half():
     ],
 )
 def test_shapes_that_would_broadcast_are_refused(call):
-    with pytest.raises(ValueError, match="must have one shape"):
+    with raises_code("algorithm.shapes_differ"):
         call(torch.zeros(1), torch.zeros(2))
 
 
@@ -209,5 +211,5 @@ def test_pairs_are_found_in_any_order():
 
 @pytest.mark.parametrize("cut", [[0], [1], [0, 1, 2], [1, 2], [0, 3], [0, 0], [0, 1, 1]])
 def test_a_pair_without_its_partner_is_refused(cut):
-    with pytest.raises(ValueError, match="lacks one sequence"):
+    with pytest.raises(ValueError, match=re.escape(str(sorted(cut)))):
         pair_places(cut)

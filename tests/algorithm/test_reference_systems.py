@@ -12,7 +12,8 @@ The lists were recorded by running these functions (float64 on the CPU, torch 2.
 - ROLL, roll/pipeline/agentic/agentic_actor_pg_worker.py: the statements of _compute_tis_loss, _compute_topr_loss,
   _compute_vanilla_pg_loss, _compute_kimi15_loss and _compute_cispo_loss without their metrics;
   roll/pipeline/agentic/utils.py: compute_segment_masked_mean. ROLL is not on PyPI and these files are not in the stored
-  tree of alibaba/ROLL: they come from public copies of it (see docs/algorithms.md, Fixed rules).
+  tree of alibaba/ROLL: they come from public copies (jingyushen/ROLL 581046ab has the
+  same statements of the losses).
 
 Not compared here: AReaL's dynamic_sampling and recipe/AEnt, which AReaL 1.0.4 does not contain.
 """

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 
 from areal.algorithm.regularisers import adapted_entropy_coef, entropy_loss, positive_mask, positive_nll
 from areal.api.config import AdaptiveEntropyConfig
+from tests.expect import raises_code
 
 INF, NAN = float("inf"), float("nan")
 BAND = AdaptiveEntropyConfig(entropy_low=0.2, entropy_high=0.5, coef_lr=0.1, coef_low=0.01, coef_high=0.08)
@@ -24,7 +25,7 @@ def test_the_bonus_is_minus_the_entropy_of_trained_tokens():
 
 def test_a_bonus_without_gradient_is_refused_where_one_is_recorded():
     mask = torch.ones(2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="gradient"):
+    with raises_code("training.stage_missing"):
         entropy_loss(torch.zeros(2), mask)
     with torch.no_grad():
         assert entropy_loss(torch.ones(2), mask).tolist() == [-1, -1]
@@ -105,7 +106,7 @@ def test_likelihood_with_bad_numbers_and_without_tokens():
     assert math.isinf(inside[2].item())
     nothing, no_index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert positive_nll(nothing, positive_mask(nothing, nothing.bool(), no_index)).tolist() == []
-    with pytest.raises(ValueError, match="one shape"):
+    with raises_code("algorithm.shapes_differ"):
         positive_nll(nothing, torch.ones(1, dtype=torch.bool))
 
 

@@ -3,11 +3,11 @@
 from itertools import accumulate
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 
 from areal.algorithm.shared_prefix import contested_prefixes
+from tests.expect import raises_code
 
 
 def packed(rows):
@@ -126,7 +126,7 @@ def test_nothing_to_compare():
         empty, empty.bool(), empty, torch.zeros(1, dtype=torch.int32), empty, torch.zeros(0), min_tokens=1
     )
     assert none.tolist() == []
-    with pytest.raises(ValueError, match="one shape"):
+    with raises_code("algorithm.shapes_differ"):
         contested_prefixes(
             empty, torch.ones(1).bool(), empty, torch.zeros(1, dtype=torch.int32), empty, empty, min_tokens=1
         )

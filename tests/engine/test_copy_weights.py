@@ -1,6 +1,5 @@
 """Weights from engine to engine without a disk, and an optimiser that begins anew in the middle of its schedule."""
 
-import pytest
 import torch
 
 from tests.expect import raises_code
@@ -80,5 +79,5 @@ def test_a_reset_optimiser_takes_the_step_of_a_new_one_at_the_place_in_the_sched
 
 
 def test_only_what_is_trained_has_an_optimiser_to_reset(cases, models):
-    with pytest.raises(ValueError, match="no optimiser"):
+    with raises_code("training.stage_missing", "optimizer"):
         cases.make_engine(models / "qwen2", role="ref", optimizer=None).reset_optimizer()

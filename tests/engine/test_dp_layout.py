@@ -61,5 +61,5 @@ def test_losses_metrics_and_weights_are_those_of_one_rank(cases, folder, rank):
 
 
 def test_data_parallel_ranks_of_unequal_size_are_refused():
-    with pytest.raises(ValueError, match="4 trainer ranks cannot form 3"):
+    with pytest.raises(ValueError, match=r"4.*3"):
         TrainerMesh(0, 4, torch.device("cpu"), dp_size=3)

@@ -120,7 +120,7 @@ def test_candidates_are_cut_with_the_batch(cases):
 
 def test_what_the_engine_cannot_do_is_refused(cases, models):
     engine = cases.make_engine(models / "qwen3", outputs=OutputSpec(candidates=4))
-    with pytest.raises(ValueError, match="no candidate_ids"):
+    with raises_code("training.stage_missing", "candidate_ids"):
         engine.forward_backward(cases.make_batch(), cases.policy_loss, denominator=1.0)
     batch = cases.make_batch()
     ids = torch.zeros(batch.num_tokens, 2, dtype=torch.int64)
@@ -128,7 +128,7 @@ def test_what_the_engine_cannot_do_is_refused(cases, models):
     with raises_code("data.token_id", f"token id {cases.VOCAB},"):
         engine.forward(replace(batch, candidate_ids=ids))
     for role in ("critic", "reward"):
-        with pytest.raises(ValueError, match="no distribution over tokens"):
+        with pytest.raises(ValueError, match=role):
             cases.make_engine(models / "qwen3", role=role, outputs=OutputSpec(entropy_grad=True))
 
 

@@ -16,6 +16,7 @@ from areal.trainer.critic import Critic
 from areal.trainer.policy_update import output_spec
 from areal.trainer.recover import ActorState
 from areal.trainer.reduce import reduce_metrics
+from tests.expect import raises_code
 
 GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
 SCALED = ("token-sum", "seq-mean-token-sum-norm")
@@ -226,7 +227,7 @@ def test_the_engine_must_give_what_the_bonus_needs(toolbox, rich):
     batch = toolbox.random_batch(1, 4)
     for options in ({"entropy_coef": 0.1}, {"entropy_coef": 0.1, "entropy_clamp": 0.3}):
         actor = PPOActor(toolbox.TableEngine(), config(**options))
-        with pytest.raises(ValueError, match="entropy"):
+        with raises_code("training.stage_missing", "entropy"):
             actor.update(prepared(actor, batch)[0])
     assert not output_spec(config()).entropy_grad
     assert output_spec(config(entropy_coef=0.1)).entropy_grad

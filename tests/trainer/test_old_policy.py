@@ -14,6 +14,7 @@ from areal.api.metrics import metric_values
 from areal.trainer.actor import PPOActor, with_chosen_tokens
 from areal.trainer.off_policy import old_logprobs
 from areal.trainer.reduce import reduce_metrics
+from tests.expect import raises_code
 
 GUESS = {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}
 
@@ -48,7 +49,7 @@ def test_by_hand(toolbox):
     now = torch.tensor([0.8, 0.8, 1.0]).log()
     assert old_logprobs(batch, config(**GUESS), now).exp().tolist() == pytest.approx([0.2, 0.2 * 4**0.8, 1.0])
     assert old_logprobs(batch, config(), now) is batch.rollout_logprobs
-    with pytest.raises(ValueError, match="with_prox_logprobs"):
+    with raises_code("training.stage_missing", "prox_logprobs"):
         old_logprobs(batch, config(use_decoupled_loss=True), now)
 
 
@@ -168,7 +169,7 @@ def test_covariances_are_those_of_the_recomputed_policy_where_there_is_one(toolb
     fall = torch.tensor([0.0, -4.0, 0.0, -4.0, 0.0])
     of_trainer = with_chosen_tokens(replace(batch, prox_logprobs=fall), options, reduce=identity_reduce).chosen_tokens
     assert of_trainer.tolist() == [False, True, True, False, False]  # -3, 1, 1, -3 by hand
-    with pytest.raises(ValueError, match="with_advantages"):
+    with raises_code("training.stage_missing", "advantages"):
         with_chosen_tokens(replace(batch, advantages=None), options, reduce=identity_reduce)
 
 

@@ -13,6 +13,7 @@ from areal.data.split import take
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
 from areal.trainer.reward_model import padding_trap, sequence_scores
+from tests.expect import raises_code
 from tests.trainer import row_cases as cases
 
 
@@ -45,7 +46,7 @@ def test_every_sequence_of_a_packed_batch_has_its_score(folder):
 
 def test_a_language_model_has_no_scores(folder):
     batch = cases.SFTTask(engine_of(folder, "actor"), cases.SFTOptions()).batch_of([cases.make_pairs()[0].chosen])
-    with pytest.raises(ValueError, match="a score needs a reward model"):
+    with raises_code("training.stage_missing", "scores"):
         sequence_scores(engine_of(folder, "actor"), batch)
 
 

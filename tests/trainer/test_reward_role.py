@@ -2,13 +2,13 @@
 
 import itertools
 
-import pytest
 import torch
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import RewardModelConfig
 from areal.api.metrics import metric_values
-from areal.trainer.reward_role import RewardModel, recoded, recoder
+from areal.trainer.reward_model import RewardModel, recoded, recoder
+from tests.expect import raises_code
 
 
 class SumOfTokens:
@@ -79,5 +79,5 @@ def test_the_recoded_batch_holds_one_row_a_sequence(toolbox):
 
 
 def test_another_head_is_told(toolbox):
-    with pytest.raises(ValueError, match="another head"):
+    with raises_code("training.stage_missing", "scores"):
         RewardModel(toolbox.TableEngine(), config()).with_scores(toolbox.make_batch([[1, 2]], rewards=[1.0]))

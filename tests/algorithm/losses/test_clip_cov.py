@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.expect import raises_code
+
 
 def slow_clip_cov(rows, t):
     if rows.chosen[t]:
@@ -27,5 +29,5 @@ def test_by_hand(kit):
 
 
 def test_nobody_has_chosen(kit):
-    with pytest.raises(ValueError, match="with_chosen_tokens"):
+    with raises_code("training.stage_missing", "chosen_tokens"):
         kit.loss_of(replace(kit.make_tokens([0.0]), chosen=None), policy_loss="clip_cov")
