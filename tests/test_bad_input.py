@@ -147,7 +147,9 @@ def dry_run(folder: Path, capsys, *words: str) -> str:
     rest = [word for word in words if word not in scripts]
     argv = [*scripts, "--config", str(folder / "c.yaml"), *rest, "--dry-run"]
     with pytest.raises(SystemExit) as end:
-        run_main(lambda: sys.exit(local.launch(local.read_command_line(argv), local.this_machine())))
+        run_main(
+            lambda: sys.exit(local.launch(local.read_command_line(argv), local.LocalCluster(local.this_machine())))
+        )
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -165,7 +167,7 @@ def test_the_command_prints_the_same_line_and_exits_with_2(folder):
 
 def test_a_dry_run_lists_the_keys_that_only_the_script_reads(folder, capsys):
     argv = [str(folder / "mine.py"), "--config", str(folder / "c.yaml"), "game.rounds=3", "~gconfig", "--dry-run"]
-    assert local.launch(local.read_command_line(argv), local.this_machine()) == 0
+    assert local.launch(local.read_command_line(argv), local.LocalCluster(local.this_machine())) == 0
     assert "keys that only the script reads: game\n" in capsys.readouterr().out
 
 

@@ -149,9 +149,11 @@ launch.no_launcher: A script was run without a launcher.
 launch.no_run_folder: The folder given to a command is not a run folder.
     Give the folder that the launcher printed at its start.
 launch.node_lost: A node of the run stopped answering, or its connection closed.
-    Look at the node and at the log of its agent, logs/node-NAME.log in the run folder; the run recovers when it can.
+    Look at the node: the message has the last error line of its connection. The run recovers when the node returns.
 launch.node_unreachable: The agent of a node cannot be started, or a node cannot resolve the name of another one.
     Correct the name or address of the node, its login, or the path of Python; the message has the last error line.
+launch.other_version: A node has another version of areal than the launcher.
+    Install the same version on all nodes.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
 launch.request_refused: The running launcher refuses to add or remove a replica.

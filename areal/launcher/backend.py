@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ from typing import Protocol
 import psutil
 
 from areal.launcher.job import PlannedProcess
+from areal.launcher.placement import Machine
 from areal.system.process import kill_trees, spawn
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import request_stacks
@@ -66,6 +67,22 @@ class ProcessBackend(Protocol):
 
     def resident_bytes(self) -> int:
         """Resident memory of the launcher and of all processes of the run together."""
+        ...
+
+
+class Cluster(Protocol):
+    """The machines of a run, and what starts processes on them."""
+
+    def machines(self) -> Sequence[Machine]:
+        """Connect to the machines, and describe them. The controller runs on the first. LaunchError on failure."""
+        ...
+
+    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
+        """A backend for a run whose folder exists. LaunchError when a machine does not share the folder."""
+        ...
+
+    def close(self) -> None:
+        """End all that still runs on the machines for this run, and the connections."""
         ...
 
 

@@ -26,7 +26,7 @@ from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
-from areal.launcher.backend import LocalBackend
+from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
 from areal.launcher.job import LaunchPlan, describe, make_plan
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
@@ -77,15 +77,15 @@ class Launch:
     dry_run: bool
 
 
-def read_command_line(argv: Sequence[str]) -> Launch:
+def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
     """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
     words = [word for word in argv if word != "--dry-run"]
     if "--help" in words or "-h" in words:
-        sys.stdout.write(USAGE)
+        sys.stdout.write(usage)
         load_experiment(words)  # prints the options and exits
     script = words.pop(0) if words and words[0].endswith(".py") else None
     config = load_experiment(words, allow_unknown_top_level=script is not None)
-    if config.cluster.n_nodes > 1:
+    if on_one_machine and config.cluster.n_nodes > 1:
         message = f"cluster.n_nodes={config.cluster.n_nodes}: the local launcher runs on one machine; use n_nodes=1"
         raise ConfigError(message, code="launch.several_nodes")
     config = with_attached_servers(config, os.environ)
@@ -95,6 +95,22 @@ def read_command_line(argv: Sequence[str]) -> Launch:
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     raise_problems(list(function_problems(config, has_script=script is not None)))
     return Launch(config=config, extras=extras, script=script, dry_run="--dry-run" in argv)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """This machine alone. Implements `Cluster`."""
+
+    machine: Machine
+
+    def machines(self) -> Sequence[Machine]:
+        return [self.machine]
+
+    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
+        return LocalBackend(paths, secrets)
+
+    def close(self) -> None:
+        """The backend's `stop` has ended everything."""
 
 
 def this_machine() -> Machine:
@@ -134,12 +150,20 @@ def _variables(env: Mapping[str, str]) -> str:
     )
 
 
-def launch(request: Launch, machine: Machine) -> int:
+def launch(request: Launch, cluster: Cluster) -> int:
     """Check the request, run until the end of the run, and return the exit status."""
+    try:
+        return _launch(request, cluster)
+    finally:
+        cluster.close()
+
+
+def _launch(request: Launch, cluster: Cluster) -> int:
     config, paths = request.config, RunPaths.of(request.config)
     rows = count_rows(config)
     line = StatusLine()
-    plan = make_plan(config, [machine], script=request.script, num_rows=rows)
+    machines = cluster.machines()
+    plan = make_plan(config, machines, script=request.script, num_rows=rows)
     for notice in (notice_of(config), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
@@ -169,7 +193,7 @@ def launch(request: Launch, machine: Machine) -> int:
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions:
             try:
-                outcome = _run(request, machine, paths, rows, line, interruptions, token)
+                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, token)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
@@ -194,7 +218,8 @@ def launch(request: Launch, machine: Machine) -> int:
 
 def _run(
     request: Launch,
-    machine: Machine,
+    cluster: Cluster,
+    machines: Sequence[Machine],
     paths: RunPaths,
     rows: int | None,
     line: StatusLine,
@@ -205,7 +230,7 @@ def _run(
     config = request.config
     recovers = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if recovers else None
-    plan = make_plan(config, [machine], script=request.script, num_rows=rows, recover=newest is not None)
+    plan = make_plan(config, machines, script=request.script, num_rows=rows, recover=newest is not None)
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
@@ -226,7 +251,7 @@ def _run(
         config.launcher,
         config.recover,
         paths,
-        LocalBackend(paths, {TOKEN_VARIABLE: token}),
+        cluster.backend(paths, {TOKEN_VARIABLE: token}),
         registry=registry,
         source=source,
         line=line,
@@ -263,7 +288,7 @@ def main() -> None:
     if "--attach" in sys.argv[1:]:
         sys.stdout.write(attach.ask(*attach.read_command_line(sys.argv[1:]), StatusLine()) + "\n")
         return
-    sys.exit(launch(read_command_line(sys.argv[1:]), this_machine()))
+    sys.exit(launch(read_command_line(sys.argv[1:]), LocalCluster(this_machine())))
 
 
 if __name__ == "__main__":

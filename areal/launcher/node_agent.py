@@ -18,17 +18,33 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
 import psutil
-from pydantic import Field, TypeAdapter
 
 import areal
 from areal.api.errors import ArealError, LaunchError
 from areal.launcher.backend import LocalBackend, LogTail
-from areal.launcher.job import PlannedProcess
+from areal.launcher.node_messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    Alive,
+    Exit,
+    Facts,
+    Failed,
+    FromAgent,
+    Hello,
+    Lines,
+    Open,
+    Ping,
+    Reply,
+    Signal,
+    Stacks,
+    Start,
+    Stop,
+    Stopped,
+    ToAgent,
+)
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.network import LOOPBACK, is_loopback
 from areal.system.process import run_main, watch_parent
@@ -36,145 +52,6 @@ from areal.system.run_paths import RunPaths
 
 _LOOK_S = 0.05
 _HELLO_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """First message of the launcher: the run, and what the agent must check."""
-
-    do: Literal["hello"] = "hello"
-    run_dir: str
-    folder: str
-    """Working directory of the processes."""
-    env: dict[str, str]
-    """Added to the agent's environment. It may contain the run's token."""
-    silence_s: float
-    """Silence of the launcher, in seconds, after which the agent ends its processes. Both write ten times as often."""
-    peers: tuple[str, ...] = ()
-    """Names or addresses of the other machines: the node's own address is the one that reaches them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    do: Literal["start"] = "start"
-    id: int
-    planned: PlannedProcess
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
-    do: Literal["signal"] = "signal"
-    name: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stacks:
-    """Request for the stacks of a process."""
-
-    do: Literal["stacks"] = "stacks"
-    id: int
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """Request for the last log lines of a process."""
-
-    do: Literal["lines"] = "lines"
-    id: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """End processes; `grace_s` 0 also ends the grace period of an earlier Stop."""
-
-    do: Literal["stop"] = "stop"
-    names: tuple[str, ...]
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ping:
-    do: Literal["ping"] = "ping"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Answer to Hello: what a plan needs to know about the node."""
-
-    do: Literal["facts"] = "facts"
-    hostname: str
-    address: str
-    """Address under which the other machines reach the node."""
-    cores: int
-    gpus: tuple[str, ...]
-    memory_bytes: int
-    python: str
-    areal: str
-    clock_s: float
-    """Seconds since 1970."""
-    sees_run_dir: bool
-    """The launcher's run folder is there: the folder is shared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Answer to a message with an id. `error` is empty on success."""
-
-    do: Literal["reply"] = "reply"
-    id: int
-    pid: int = 0
-    lines: tuple[str, ...] = ()
-    written_ns: int = 0
-    done: bool = True
-    error: str = ""
-    code: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
-    """A process has ended. Negative `code` = by this signal."""
-
-    do: Literal["exit"] = "exit"
-    name: str
-    pid: int
-    code: int
-    lines: tuple[str, ...]
-    written_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
-    """The agent works."""
-
-    do: Literal["alive"] = "alive"
-    resident_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
-    """All processes of a Stop have ended."""
-
-    do: Literal["stopped"] = "stopped"
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The agent ends because of an error."""
-
-    do: Literal["failed"] = "failed"
-    error: str
-    code: str
-
-
-ToAgent = Annotated[Hello | Start | Signal | Stacks | Lines | Stop | Ping, Field(discriminator="do")]
-FromAgent = Annotated[Facts | Reply | Exit | Alive | Stopped | Failed, Field(discriminator="do")]
-TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)
-FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)
 
 
 class NodeAgent:
@@ -196,10 +73,11 @@ class NodeAgent:
 
     def run(self) -> None:
         """Serve until the launcher closes the connection or is silent, then end all processes."""
-        hello = self._hello()
-        if hello is None:
+        if not self._greet():
             return
-        backend = LocalBackend(RunPaths(Path(hello.run_dir)))
+        backend = self._opened()
+        if backend is None:
+            return
         try:
             while not self._is_abandoned:
                 for message in self._receive(_LOOK_S):
@@ -212,8 +90,8 @@ class NodeAgent:
     def _is_abandoned(self) -> bool:
         return self._closed or time.monotonic() - self._heard_s > self._silence_s
 
-    def _hello(self) -> Hello | None:
-        """Wait for the first message and answer it. None when the connection closes."""
+    def _greet(self) -> bool:
+        """Wait for the first message and answer it. False when the launcher cannot use this node."""
         while not self._is_abandoned:
             for message in self._receive(_LOOK_S):
                 if isinstance(message, Hello):
@@ -221,9 +99,21 @@ class NodeAgent:
                         self._send(_prepared(message))
                     except ArealError as error:
                         self._send(Failed(error=str(error), code=error.code))
-                        return None
+                        return False
                     self._silence_s, self._heard_s = message.silence_s, time.monotonic()
-                    return message
+                    return True
+        return False
+
+    def _opened(self) -> LocalBackend | None:
+        """Wait for the run. None when the launcher closes the connection before it sends one."""
+        while not self._is_abandoned:
+            for message in self._receive(_LOOK_S):
+                if isinstance(message, Open):
+                    error = _folder_problem(message)
+                    self._send(Reply(id=message.id, error=error, code="launch.folder_not_shared" if error else ""))
+                    if not error:
+                        return LocalBackend(RunPaths(Path(message.run_dir)), message.secrets)
+            self._show_life(None)
         return None
 
     def _receive(self, limit_s: float) -> Iterator[ToAgent]:
@@ -257,7 +147,7 @@ class NodeAgent:
                 self._send(Reply(id=message.id, lines=tuple(tail.lines), written_ns=tail.written_ns))
             case Stop():
                 self._stop(message, backend)
-            case Hello() | Ping():
+            case Hello() | Open() | Ping():
                 pass
 
     def _stop(self, stop: Stop, backend: LocalBackend) -> None:
@@ -282,9 +172,12 @@ class NodeAgent:
                 tail = backend.last_lines(name)
                 lines, written_ns = tuple(tail.lines), tail.written_ns
                 self._send(Exit(name=name, pid=pid, code=code, lines=lines, written_ns=written_ns))
+        self._show_life(backend)
+
+    def _show_life(self, backend: LocalBackend | None) -> None:
         if time.monotonic() - self._reported_s >= self._silence_s / 10:
             self._reported_s = time.monotonic()
-            self._send(Alive(resident_bytes=backend.resident_bytes()))
+            self._send(Alive(resident_bytes=0 if backend is None else backend.resident_bytes()))
 
     def _send(self, message: FromAgent) -> None:
         data = memoryview(FROM_AGENT.dump_json(message) + b"\n")
@@ -296,7 +189,7 @@ class NodeAgent:
 
 
 def _prepared(hello: Hello) -> Facts:
-    """Enter the launcher's folder and environment. Returns what this machine is, for the plan of a launch.
+    """Enter the launcher's working directory. Returns what this machine is, for the plan of a launch.
 
     LaunchError when the folder does not exist here, or when a name of `peers` cannot be resolved.
     """
@@ -305,7 +198,6 @@ def _prepared(hello: Hello) -> Facts:
     except OSError as error:
         message = f"{socket.gethostname()}: {hello.folder}: {error.strerror}: the folder must exist on each node"
         raise LaunchError(message, code="launch.folder_not_shared") from error
-    os.environ.update(hello.env)
     return Facts(
         hostname=socket.gethostname(),
         address=own_address(hello.peers),
@@ -315,8 +207,19 @@ def _prepared(hello: Hello) -> Facts:
         python=platform.python_version(),
         areal=areal.__version__,
         clock_s=time.time(),
-        sees_run_dir=Path(hello.run_dir).is_dir(),
     )
+
+
+def _folder_problem(run: Open) -> str:
+    """Why the launcher's run folder is not usable here; empty when it is."""
+    folder = Path(run.run_dir)
+    advice = "cluster.fileroot must be a folder that all nodes share"
+    try:
+        found = (folder / run.probe).read_text()
+        (folder / f"{run.probe}.{socket.gethostname()}").write_text(run.probe_text)
+    except OSError as error:
+        return f"{socket.gethostname()}: {error.filename or folder}: {error.strerror or error}: {advice}"
+    return "" if found == run.probe_text else f"{socket.gethostname()}: {folder} is another folder there: {advice}"
 
 
 def own_address(peers: Iterable[str]) -> str:

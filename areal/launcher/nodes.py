@@ -7,25 +7,33 @@ import itertools
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import threading
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
+import areal
+from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import LaunchError
-from areal.launcher import node_agent as wire
+from areal.launcher import node_messages as wire
 from areal.launcher.backend import LogTail
 from areal.launcher.job import PlannedProcess
+from areal.launcher.placement import Machine
+from areal.system.network import Host
 from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT, tied_to_this_process
+from areal.system.run_paths import RunPaths
 
 _START_LIMIT_S = 20.0
 _ANSWER_LIMIT_S = 3.0
 """The supervisor's loop waits at most this long for log lines or stacks of a node."""
 _CLOSE_LIMIT_S = 5.0
+_KEPT_LINES = 50
 _AGENT_ENDED = (0, 2, -signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of a transport that come from the agent, whose processes end with it. 1 and 255 may be a lost network."""
 
@@ -35,6 +43,8 @@ class Node:
     """A machine of a run, and how its agent is started."""
 
     name: str
+    address: str
+    """Host name or address under which the other nodes find it."""
     command: tuple[str, ...]
     """Connects standard input and output to an agent there, for example `ssh node2 python -m ...node_agent`."""
 
@@ -48,13 +58,14 @@ class _Ended:
 class NodeLink:
     """The connection to the agent of one node. A thread reads its messages and sends pings."""
 
-    def __init__(self, node: Node, hello: wire.Hello, log: Path, *, connect_limit_s: float) -> None:
+    def __init__(self, node: Node, hello: wire.Hello, *, connect_limit_s: float) -> None:
         """Connect, and wait for the facts of the node. LaunchError when that fails or takes too long."""
         self.node = node
         self.lost = ""
         """Why the node is lost; empty while it is connected."""
         self.resident_bytes = 0
-        self._log = log
+        self._errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        """The last lines that the transport and the agent wrote to standard error."""
         self._ping_s = hello.silence_s / 10
         self._lost_s = 1.5 * hello.silence_s  # later than the agent ends its processes
         self._ended: dict[str, _Ended] = {}
@@ -66,22 +77,19 @@ class NodeLink:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._is_closing = False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as errors:
-            self._log_start = errors.tell()
-            try:
-                self._transport = subprocess.Popen(
-                    node.command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    bufsize=0,
-                    process_group=0,
-                    preexec_fn=tied_to_this_process(),
-                )
-            except OSError as error:
-                message = f"cannot start {node.command[0]}: {error.strerror or error}"
-                raise LaunchError(message, code="process.cannot_start") from error
+        try:
+            self._transport = subprocess.Popen(
+                node.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+                preexec_fn=tied_to_this_process(),
+            )
+        except OSError as error:
+            message = f"cannot start {node.command[0]}: {error.strerror or error}"
+            raise LaunchError(message, code="process.cannot_start") from error
         self._reader = threading.Thread(target=self._read, name=f"node {node.name}", daemon=True)
         self._reader.start()
         self.send(hello)
@@ -95,18 +103,30 @@ class NodeLink:
             while data:
                 data = data[self._transport.stdin.write(data) :]
 
+    def open(self, paths: RunPaths, secrets: Mapping[str, str]) -> None:
+        """Name the run, whose folder exists. LaunchError when the node does not share the folder, or is lost."""
+        number = next(self._ids)
+        text = uuid.uuid4().hex
+        probe = paths.root / f".probe-{self.node.name}-{number}"
+        probe.write_text(text)
+        try:
+            message = wire.Open(
+                id=number, run_dir=str(paths.root), secrets=dict(secrets), probe=probe.name, probe_text=text
+            )
+            self._answer(message, number, _START_LIMIT_S)
+            if [path.read_text() for path in paths.root.glob(f"{probe.name}.*")] != [text]:
+                reason = f"a file that it writes to {paths.root} does not appear here: all nodes must share this folder"
+                raise LaunchError(f"node {self.node.name}: {reason}", code="launch.folder_not_shared")
+        finally:
+            for path in paths.root.glob(f"{probe.name}*"):
+                path.unlink()
+
     def start(self, planned: PlannedProcess) -> int:
         """Start a process; returns its id there. LaunchError when it cannot be started or the node is lost."""
         self._ended.pop(planned.name, None)
         self._stopped.discard(planned.name)
         number = next(self._ids)
-        reply = self._ask(wire.Start(id=number, planned=planned), number, _START_LIMIT_S)
-        if reply is None:
-            message = f"node {self.node.name}: {self.lost or f'no answer within {_START_LIMIT_S:g} s'}"
-            raise LaunchError(message, code="launch.node_lost")
-        if reply.error:
-            raise LaunchError(f"node {self.node.name}: {reply.error}", code=reply.code)
-        return reply.pid
+        return self._answer(wire.Start(id=number, planned=planned), number, _START_LIMIT_S).pid
 
     def ended(self, name: str) -> _Ended | None:
         """How a process ended; None while it runs. When the node is lost, all its processes have ended."""
@@ -155,8 +175,18 @@ class NodeLink:
         self.close()
         if failed is not None:
             raise LaunchError(f"node {self.node.name}: {failed.error}", code=failed.code)
-        reason = lost or f"no answer within {limit_s:g} s (log: {self._log})"
+        reason = lost or f"no answer within {limit_s:g} s{self._last_error()}"
         raise LaunchError(f"node {self.node.name} cannot be reached: {reason}", code="launch.node_unreachable")
+
+    def _answer(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply:
+        """The reply to a message. LaunchError when it is an error or does not arrive."""
+        reply = self._ask(message, number, limit_s)
+        if reply is None:
+            text = f"node {self.node.name}: {self.lost or f'no answer within {limit_s:g} s'}"
+            raise LaunchError(text, code="launch.node_lost")
+        if reply.error:
+            raise LaunchError(f"node {self.node.name}: {reply.error}", code=reply.code)
+        return reply
 
     def _ask(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply | None:
         """The reply to a message; None when none arrives in time or the node is lost."""
@@ -168,32 +198,39 @@ class NodeLink:
     def _read(self) -> None:
         """Read messages until the connection ends or the agent is silent for too long."""
         assert self._transport.stdout is not None
+        assert self._transport.stderr is not None
+        output, errors = self._transport.stdout.fileno(), self._transport.stderr.fileno()
+        unread = {output: b"", errors: b""}
         selector = selectors.DefaultSelector()
-        selector.register(self._transport.stdout, selectors.EVENT_READ)
-        unread, heard_s, pinged_s = b"", time.monotonic(), 0.0
-        cause = ""
+        for descriptor in unread:
+            selector.register(descriptor, selectors.EVENT_READ)
+        heard_s, pinged_s, cause = time.monotonic(), 0.0, ""
         while not cause:
             now_s = time.monotonic()
             if now_s - pinged_s >= self._ping_s and not self._is_closing:
                 pinged_s = now_s
                 self.send(wire.Ping())
-            if selector.select(self._ping_s / 2):
-                block = os.read(self._transport.stdout.fileno(), 1 << 16)
-                heard_s = time.monotonic()
-                *lines, unread = (unread + block).split(b"\n")
-                for line in lines:
-                    self._take(line)
-                cause = "" if block else "its connection closed"
-            elif self._facts is not None and time.monotonic() - heard_s > self._lost_s:
-                cause = f"silent for {self._lost_s:g} s"
+            for key, _ in selector.select(self._ping_s / 2):
+                block = os.read(key.fd, 1 << 16)
+                *lines, unread[key.fd] = (unread[key.fd] + block).split(b"\n")
+                if key.fd == output:
+                    heard_s = time.monotonic()
+                    for line in lines:
+                        self._take(line)
+                    cause = cause or ("" if block else "its connection closed")
+                else:
+                    self._errors += [line for line in lines if line.strip()]
+                if not block:
+                    selector.unregister(key.fd)
+            if self._facts is not None and time.monotonic() - heard_s > self._lost_s:
+                cause = cause or f"silent for {self._lost_s:g} s"
         self._lose(cause, heard_s)
 
     def _take(self, line: bytes) -> None:
         try:
             message = wire.FROM_AGENT.validate_json(line)
         except ValueError:  # a login script that prints, for example; its text helps to find a failed start
-            with open(self._log, "ab") as log:
-                log.write(line + b"\n")
+            self._errors.append(line)
             return
         with self._changed:
             match message:
@@ -231,19 +268,63 @@ class NodeLink:
 
     def _last_error(self) -> str:
         """The last line that the transport or the agent wrote to standard error, in parentheses."""
-        with open(self._log, "rb") as log:
-            log.seek(self._log_start)
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f" ({lines[-1]})" if lines else ""
+        return f" ({self._errors[-1].decode(errors='replace').strip()})" if self._errors else ""
+
+
+class NodeCluster:
+    """The nodes of a run, with an agent on each. Implements `Cluster`."""
+
+    def __init__(self, nodes: Sequence[Node], config: ClusterSpecConfig) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self._limit_s = config.node_connect_s
+        self._silence_s = config.node_silence_s
+        self._links: dict[str, NodeLink] = {}
+
+    def machines(self) -> Sequence[Machine]:
+        """Connect to all nodes. LaunchError when one cannot be reached or has another version of areal."""
+        for name in self._nodes:
+            self._links[name] = self._connected(name)
+        return [_machine(link) for link in self._links.values()]
+
+    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
+        def connect(name: str) -> NodeLink:
+            link = self._links[name] = self._connected(name)
+            link.open(paths, secrets)
+            return link
+
+        for link in self._links.values():
+            link.open(paths, secrets)
+        return NodesBackend(self._links, connect)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _connected(self, name: str) -> NodeLink:
+        node = self._nodes[name]
+        peers = (socket.gethostname(), *(other.address for other in self._nodes.values() if other.name != name))
+        hello = wire.Hello(folder=os.getcwd(), silence_s=self._silence_s, peers=peers)
+        link = NodeLink(node, hello, connect_limit_s=self._limit_s)
+        if link.facts.areal != areal.__version__:
+            link.close()
+            message = f"node {name} has areal {link.facts.areal}, this machine {areal.__version__}: install one version"
+            raise LaunchError(message, code="launch.other_version")
+        return link
+
+
+def _machine(link: NodeLink) -> Machine:
+    found = link.facts
+    host = Host(bind=found.address, advertise=found.address, node=link.node.name)
+    return Machine(cores=found.cores, gpus=found.gpus, host=host)
 
 
 class NodesBackend:
     """Processes on several nodes. Implements `ProcessBackend`; a process runs on the node that its `host` names."""
 
-    def __init__(self, connect: Mapping[str, Callable[[], NodeLink]], links: Mapping[str, NodeLink]) -> None:
+    def __init__(self, links: Mapping[str, NodeLink], connect: Callable[[str], NodeLink]) -> None:
         """`links` are open, by node name; `connect` opens the one of a node again after it was lost."""
-        self._connect = dict(connect)
         self._links = dict(links)
+        self._connect = connect
         self._node_of: dict[str, str] = {}
         self._unreachable: dict[str, _Ended] = {}
 
@@ -253,7 +334,7 @@ class NodesBackend:
         self._unreachable.pop(planned.name, None)
         try:
             if self._links[node].lost:
-                self._links[node] = self._connect[node]()
+                self._links[node] = self._connect(node)
             return self._links[node].start(planned)
         except LaunchError as error:
             if error.code not in ("launch.node_lost", "launch.node_unreachable"):
@@ -294,10 +375,6 @@ class NodesBackend:
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(link.resident_bytes for link in self._links.values())
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
 
     def _link(self, name: str) -> NodeLink:
         return self._links[self._node_of[name]]

@@ -200,7 +200,7 @@ def test_launch_is_refused_while_a_child_of_a_dead_launcher_lives(folder, monkey
         try:
             assert left.stdout.readline() == b"up\n"
             with pytest.raises(LaunchError, match=rf"trainer-0 \(pid {left.pid}\)"):
-                local.launch(local.read_command_line(command(folder)[3:]), Machine(cores=2))
+                local.launch(local.read_command_line(command(folder)[3:]), local.LocalCluster(Machine(cores=2)))
         finally:
             left.kill()
     assert not (run / "plan.json").exists()
@@ -269,7 +269,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(folder):
 )
 def test_a_bad_configuration_is_reported_before_any_start(folder, overrides, says):
     with pytest.raises(ConfigError) as error:
-        local.launch(local.read_command_line(command(folder, *overrides)[3:]), Machine(cores=2))
+        local.launch(local.read_command_line(command(folder, *overrides)[3:]), local.LocalCluster(Machine(cores=2)))
     assert says in str(error.value)
     assert not (folder / "runs").exists()
 

@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.launcher.node_agent import TO_AGENT, Hello, Start, own_address
+from areal.launcher.node_agent import own_address
+from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
 from areal.launcher.nodes import Node, NodeLink, NodesBackend
 from areal.system.network import Host
+from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import planned_process
 
 AGENT = (sys.executable, "-m", "areal.launcher.node_agent")
@@ -32,11 +34,11 @@ def wait_for(condition, limit_s=30.0):
 def link(tmp_path):
     opened = []
 
-    def connect(name="node1", command=AGENT, *, silence_s=10.0, **changes):
-        hello = Hello(run_dir=str(tmp_path), folder=os.getcwd(), env={"GREETING": "hello"}, silence_s=silence_s)
-        log = tmp_path / "logs" / f"{name}.log"
-        node = Node(name=name, command=command)
-        opened.append(NodeLink(node, dataclasses.replace(hello, **changes), log, connect_limit_s=30.0))
+    def connect(name="node1", command=AGENT, *, silence_s=10.0, run_dir=tmp_path, **changes):
+        hello = Hello(folder=os.getcwd(), silence_s=silence_s)
+        node = Node(name=name, address="localhost", command=command)
+        opened.append(NodeLink(node, dataclasses.replace(hello, **changes), connect_limit_s=30.0))
+        opened[-1].open(RunPaths(run_dir), {"GREETING": "hello"})
         return opened[-1]
 
     yield connect
@@ -47,9 +49,11 @@ def link(tmp_path):
 @pytest.fixture
 def backend(link):
     """Two nodes."""
-    names = ("node1", "node2")
-    connect = {name: lambda name=name: link(name, silence_s=1.0) for name in names}
-    return NodesBackend(connect, {name: connect[name]() for name in names})
+
+    def connect(name):
+        return link(name, silence_s=1.0)
+
+    return NodesBackend({name: connect(name) for name in ("node1", "node2")}, connect)
 
 
 def program(tmp_path, source, *, name="server-0", node="node1"):
@@ -68,11 +72,16 @@ def test_an_agent_reports_the_facts_of_its_node(link, tmp_path):
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
     assert facts.address == "127.0.0.1"
     assert abs(facts.clock_s - time.time()) < 60
-    assert facts.sees_run_dir
 
 
-def test_a_run_folder_that_the_node_does_not_see_is_a_fact(link):
-    assert not link(run_dir="/nowhere/run").facts.sees_run_dir
+def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
+    """Each node has a private /dev/shm, as folders that only look shared."""
+    private = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{tmp_path}" && exec {" ".join(AGENT)}')
+    with pytest.raises(LaunchError) as error:
+        link("node2", private)
+    assert error.value.code == "launch.folder_not_shared"
+    assert "node2" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_runs_with_the_environment_of_the_launcher_and_reports_its_exit(backend, tmp_path):
@@ -127,7 +136,7 @@ def test_a_killed_agent_ends_its_processes_and_its_node_is_connected_again(backe
     process = psutil.Process(pid)
     agent_of(pid).kill()
     assert wait_for(lambda: backend.poll("server-0")) == 75
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]
     again = backend.start(program(tmp_path, SLEEPS))
     assert again != pid
@@ -144,11 +153,13 @@ def test_a_frozen_agent_is_lost_after_a_silence(backend, tmp_path):
 def test_an_agent_ends_its_processes_when_the_launcher_is_silent(tmp_path):
     """A launcher that has lost the node may start the same processes elsewhere."""
     with subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-        hello = Hello(run_dir=str(tmp_path), folder=os.getcwd(), env={}, silence_s=0.5)
-        for message in (hello, Start(id=1, planned=program(tmp_path, SLEEPS))):
+        hello = Hello(folder=os.getcwd(), silence_s=0.5)
+        (tmp_path / "probe").write_text("x")
+        run = Open(id=0, run_dir=str(tmp_path), secrets={}, probe="probe", probe_text="x")
+        for message in (hello, run, Start(id=1, planned=program(tmp_path, SLEEPS))):
             agent.stdin.write(TO_AGENT.dump_json(message).decode() + "\n")
             agent.stdin.flush()
-        line = wait_for(lambda: next((line for line in agent.stdout if '"reply"' in line), None))
+        line = wait_for(lambda: next((line for line in agent.stdout if '"id":1' in line), None))
         process = psutil.Process(int(line.partition('"pid":')[2].partition(",")[0]))
         assert agent.wait(30) == 0  # the pipe is open, and nothing was written for 0.5 s
         wait_for(lambda: not process.is_running())
@@ -175,10 +186,9 @@ def test_a_node_that_cannot_resolve_its_peers_is_refused(link):
     assert error.value.code == "launch.node_unreachable"
 
 
-def test_lines_that_a_login_script_prints_do_not_disturb(link, tmp_path):
+def test_lines_that_a_login_script_prints_do_not_disturb(link):
     chatty = ("sh", "-c", f'echo Welcome; exec "{sys.executable}" -m areal.launcher.node_agent')
-    assert link("chatty", chatty).facts.sees_run_dir
-    assert "Welcome" in (tmp_path / "logs" / "chatty.log").read_text()
+    assert link("chatty", chatty).lost == ""
 
 
 def test_own_address_is_loopback_when_every_peer_is_this_machine():
@@ -189,10 +199,10 @@ def test_own_address_is_loopback_when_every_peer_is_this_machine():
 def test_a_node_that_stays_unreachable_counts_as_the_death_of_the_process(tmp_path, link):
     first = link("node1", silence_s=1.0)
 
-    def connect():
+    def connect(name):
         raise LaunchError("node1 cannot be reached", code="launch.node_unreachable")
 
-    backend = NodesBackend({"node1": connect}, {"node1": first})
+    backend = NodesBackend({"node1": first}, connect)
     agent_of(backend.start(program(tmp_path, SLEEPS))).kill()
     assert wait_for(lambda: backend.poll("server-0")) == 75
     assert backend.start(program(tmp_path, SLEEPS)) == 0

@@ -213,7 +213,10 @@ reward_fn: exact
     )
     for words in ([], ["--dry-run"]):
         with pytest.raises(ConfigError) as error:
-            local.launch(local.read_command_line(["--config", str(tmp_path / "x.yaml"), *words]), Machine(cores=2))
+            local.launch(
+                local.read_command_line(["--config", str(tmp_path / "x.yaml"), *words]),
+                local.LocalCluster(Machine(cores=2)),
+            )
         lines = str(error.value).split("\n  ")
         assert [line.split(": ")[0] for line in lines] == [
             "vllm.model",

@@ -30,6 +30,11 @@ class ClusterSpecConfig:
     n_gpus_per_node: int = number(8, low=0, also="verl: trainer.n_gpus_per_node")
     """GPUs per machine; not used on a machine without GPUs, where processes run on the CPU."""
 
+    node_connect_s: float = number(30.0, above=0)
+    """Maximum seconds until the agent of a node answers; not used by the local launcher."""
+    node_silence_s: float = number(10.0, above=0)
+    """Seconds without contact after which a node ends its processes; it counts as lost after 1.5 times as many."""
+
     def problems(self) -> Problems:
         if not self.fileroot or self.fileroot.startswith("~"):
             yield "fileroot", f"{self.fileroot!r} is not expanded: write the full path, or ${{oc.env:HOME}}/areal"

@@ -1,0 +1,89 @@
+"""The command `python -m areal.launcher.ssh --hosts A,B`: runs a configuration on machines reached by ssh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from areal.api.errors import ConfigError
+from areal.launcher.local import launch, read_command_line
+from areal.launcher.nodes import Node, NodeCluster
+from areal.system.process import run_main
+
+USAGE = """usage: python -m areal.launcher.ssh --hosts [USER@]HOST[:PORT],... [SCRIPT.py] --config FILE.yaml
+       [key.sub=value ...] [--ssh-option OPTION ...] [--python PATH] [--dry-run]
+
+Runs a configuration on the named machines; the controller runs on the first. ssh must log in without a password. The
+working directory, cluster.fileroot and the Python environment must be at the same path on all machines.
+--ssh-option is passed to ssh -o, for example IdentityFile=KEY; --python is the interpreter there (default: this one).
+Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
+
+"""
+_FORWARDED = ("HF_", "NCCL_", "WANDB_", "SWANLAB_", "PYTHONPATH")
+"""Environment variables of the launcher that processes on other machines also get, by the beginning of their names."""
+_OPTIONS = ("BatchMode=yes", "ServerAliveInterval=5", "ServerAliveCountMax=2", "ConnectTimeout=10")
+
+
+def take_option(words: list[str], name: str) -> list[str]:
+    """Remove `name VALUE` and `name=VALUE` from a command line. Returns the values."""
+    values: list[str] = []
+    rest: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == name:
+            value = next(remaining, None)
+            if value is None:
+                raise ConfigError(f"{name} needs a value", code="config.bad_override")
+            values.append(value)
+        elif word.startswith(f"{name}="):
+            values.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    words[:] = rest
+    return values
+
+
+def nodes_of(hosts: str, options: Sequence[str], python: str) -> list[Node]:
+    """The nodes of `--hosts`, in its order. ConfigError when a host is named twice or its form is wrong."""
+    nodes: list[Node] = []
+    for text in filter(None, (part.strip() for part in hosts.split(","))):
+        target, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+        target, port = (target, port) if colon else (text, "")
+        if (colon and not port.isdigit()) or target.startswith("-"):
+            raise ConfigError(f"--hosts: {text!r} is not [USER@]HOST[:PORT]", code="config.bad_override")
+        address = target.rpartition("@")[2].strip("[]")
+        if any(node.name == address for node in nodes):
+            raise ConfigError(f"--hosts names {address} twice", code="config.bad_override")
+        nodes.append(Node(name=address, address=address, command=_command(target, port, options, python)))
+    if not nodes:
+        raise ConfigError("--hosts needs at least one host: --hosts node1,node2", code="config.bad_override")
+    return nodes
+
+
+def _command(target: str, port: str, options: Sequence[str], python: str) -> tuple[str, ...]:
+    flags = [word for option in (*options, *_OPTIONS) for word in ("-o", option)]  # ssh uses the first of equal ones
+    where = ["-p", port] if port else []
+    forwarded = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_FORWARDED)]
+    # A variable with a secret must not be in a command line, which every user of the machine can read.
+    public = [text for text in forwarded if not text.partition("=")[0].endswith(("KEY", "TOKEN"))]
+    remote = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(public)} {shlex.quote(python)}"
+    return ("ssh", *flags, *where, target.strip("[]"), f"{remote} -m areal.launcher.node_agent")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    hosts = take_option(words, "--hosts")
+    options = take_option(words, "--ssh-option")
+    python = take_option(words, "--python") or [sys.executable]
+    request = read_command_line(words, usage=USAGE, on_one_machine=False)
+    nodes = nodes_of(",".join(hosts), options, python[-1])
+    if request.config.cluster.n_nodes not in (1, len(nodes)):
+        message = f"cluster.n_nodes={request.config.cluster.n_nodes}, but --hosts names {len(nodes)}: make them equal"
+        raise ConfigError(message, code="launch.several_nodes")
+    sys.exit(launch(request, NodeCluster(nodes, request.config.cluster)))
+
+
+if __name__ == "__main__":
+    run_main(main)
