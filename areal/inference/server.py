@@ -27,6 +27,7 @@ from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits, resolve_model_path
 from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
+from areal.observe.http_log import http_logger
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
@@ -142,7 +143,9 @@ async def serve(
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = listen(options.host, options.token, options.port)
     # A closed connection cancels its handler, which aborts the request of the client.
-    runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app.application(), access_log=None, logger=http_logger(), handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     await web.SockSite(runner, bound, backlog=BACKLOG).start()
     engine.start()

@@ -14,6 +14,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
+from areal.observe.http_log import http_logger
 from areal.observe.log import get_logger
 from areal.rollout.client import CONTROLLER
 from areal.rollout.controller import Controller
@@ -84,7 +85,8 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    runner = web.AppRunner(make_app(controller, token=token, host=host), access_log=None, shutdown_timeout=1.0)
+    app = make_app(controller, token=token, host=host)
+    runner = web.AppRunner(app, access_log=None, logger=http_logger(), shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()
