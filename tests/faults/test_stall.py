@@ -53,16 +53,17 @@ def test_rewards_that_do_not_come_and_a_stopped_rank_are_named(make_run, hold):
         assert f"pid {run.pids()[name]}: no progress for" in stacks_of(run, name)
         assert "(most recent call first)" in stacks_of(run, name)
     hold.unlink()
-    progress = r"^areal: progress again, after \d+ s without$"
-    wait_for_line(run, progress)
+    again = r"^areal: progress again, after \d+ s without$"
     run.train_up_to(1)
     pid = run.stop(["trainer-1"])["trainer-1"]
-    wait_for_line(run, rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; ")
+    stopped = rf"^areal: no progress for \d+ s: trainer-1 \(pid {pid}\) has sent no heartbeat for \d+ s; "
+    wait_for_line(run, stopped)
+    assert re.search(rf"{again}(?s:.*){stopped}", run.log_path.read_text(), re.MULTILINE)
     dumps = stacks_of(run, "trainer-1").count("(most recent call first)")
     run.go_on(["trainer-1"])
-    wait_for_line(run, rf"{progress}(?s:.*){progress}")
+    wait_for_line(run, rf"{stopped}(?s:.*){again}")
     run.wait_for_the_end()
     assert run.exit_code == 0, run.log_path.read_text()[-3000:]
     assert run.pids(fresh=True) == {}
-    assert stacks_of(run, "trainer-1").count(f"pid {pid}: no progress for 11 s") == 2
+    assert stacks_of(run, "trainer-1").count(f"pid {pid}: no progress for") >= 2
     assert stacks_of(run, "trainer-1").count("(most recent call first)") > dumps, "the signal came when it continued"
