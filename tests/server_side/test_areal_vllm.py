@@ -7,11 +7,13 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from areal.server_side import FOLDER
@@ -197,6 +199,7 @@ class Kit:
         self.joined: list[dict[str, Any]] = []
         self.left: list[str] = []
         self.fails_to_send = False
+        self.factor = 1.0
         monkeypatch.setattr(self.transfer.update_group, "connect", self._connect)
         monkeypatch.setattr(self.transfer.update_group, "broadcast", self._broadcast)
         monkeypatch.setattr(self.transfer.update_group, "leave", lambda group: self.left.append(group))
@@ -210,7 +213,7 @@ class Kit:
             raise RuntimeError("Connection closed by peer")
         width = torch.bfloat16 if buffer.numel() == 4 else torch.float32
         numbers = torch.arange(1.0, 1 + buffer.numel() // width.itemsize, dtype=width)
-        buffer.copy_(numbers.view(torch.uint8))
+        buffer.copy_((numbers * self.factor).view(torch.uint8))
 
     def join(self, name: str = "g1") -> None:
         info = {"master_address": "host", "master_port": 5, "rank_offset": 3, "world_size": 5}
@@ -238,13 +241,13 @@ def kit(vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Kit:
     return Kit(monkeypatch)
 
 
-def test_the_import_makes_the_engine_known(vllm: dict[str, ModuleType], kit: Kit) -> None:
+def test_the_import_registers_the_engine(vllm: dict[str, ModuleType], kit: Kit) -> None:
     registry = vars(vllm["vllm.distributed.weight_transfer"])["WeightTransferEngineFactory"]._registry
     assert registry == {"areal": kit.transfer.ArealTransferEngine}
     kit.transfer.register()  # again, as in a process of several workers
 
 
-def test_a_vllm_that_lacks_something_is_told_to_be_replaced(vllm: dict[str, ModuleType]) -> None:
+def test_an_incompatible_vllm_is_refused_with_both_versions(vllm: dict[str, ModuleType]) -> None:
     vars(vllm["vllm"])["__version__"] = "0.20.1"
     del vars(vllm["vllm.model_executor.model_loader.reload"])["finalize_layerwise_reload"]
     with pytest.raises(ImportError, match=r"the installed 0\.20\.1 lacks .*finalize_layerwise_reload.* vllm>=0\.32\.0"):
@@ -283,7 +286,7 @@ def test_buckets_are_loaded_as_they_come_and_count_at_the_end(kit: Kit) -> None:
     ],
     ids=["a parameter", "a piece of one", "all"],
 )
-def test_an_update_that_lacks_a_weight_fails_and_shows(kit: Kit, buckets: list[dict[str, Any]], lacking: str) -> None:
+def test_an_update_that_lacks_a_weight_is_reported(kit: Kit, buckets: list[dict[str, Any]], lacking: str) -> None:
     kit.join()
     with pytest.raises(RuntimeError, match=rf"{lacking} for one"):
         kit.update(*buckets)
@@ -313,6 +316,21 @@ def test_a_bucket_that_fails_puts_the_weights_back_and_leaves_the_group(kit: Kit
     assert kit.is_whole
 
 
+def test_a_bucket_that_is_not_finite_is_not_loaded(kit: Kit) -> None:
+    kit.join()
+    kit.factor = torch.nan
+    must(kit.worker.areal_start_update())
+    assert list(kit.worker.areal_receive(BUCKET)) == ["error"]
+    assert kit.model.events == ["initialize", "finalize"]
+    assert (kit.is_whole, kit.left) == (False, ["g1"])
+
+
+def test_a_folder_that_is_not_finite_is_not_loaded(kit: Kit, tmp_path: Path) -> None:
+    save_file({"q": torch.tensor([1.0, torch.inf])}, tmp_path / "model.safetensors")
+    assert list(kit.worker.areal_load_folder(str(tmp_path))) == ["error"]
+    assert (kit.model.events, kit.is_whole) == ([], True)
+
+
 def test_an_update_that_was_left_open_is_ended_before_the_next(kit: Kit) -> None:
     """The controller died between two buckets: vLLM would refuse to start, and count the first half twice."""
     kit.join()
@@ -324,7 +342,7 @@ def test_an_update_that_was_left_open_is_ended_before_the_next(kit: Kit) -> None
     assert kit.is_whole
 
 
-def test_a_folder_repairs_and_a_bad_one_shows(kit: Kit) -> None:
+def test_a_bad_folder_is_reported_and_a_good_one_makes_the_weights_whole(kit: Kit) -> None:
     kit.worker.fails_to_reload = True
     assert kit.worker.areal_load_folder("v1") == {"error": "bad folder"}  # one that raises sets vLLM's workers apart
     assert kit.model.events == ["reload v1", "finalize"]
@@ -344,7 +362,7 @@ def test_a_folder_ends_an_update_that_was_left_open(kit: Kit) -> None:
     assert kit.is_whole
 
 
-def test_random_first_weights_are_told_and_give_way_to_files(
+def test_random_first_weights_are_reported_and_replaced_by_files(
     vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = Kit(monkeypatch, load_format="dummy")
@@ -354,7 +372,7 @@ def test_random_first_weights_are_told_and_give_way_to_files(
     assert kit.worker.vllm_config.load_config.load_format == "auto"  # vLLM's loader of dummies reads no files
 
 
-def test_an_output_layer_tied_to_the_embedding_is_packed_anew(kit: Kit) -> None:
+def test_an_output_layer_tied_to_the_embedding_is_packed_again(kit: Kit) -> None:
     """vLLM packs only the layer that was loaded; the other would compute with the old weights."""
     packed: list[str] = []
 
@@ -376,7 +394,7 @@ def test_an_output_layer_tied_to_the_embedding_is_packed_anew(kit: Kit) -> None:
     assert packed == ["embedding", "output"]
 
 
-def test_a_worker_without_our_engine_says_which_flag_is_missing(kit: Kit) -> None:
+def test_a_worker_without_our_engine_names_the_missing_flag(kit: Kit) -> None:
     kit.worker.weight_transfer_engine = None
     with pytest.raises(RuntimeError, match="--weight-transfer-config"):
         kit.worker.areal_state()
