@@ -374,6 +374,8 @@ weights.transfer_failed: A process did not join the update group, or did not ans
     Read the logs of the servers, and check the network between trainer and servers.
 weights.unexpected: The train engine yielded a weight that it did not describe before.
     Report it as a bug of the train engine.
+weights.unknown_trainer: A server was asked to join an update group at an address that is not a trainer of its run.
+    Set AREAL_TRAINER_ADDRESSES of servers that you start yourself to the addresses of the trainers.
 weights.update_ended: The servers ended a weight update before the new version was served.
     Read the logs of controller and servers for the cause.
 

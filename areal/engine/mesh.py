@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from datetime import timedelta
 from typing import Self
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +20,7 @@ from areal.api.engine import ReduceOp
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry
-from areal.system.network import LOOPBACK, TOKEN_VARIABLE, listen, required_token, run_token, store_prefix
+from areal.system.network import TOKEN_VARIABLE, Host, bind_collectives, listen, required_token, run_token, store_prefix
 from areal.system.process import ProcessContext
 
 STORE_NAME = "trainer/store"
@@ -74,19 +72,21 @@ class TrainerMesh:
         device = torch.device(pick_device("auto") if context is None else context.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        bind_collectives(context.host if context else Host())
         if context is None or context.world_size == 1:
             return cls(0, 1, device)
         if registry is None:
             raise ValueError("several trainer ranks need a name registry to find each other")
         store = _open_store(context, registry, timeout_s)
         mesh = cls(context.index, context.world_size, device, dp_size=dp_size, store=store)
-        mesh._join(store, timeout_s, context.host.advertise)
+        mesh._join(store, timeout_s)
         return mesh
 
     def device_mesh(self) -> DeviceMesh:
         """The ranks as torch's one-dimensional mesh."""
         if self._device_mesh is None:
             if self.world_size == 1 and not dist.is_initialized():
+                bind_collectives(Host())
                 self._join(HashStore(), timeout_s=60.0)
             self._device_mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
         return self._device_mesh
@@ -111,10 +111,7 @@ class TrainerMesh:
         self._owns_group = False
         self._store = None
 
-    def _join(self, store: Store, timeout_s: float, address: str = LOOPBACK) -> None:
-        for interface, entries in psutil.net_if_addrs().items():
-            if any(entry.address == address for entry in entries):  # gloo would take that of the machine's name
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    def _join(self, store: Store, timeout_s: float) -> None:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=store,

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from areal.api.config.redaction import HIDDEN, is_secret
+
 Flags = Mapping[str, Any]
 Problems = Iterable[tuple[str, str]]
 """(path of a configuration key, a sentence that says what is wrong and what to change)."""
@@ -100,7 +102,8 @@ def flag_problems(section: str, rules: FlagRules, flags: Flags) -> Problems:
         elif name in seen:
             yield path, "is given twice, with dashes and with underscores: keep one"
         elif name in rules.owned and not is_unset(value):
-            yield path, f"{value!r} cannot be set here, {rules.owned[name]}: remove it"
+            shown = HIDDEN if is_secret(name, value) else repr(value)
+            yield path, f"{shown} cannot be set here, {rules.owned[name]}: remove it"
         elif name in rules.fixed and not is_unset(value) and value != rules.fixed[name][0]:
             expected, why = rules.fixed[name]
             shown = str(expected).lower() if isinstance(expected, bool) else expected

@@ -29,6 +29,7 @@ from typing import Literal
 
 from areal.api.config import InferenceEngineConfig, LauncherConfig, PPOConfig
 from areal.api.config.load import load_experiment
+from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
@@ -37,7 +38,7 @@ from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import Host, bind_socket, http_address
+from areal.system.network import Host, bind_collectives, bind_socket, http_address
 from areal.system.process import (
     ERROR_PREFIX,
     TRANSIENT_EXIT,
@@ -248,7 +249,7 @@ class ServerHost:
     async def _start(self) -> asyncio.subprocess.Process:
         ports = {name: bound.getsockname()[1] for name, bound in self._ports.items()}
         command = filled_in(self._options.command, ports, self._options.index)
-        _LOG.info("starting %s", shlex.join(command))
+        _LOG.info("starting %s", shlex.join(public_command(command)))
         try:
             return await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, preexec_fn=tied_to_this_process()
@@ -347,6 +348,7 @@ def main() -> None:
     if os.getpgrp() != os.getpid():  # started by hand: the guard must not kill others in the group
         os.setpgid(0, 0)
     host = ServerHost(options, replica_factory(options.backend))
+    bind_collectives(options.host)  # the server inherits the choice
     start_guard()
     code = asyncio.run(host.run())
     if code is not None:

@@ -33,7 +33,7 @@ from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
-from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, http_address, listen, required_token
+from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
 from areal.system.process import ProcessContext, raise_open_file_limit, run_main
 
 _LOG = get_logger(__name__)
@@ -193,6 +193,7 @@ def main() -> None:
     configure_logging(options.native.log_level, options.process_name)
     torch.set_num_threads(options.num_threads)
     raise_open_file_limit()
+    bind_collectives(options.host)
     # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,7 +18,14 @@ from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.system.checkpoint_files import stored_weights, weight_files
 from areal.system.durable import COMPLETE, is_complete
-from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, is_finite, open_store
+from areal.weights.update_group import (
+    UpdateGroup,
+    bucket_bytes,
+    bucket_views,
+    check_trainer,
+    is_finite,
+    open_store,
+)
 
 
 class ServedWeights:
@@ -162,10 +169,14 @@ class WeightReceiver:
         backend: str,
         timeout_s: float,
     ) -> None:
-        """Leave the old group and join a new one. Returns when all ranks have joined. Raises WeightSyncError."""
+        """Leave the old group and join a new one. Returns when all ranks have joined.
+
+        RequestError unless `master_address` is that of a trainer, else WeightSyncError.
+        """
         if not 0 < rank < world_size:
             message = f"rank {rank} of a server must be between 1 and world_size - 1 = {world_size - 1}"
             raise RequestError(message, code="weights.no_group")
+        check_trainer(master_address)
         self.leave()
         store = open_store(master_address, master_port, timeout_s=timeout_s)
         self._group = UpdateGroup(

@@ -22,7 +22,7 @@ from areal.launcher.placement import Demand, Machine, Place, Placement, place
 from areal.launcher.restart_rules import Role
 from areal.system.device import core_ids
 from areal.system.model_shape import ModelShape
-from areal.system.network import Host
+from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -231,6 +231,7 @@ def _planned(
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
         **{name: os.environ.get(name, default) for name, default in nccl.items()},
         **({} if command is None else _server_env(context, config, command, machine)),
+        **({TRAINERS_VARIABLE: machine.host.advertise} if context.role == "server" else {}),
     }
     own = parse_env_vars(more)
     return PlannedProcess(

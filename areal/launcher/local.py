@@ -20,6 +20,7 @@ from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
+from areal.api.config.redaction import is_secret, public_command, public_environment
 from areal.api.config.relevance import notice_of
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
@@ -52,7 +53,6 @@ from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token
 from areal.system.process import AREAL_PROCESS, interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
        python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
 
@@ -125,7 +125,7 @@ def plan_text(plan: LaunchPlan) -> str:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
         memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
         lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
-        lines.append(f"    {shlex.join(process.argv)}")
+        lines.append(f"    {shlex.join(public_command(process.argv))}")
         if process.role == "server":
             lines.append(f"    with {_variables(process.env)}")
     lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
@@ -143,11 +143,22 @@ def bytes_text(count: int | None) -> str:
 
 def _variables(env: Mapping[str, str]) -> str:
     """In shell syntax, to start such a server by hand. Secrets are not shown."""
-    shown = {name: value for name, value in env.items() if name != AREAL_PROCESS}
-    hidden = [name for name in shown if name.upper().endswith(_SECRET)]
-    return " ".join(
-        f"{name}={shlex.quote(value)}" for name, value in sorted((shown | dict.fromkeys(hidden, "...")).items())
+    shown = {name: value for name, value in public_environment(env).items() if name != AREAL_PROCESS}
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
+
+
+def _public(plan: LaunchPlan) -> LaunchPlan:
+    """The plan as it is written to disk: without secrets of the user's flags and variables."""
+    processes = tuple(
+        dataclasses.replace(one, argv=tuple(public_command(one.argv)), env=_without_secrets(one.env))
+        for one in plan.processes
     )
+    return dataclasses.replace(plan, processes=processes)
+
+
+def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """A replay starts its ranks with these variables, so secret ones are left out: it inherits its own."""
+    return {name: value for name, value in env.items() if not is_secret(name, value)}
 
 
 def launch(request: Launch, cluster: Cluster) -> int:
@@ -188,12 +199,12 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         wait_for_orphans(paths, limit_s=_ORPHANS_LIMIT_S, say=line.say)
         finish_interrupted_writes(paths.recover)
         check_run_folder(config, paths)
-        save_config(config, paths.config, extra=request.extras)
+        secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions:
             try:
-                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, token)
+                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, secrets)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
@@ -224,16 +235,16 @@ def _run(
     rows: int | None,
     line: StatusLine,
     interruptions: Interruptions,
-    token: str,
+    secrets: Mapping[str, str],
 ) -> Outcome:
-    """Start all processes and wait until all have ended."""
-    config = request.config
+    """Start all processes, with `secrets` in their environments, and wait until all have ended."""
+    config, token = request.config, secrets[TOKEN_VARIABLE]
     recovers = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if recovers else None
     plan = make_plan(config, machines, script=request.script, num_rows=rows, recover=newest is not None)
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
-    write_atomic(paths.plan, json.dumps(dataclasses.asdict(plan), indent=1).encode())
+    write_atomic(paths.plan, json.dumps(dataclasses.asdict(_public(plan)), indent=1).encode(), mode=0o600)
     registry = registry_of(config)
     registry.clear()
     if plan.attached and isinstance(config, PPOConfig):
@@ -251,7 +262,7 @@ def _run(
         config.launcher,
         config.recover,
         paths,
-        cluster.backend(paths, {TOKEN_VARIABLE: token}),
+        cluster.backend(paths, secrets),
         registry=registry,
         source=source,
         line=line,

@@ -164,9 +164,10 @@ def _head_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def make_run_folder(paths: RunPaths) -> None:
-    """Make the run folder. ConfigError when it cannot be written."""
+    """Make the run folder, which only its user can read. ConfigError when it cannot be written."""
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
+        paths.root.chmod(0o700)
         with tempfile.TemporaryFile(dir=paths.root) as probe:
             probe.write(b"x")
     except OSError as error:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
+from areal.api.config.redaction import public
 from areal.api.errors import ConfigError
 from areal.system.durable import append_whole, write_atomic
 from areal.system.run_paths import RunPaths
-
-_SECRETS = ("wandb_api_key", "api_key")
 
 
 class Tracker(Protocol):
@@ -108,7 +107,7 @@ class WandBTracker:
                 group=settings.group or "_".join(names),
                 notes=settings.notes,
                 tags=settings.tags,
-                config=_public(dataclasses.asdict(config)),
+                config=public(dataclasses.asdict(config)),
                 settings=wandb.Settings(console="off", silent=True, **connection),
             )
         except wandb.Error as error:
@@ -142,7 +141,7 @@ class SwanLabTracker:
             log_dir=str(folder),
             project=settings.project or config.experiment_name,
             name=settings.name or f"{config.trial_name}_train",
-            config=_public(dataclasses.asdict(config)),
+            config=public(dataclasses.asdict(config)),
             settings=quiet,
         )
 
@@ -177,10 +176,3 @@ def _missing(key: str, package: str, extra: str) -> ConfigError:
 def _finite(values: dict[str, float]) -> dict[str, float]:
     """Dashboards show finite numbers only; the others are in metrics.jsonl."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _public(value: Any) -> Any:
-    """A configuration without keys and tokens."""
-    if isinstance(value, dict):
-        return {name: _public(item) for name, item in value.items() if name not in _SECRETS}
-    return [_public(item) for item in value] if isinstance(value, list | tuple) else value

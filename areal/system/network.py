@@ -15,6 +15,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from areal.api.errors import ConfigError, LaunchError
 
 LOOPBACK = "127.0.0.1"
@@ -22,6 +24,8 @@ TOKEN_VARIABLE = "AREAL_SERVER_TOKEN"
 """Environment variable that holds the run's token. A token is never in a plan, a command line or a log."""
 _TOKEN = re.compile(r"[!-~]+")
 BACKLOG = 4096
+TRAINERS_VARIABLE = "AREAL_TRAINER_ADDRESSES"
+"""Environment variable of a server: addresses of the trainers to which it may connect for weight updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,18 @@ def listen(host: Host, token: str, port: int = 0) -> socket.socket:
     bound = bind_socket(host.bind, port)
     bound.listen(BACKLOG)
     return bound
+
+
+def bind_collectives(host: Host) -> None:
+    """Make gloo and NCCL, which choose an interface themselves, listen in this process on that of `host`.
+
+    A choice of the user in the environment stays. To call before the first process group.
+    """
+    addresses = {host.bind, host.advertise}
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address in addresses for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not all that begin with it
 
 
 def store_prefix(token: str, name: str) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn, Self
 
@@ -175,7 +176,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subpro
     """Start a child as the leader of a new process group, output appended to `log_path`. It dies with this process."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(log_path, "ab") as log:
+        with open(log_path, "ab", opener=partial(os.open, mode=0o600)) as log:
             return subprocess.Popen(
                 argv,
                 env=dict(env),

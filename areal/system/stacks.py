@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import areal
+from areal.api.config.redaction import public_command
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _PACKAGE = str(Path(areal.__file__).parent)
@@ -36,7 +37,7 @@ def register_stack_dumps(path: Path, *, with_tasks: bool) -> None:
     if descriptor is None:
         descriptor = sys.stderr.fileno()
     else:
-        _write_head(descriptor, os.getpid(), f" starts: {' '.join(sys.argv)}")
+        _write_head(descriptor, os.getpid(), f" starts: {' '.join(public_command(sys.argv))}")
     if with_tasks:
         signal.signal(signal.SIGUSR1, _task_dumper(descriptor))
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=with_tasks)
@@ -58,7 +59,7 @@ def _open(path: Path) -> int | None:
     """A descriptor that appends to `path`; None when it cannot be opened."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return None
 
 

@@ -7,6 +7,7 @@ returns true.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,6 +57,13 @@ def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
     """See `areal_transfer.group.open_store`. Raises WeightSyncError when there is no store."""
     with _as_ours():
         return group.open_store(host, port, timeout_s=timeout_s)
+
+
+def check_trainer(host: str) -> None:
+    """RequestError when this server must not connect to a store at `host`. See `areal_transfer.group.is_trainer`."""
+    if not group.is_trainer(host, os.environ):
+        message = f"{host} is no address of a trainer of this run ({group.TRAINERS_VARIABLE})"
+        raise RequestError(message, code="weights.unknown_trainer")
 
 
 class UpdateGroup:

@@ -12,6 +12,7 @@ from aiohttp import web
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import Replica
 from tests.fleet.fake_server import Asked, FakeServer, spans, tokens
+from tests.run_token import TOKEN
 
 
 class FakeNative(FakeServer):
@@ -19,7 +20,7 @@ class FakeNative(FakeServer):
 
     @staticmethod
     def client(name: str, address: str) -> Replica:
-        return NativeReplica(name, address)
+        return NativeReplica(name, address, TOKEN)
 
     def routes(self) -> Iterable[web.RouteDef]:
         yield web.post("/generate", self._generate)

@@ -23,6 +23,7 @@ from areal.fleet.server_client import ServerClient
 from areal.system.discovery import NameRegistry
 from areal.weights.collective import CollectiveChannel
 from tests.fake_ranks import FakeRanks
+from tests.run_token import TOKEN
 from tests.servers.checkpoints import Scorer, build_model
 from tests.servers.real_server import RealServer
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
@@ -73,7 +74,7 @@ class Mixed:
     def _replica(self, name: str, address: str) -> Replica:
         if name == REAL:
             return replica_factory(self._kit.backend)(name, address)
-        made = NativeReplica(name, address)
+        made = NativeReplica(name, address, TOKEN)
         if name == STRUCK:
             made._client = Striking(self, name, address)
         return made

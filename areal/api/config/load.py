@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -23,6 +24,7 @@ from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
 from areal.api.config.legacy import LegacyKeys, legacy_rule
+from areal.api.config.redaction import without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field, with_defaults
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
 from areal.api.errors import ConfigError, ConfigProblem
@@ -82,14 +84,19 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
     return extra
 
 
-def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
-    """Write `config` and `extra` keys as YAML that loads back equal. The file is replaced atomically."""
+def save_config(config: Any, path: Path | str, *, extra: dict[str, Any] | None = None) -> dict[str, str]:
+    """Write `config` and `extra` keys as YAML, without secrets. The file is replaced atomically.
+
+    Returns environment variables with the secrets: where they are set, the file loads back equal.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config) | (extra or {}))))
+    tree, variables = without_secrets(asdict(config) | (extra or {}))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(tree)))
     temporary.replace(path)
+    return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,14 +357,6 @@ def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
     except (OmegaConfBaseException, ValueError) as error:
         return _reason(error)
     return None
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in cast("list[Any]", value)]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,6 +23,24 @@ _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_S = 1.0
 _STORED_FOR = {"gloo": "cpu", "nccl": "cuda"}
 """Backend -> the device below whose name torch keeps its keys: the first of those it works for."""
+
+
+TRAINERS_VARIABLE = "AREAL_TRAINER_ADDRESSES"
+"""Environment variable of a server: the addresses of the trainers that may update it, separated by commas."""
+
+
+def is_trainer(host: str, environ: Mapping[str, str]) -> bool:
+    """Whether a server with these environment variables may join a group whose store is at `host`.
+
+    The launcher sets the addresses. Without any, only loopback addresses are allowed. Nothing is looked up.
+    """
+    given = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
+    if given:
+        return host in given
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class TransferError(RuntimeError):

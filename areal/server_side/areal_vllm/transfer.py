@@ -9,6 +9,7 @@ tensors until all new ones of that layer were received.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,8 @@ class ArealTransferEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         """Leave the previous group and join a new one; waits until all its ranks have joined."""
+        if not update_group.is_trainer(init_info.master_address, os.environ):
+            raise ValueError(f"{init_info.master_address} is not in {update_group.TRAINERS_VARIABLE}")
         self.shutdown()
         self._timeout_s = init_info.timeout_s
         parallel = self.parallel_config

@@ -1,0 +1,94 @@
+"""The one rule for secrets in what areal writes or prints: configurations, plans, commands, logs, trackers.
+
+A value is secret when its name ends in a word such as `key`, `token`, `secret` or `password`, or when it is a URL with
+a password. A written configuration refers to an environment variable in its place, which the launcher sets for its
+processes. Plans, commands, logs and trackers show `HIDDEN`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+HIDDEN = "..."
+_NAME = re.compile(r"(^|[^a-z])(api_?)?(key|token|secret|password|passwd|credentials?)$")
+_NOT_SECRET = frozenset({"source_key"})
+"""Options with the name of a dataset column."""
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_VARIABLE_LISTS = ("inference_server_env_vars", "trainer_env_vars")
+"""Options that contain environment variables, `A=1,B=2`. Only the launcher reads them."""
+
+
+def is_secret(name: str, value: object = HIDDEN) -> bool:
+    """Whether the value of an option, flag or environment variable called `name` is secret."""
+    if not isinstance(value, str) or not value:
+        return False
+    plain = name.replace("-", "_").lower()
+    return (plain not in _NOT_SECRET and _NAME.search(plain) is not None) or _PASSWORD_IN_URL.search(value) is not None
+
+
+def public(tree: Any) -> Any:
+    """A configuration without its secrets, to show it."""
+    return _replaced(tree, "", lambda path, value: HIDDEN)
+
+
+def without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A configuration as it is written to a file, and the environment variables to which it refers, with their values.
+
+    Where a variable is not set, the file gives "" for it.
+    """
+    variables: dict[str, str] = {}
+
+    def reference(path: str, value: str) -> str:
+        name = "AREAL_SECRET_" + re.sub(r"\W+", "_", path).upper()
+        variables[name] = value
+        return f"${{oc.env:{name},''}}"
+
+    found = _replaced(tree, "", reference, lambda text: text.replace("${", "\\${"))
+    return found, variables
+
+
+def public_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with HIDDEN in place of secret values."""
+    return {name: HIDDEN if is_secret(name, value) else value for name, value in environ.items()}
+
+
+def public_command(words: Sequence[str]) -> list[str]:
+    """A command line with HIDDEN in place of the values of secret flags."""
+    shown: list[str] = []
+    hides = False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--"):
+            hides = not equals and is_secret(flag)
+            shown.append(f"{flag}={HIDDEN}" if equals and is_secret(flag, value) else word)
+        else:
+            shown.append(HIDDEN if hides or is_secret("", word) else word)
+    return shown
+
+
+def _replaced(
+    tree: Any, path: str, replace: Callable[[str, str], str], keep: Callable[[str], str] = lambda text: text
+) -> Any:
+    """`tree` with `replace(path, value)` for secrets, and `keep(text)` for all other text."""
+    name = path.rpartition(".")[2]
+    if isinstance(tree, dict):
+        items = cast("dict[Any, Any]", tree).items()
+        return {key: _replaced(value, f"{path}.{key}" if path else str(key), replace, keep) for key, value in items}
+    if isinstance(tree, list | tuple):
+        items = enumerate(cast("list[Any]", tree))
+        if is_secret(name):
+            return [replace(f"{path}_{i}", one) if isinstance(one, str) else one for i, one in items]
+        return [_replaced(one, f"{path}.{i}", replace, keep) for i, one in items]
+    if is_secret(name, tree):
+        return replace(path, tree)
+    if name in _VARIABLE_LISTS and isinstance(tree, str):
+        return keep(_without_secret_pairs(tree))
+    return keep(tree) if isinstance(tree, str) else tree
+
+
+def _without_secret_pairs(text: str) -> str:
+    """`A=1,B_TOKEN=x` -> `A=1`. A comma in a value is written with a backslash."""
+    pairs = re.split(r"(?<!\\),", text)
+    return ",".join(pair for pair in pairs if not is_secret(*pair.strip().partition("=")[::2]))

@@ -1,0 +1,109 @@
+"""Secrets are in no file and no output of areal, and the file of a run still loads."""
+
+import dataclasses
+import os
+import stat
+
+import pytest
+
+from areal.api.config import GRPOConfig, load_config, save_config
+from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.load import load_experiment, script_keys
+from areal.api.config.observe import StatsLoggerConfig
+from areal.api.config.redaction import HIDDEN, is_secret, public, public_command, public_environment
+from areal.api.errors import ConfigError
+
+SECRET = "s3cr3t-value"
+BASE = """
+experiment_name: e
+trial_name: t
+allocation_mode: native:d1+fsdp:d1
+actor: {path: org/model, optimizer: {lr: 1e-5}}
+train_dataset: {path: x.jsonl, batch_size: 4}
+"""
+
+
+def tracker_keys() -> list[str]:
+    """Every option of the trackers that takes a key."""
+    found = []
+    for tracker in dataclasses.fields(StatsLoggerConfig):
+        section = getattr(StatsLoggerConfig(), tracker.name)
+        names = [field.name for field in dataclasses.fields(section)]
+        found += [f"stats_logger.{tracker.name}.{name}" for name in names if is_secret(name)]
+    return found
+
+
+def test_the_trackers_have_the_keys_that_this_page_knows():
+    assert tracker_keys() == ["stats_logger.wandb.wandb_api_key", "stats_logger.swanlab.api_key"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"{path}={SECRET}" for path in tracker_keys()),
+        f"stats_logger.wandb.wandb_base_url=https://me:{SECRET}@wandb.example",
+        f"vllm.hf-token={SECRET}",
+        f"launcher.trainer_env_vars=A=1,HF_TOKEN={SECRET}",
+        f"judge_api_key={SECRET}",  # of a script
+    ],
+)
+def test_a_written_configuration_has_no_secret_and_loads_back(tmp_path, monkeypatch, override):
+    source = tmp_path / "grpo.yaml"
+    source.write_text(BASE)
+    argv = ["--config", str(source), override]
+    extra = script_keys(argv)
+    config = load_experiment(argv, allow_unknown_top_level=True)
+    path = tmp_path / "run" / "config.yaml"
+    variables = save_config(config, path, extra=extra)
+    assert SECRET not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert SECRET not in str(public(dataclasses.asdict(config) | extra))
+
+    without = load_experiment(["--config", str(path)], allow_unknown_top_level=True)  # a replay, another user
+    assert isinstance(without, GRPOConfig)
+    assert SECRET not in str(without)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    again = load_experiment(["--config", str(path)], allow_unknown_top_level=True)
+    if "env_vars" in override:
+        assert again.launcher.trainer_env_vars == "A=1"
+    else:
+        assert again == config
+        assert script_keys(["--config", str(path)]) == extra
+
+
+def test_ordinary_values_are_written_as_they_are(tmp_path):
+    source = tmp_path / "grpo.yaml"
+    source.write_text(BASE)
+    config: BaseExperimentConfig = load_config(["--config", str(source)], GRPOConfig)
+    assert save_config(config, tmp_path / "saved.yaml") == {}
+    assert public(dataclasses.asdict(config)) == dataclasses.asdict(config)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "source_key", "monkey", "stop_token_ids", "tokenizer", "key_of"])
+def test_names_that_are_no_secrets(name):
+    assert not is_secret(name, "value")
+
+
+@pytest.mark.parametrize("name", ["api_key", "apikey", "--hf-token", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "password"])
+def test_names_of_secrets(name):
+    assert is_secret(name, "value")
+    assert not is_secret(name, "")
+
+
+def test_commands_and_environments_are_shown_without_secrets():
+    words = ["serve", "--hf-token=x", "--api-key", "a", "b", "--port=1", "--url=http://u:p@h", "http://u:p@h"]
+    hidden = ["serve", f"--hf-token={HIDDEN}", "--api-key", HIDDEN, HIDDEN, "--port=1", f"--url={HIDDEN}", HIDDEN]
+    assert public_command(words) == hidden
+    assert public_environment({"A_KEY": "x", "B": "y"}) == {"A_KEY": HIDDEN, "B": "y"}
+
+
+@pytest.mark.parametrize("word", [f"stats_logger.wandb.wandb_api_key=[{SECRET}]", f"sglang.api_key={SECRET}"])
+def test_errors_do_not_quote_a_secret(tmp_path, word):
+    source = tmp_path / "grpo.yaml"
+    source.write_text(BASE)
+    try:
+        load_config(["--config", str(source), "allocation_mode=sglang:d1+fsdp:d1", word], GRPOConfig)
+    except ConfigError as error:
+        assert SECRET not in str(error)
+    assert "AREAL_SECRET" not in os.environ
