@@ -1,7 +1,6 @@
 """Secrets are in no file and no output of areal, and the file of a run still loads."""
 
 import dataclasses
-import os
 import stat
 
 import pytest
@@ -12,6 +11,8 @@ from areal.api.config.load import load_experiment, script_keys
 from areal.api.config.observe import StatsLoggerConfig
 from areal.api.config.redaction import HIDDEN, is_secret, public, public_command, public_environment
 from areal.api.errors import ConfigError
+from areal.fleet.server_flags import flag_problems
+from areal.fleet.sglang_server import SGLANG
 
 SECRET = "s3cr3t-value"
 BASE = """
@@ -98,12 +99,19 @@ def test_commands_and_environments_are_shown_without_secrets():
     assert public_environment({"A_KEY": "x", "B": "y"}) == {"A_KEY": HIDDEN, "B": "y"}
 
 
-@pytest.mark.parametrize("word", [f"stats_logger.wandb.wandb_api_key=[{SECRET}]", f"sglang.api_key={SECRET}"])
-def test_errors_do_not_quote_a_secret(tmp_path, word):
+@pytest.mark.parametrize("key", ["stats_logger.wandb.wandb_api_key", "stats_logger.swanlab.api_key"])
+def test_errors_do_not_quote_a_secret(tmp_path, key):
     source = tmp_path / "grpo.yaml"
-    source.write_text(BASE)
-    try:
-        load_config(["--config", str(source), "allocation_mode=sglang:d1+fsdp:d1", word], GRPOConfig)
-    except ConfigError as error:
-        assert SECRET not in str(error)
-    assert "AREAL_SECRET" not in os.environ
+    *sections, name = key.split(".")
+    opening = "".join(f"{section}: {{" for section in sections)
+    source.write_text(f"{BASE}{opening}{name}: [{SECRET}]{'}' * len(sections)}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", str(source)], GRPOConfig)
+    assert [(problem.path, problem.code) for problem in error.value.problems] == [(key, "config.wrong_type")]
+    assert SECRET not in str(error.value)
+
+
+def test_a_refused_flag_of_a_server_is_not_quoted():
+    problems = dict(flag_problems("sglang", SGLANG.flags, {"api_key": SECRET, "port": 1}))
+    assert set(problems) == {"sglang.api_key", "sglang.port"}
+    assert SECRET not in str(problems)

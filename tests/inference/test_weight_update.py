@@ -17,9 +17,10 @@ from torch import nn
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.inference.weight_update import ServedWeights, WeightReceiver
+from areal.server_side.areal_transfer import group
 from areal.system.durable import publish_folder
-from areal.system.network import Host
-from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
+from areal.system.network import TRAINERS_VARIABLE, Host
+from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, check_trainer, serve_store
 
 
 class TiedModel(nn.Module):
@@ -290,3 +291,26 @@ def test_one_name_of_a_tied_pair_is_enough() -> None:
     targets = ServedWeights(TiedModel())
     assert targets.missing({"head.weight", "middle.weight", "middle.bias"}) == []
     assert targets.missing({"middle.weight"}) == ["embed.weight", "middle.bias"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "asked", "is_known"),
+    [
+        ("", "127.0.0.1", True),
+        ("", "127.8.8.8", True),
+        ("", "10.0.0.7", False),
+        ("", "attacker.example", False),
+        ("10.0.0.7, 10.0.0.8", "10.0.0.8", True),
+        ("10.0.0.7", "127.0.0.1", False),
+        ("10.0.0.7", "10.0.0.70", False),
+    ],
+)
+def test_a_server_joins_groups_of_known_trainers_only(monkeypatch, addresses, asked, is_known):
+    monkeypatch.setenv(TRAINERS_VARIABLE, addresses)
+    assert group.TRAINERS_VARIABLE == TRAINERS_VARIABLE
+    if is_known:
+        check_trainer(asked)
+        return
+    with pytest.raises(RequestError) as error:
+        WeightReceiver(ServedWeights(nn.Linear(1, 1)), "cpu").join(asked, 1, 1, 2, "group", "gloo", 1.0)
+    assert error.value.code == "weights.unknown_trainer"

@@ -1,6 +1,9 @@
+import ast
+import os
 import re
 import socket
 
+import psutil
 import pytest
 
 from areal.api.errors import ConfigError, LaunchError
@@ -8,6 +11,7 @@ from areal.system.discovery import NameRegistry
 from areal.system.network import (
     TOKEN_VARIABLE,
     Host,
+    bind_collectives,
     bind_socket,
     http_address,
     is_loopback,
@@ -142,3 +146,41 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
         with pytest.raises(LaunchError) as mismatch:
             mesh._open_store(rank(1), registry, 20.0)
         assert mismatch.value.code == "launch.token_mismatch"
+
+
+LISTENS = {"bind", "listen", "start_server", "create_server", "start_unix_server", "TCPSite", "HTTPServer", "run_app"}
+STORES = {"areal/engine/mesh.py", "areal/weights/update_group.py"}
+"""Modules that serve a store of torch, on a socket from `listen`."""
+
+
+def test_every_listening_socket_comes_from_one_function():
+    found = []
+    for path in MODULES:
+        name = path.relative_to(PACKAGE.parent).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or name == "areal/system/network.py":
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            is_ours = isinstance(node.func, ast.Name) and called == "listen"
+            if called in LISTENS and not is_ours and not (isinstance(node.func, ast.Name) and called == "bind"):
+                found.append(f"{name}:{node.lineno}: {called}")
+            is_served = called == "TCPStore" and given.get("is_master", "True") != "False"
+            if is_served and (name not in STORES or "master_listen_fd" not in given):
+                found.append(f"{name}:{node.lineno}: TCPStore on a socket of its own")
+            if called == "init_process_group" and "store" not in given:
+                found.append(f"{name}:{node.lineno}: init_process_group with a store of its own")
+    assert not found, "use areal.system.network.listen:\n" + "\n".join(found)
+
+
+def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    bind_collectives(Host())
+    assert os.environ["GLOO_SOCKET_IFNAME"] == addresses["127.0.0.1"]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={addresses['127.0.0.1']}"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    bind_collectives(Host())
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"

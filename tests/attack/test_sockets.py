@@ -1,0 +1,82 @@
+"""A whole run, seen from outside: its sockets, its token, its files."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from tests.attack.requests import REFUSED_HEADERS, status_of
+from tests.attack.sockets import files_with, listening_sockets, processes_of, purpose_of
+from tests.test_end_to_end import ROOT, folder  # noqa: F401 - the fixture
+
+SECRET = "tr4cker-secret"
+ROLES = ("actor.kl_ctl=0.01", "allocation_mode=native:d2+fsdp:d2", "total_train_steps=6")
+CRITIC = ("+critic.path=FOLDER/model", "+critic.dtype=float32", "+critic.optimizer.lr=1.0e-4", "+ref.path=FOLDER/model")
+
+
+@pytest.mark.parametrize("mode", ["disk", "xccl"])
+def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: F811
+    words = [word.replace("FOLDER", str(folder)) for word in (*ROLES, *CRITIC)]
+    words += [f"actor.weight_update_mode={mode}", f"trial_name={mode}", f"stats_logger.swanlab.api_key={SECRET}"]
+    argv = [sys.executable, "-m", "areal.launcher.local", "--config", str(folder / "c.yaml"), *words]
+    run = folder / "runs" / "e2e" / mode
+    env = {name: value for name, value in os.environ.items() if name != "AREAL_SERVER_TOKEN"}
+    with subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as started:
+        launcher = psutil.Process(started.pid)
+        seen, commands, attacked = set(), [], False
+        while started.poll() is None:
+            seen |= listening_sockets(launcher)
+            commands += command_lines(launcher)
+            token = (run / "token").read_text() if (run / "token").exists() else ""
+            if not attacked and (run / "names" / "ready" / "controller.json").exists():
+                attacked = True
+                refuses_strangers(run, token)
+        output = started.stdout.read().decode()
+    assert started.returncode == 0, output
+    assert attacked
+    assert len(token) >= 40
+    assert not [one for one in seen if not one.is_on_loopback]
+    purposes = {one: purpose_of(one, run) for one in seen}
+    assert not [one for one, purpose in purposes.items() if not purpose]
+    expected = {"http of a controller", "http of a server", "store of the trainers", "collective"}
+    assert set(purposes.values()) == expected
+    in_servers = [one for one, purpose in purposes.items() if purpose == "collective" and "server" in one.process]
+    assert bool(in_servers) == (mode == "xccl")
+    assert not [line for line in commands if token in line or SECRET in line.partition("api_key=")[0]]
+    assert files_with(token, run) == [run / "token"]
+    assert files_with(SECRET, run) == []
+    assert SECRET not in output
+    assert token not in output
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    for name in ("token", "config.yaml", "plan.json", "logs/controller.log"):
+        assert stat.S_IMODE((run / name).stat().st_mode) == 0o600
+
+
+def command_lines(launcher):
+    found = []
+    for process, _ in processes_of(launcher):
+        try:
+            found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def refuses_strangers(run, token):
+    """Neither the controller nor a server answers a request without the token, of a web page, or of another type."""
+    for name in ("controller", "servers/0"):
+        address = json.loads((run / "names" / f"{name}.json").read_text())["address"]
+        for headers, status in REFUSED_HEADERS:
+            assert status_of(address, "/finish", headers) in (status, 401)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(f"{address}/health", timeout=60)
+        assert error.value.code == 401
+        request = urllib.request.Request(f"{address}/health", headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.status == 200
