@@ -108,6 +108,7 @@ def make_plan(
     computing = Counter[Host]()
     for (role, _), own in places.items():
         computing[own.machine.host] += {"controller": 0, "server": server_size, "trainer": 1}[role]
+    trainers = ",".join(dict.fromkeys(own.machine.host.advertise for own in placed.trainers))
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
     for (role, index), own in places.items():
@@ -123,7 +124,7 @@ def make_plan(
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
         )
-        processes.append(_planned(context, config, paths, script=script, place=own))
+        processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(
         run_dir=str(paths.root),
         recover=recover,
@@ -210,7 +211,9 @@ def _planned(
     *,
     script: str | None,
     place: Place,
+    trainers: str,
 ) -> PlannedProcess:
+    """`trainers`: addresses to which a server may connect for weight updates."""
     gpus, machine = place.gpus, place.machine
     more = {
         "controller": "",
@@ -231,7 +234,7 @@ def _planned(
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
         **{name: os.environ.get(name, default) for name, default in nccl.items()},
         **({} if command is None else _server_env(context, config, command, machine)),
-        **({TRAINERS_VARIABLE: machine.host.advertise} if context.role == "server" else {}),
+        **({TRAINERS_VARIABLE: trainers} if context.role == "server" else {}),
     }
     own = parse_env_vars(more)
     return PlannedProcess(
