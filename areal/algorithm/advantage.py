@@ -1,7 +1,5 @@
 """From one reward per sequence to one advantage per token: reward shaping, token rewards, GAE, distillation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

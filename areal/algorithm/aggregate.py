@@ -1,7 +1,5 @@
 """Aggregation of per-token numbers: weights and denominators of a loss, and logged token statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast

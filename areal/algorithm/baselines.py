@@ -1,7 +1,5 @@
 """Baselines of sequence rewards beyond plain means; per group, by id, groups of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Correction of a policy loss for rollouts of another policy: weights, rejected tokens and the statistics to log."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

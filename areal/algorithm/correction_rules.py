@@ -1,7 +1,5 @@
 """The quantities that the bounds of an off-policy correction read: log-ratios and KL estimates of tokens or units."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ before the update and hashes as random numbers, so it does not depend on micro-b
 chooses within a micro-batch, with the policy in training.)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

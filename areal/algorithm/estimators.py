@@ -1,7 +1,5 @@
 """The advantage estimators by name: the baseline, normalisation and recursion of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Log-ratios between two policies, and the estimates of their KL divergence that sampled tokens give."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The divergence KL(policy || reference) at each token: estimated from samples, or from whole distributions."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """The coefficient of the KL penalty during training: fixed, or adapted to a target divergence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

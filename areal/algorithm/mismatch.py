@@ -1,7 +1,5 @@
 """Distances between the policy that sampled a batch and the old policy of the loss, over all ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

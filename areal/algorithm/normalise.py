@@ -1,7 +1,5 @@
 """Centring and scaling by batch or by group, of rewards (one per sequence) and of advantages (one per token)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

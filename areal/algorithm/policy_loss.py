@@ -1,7 +1,5 @@
 """The record that every policy loss takes and the record that it returns; `areal.algorithm.losses` holds the losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

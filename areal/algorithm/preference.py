@@ -4,8 +4,6 @@ Per-sequence numbers are [S], per-pair numbers [P] float, chosen and rejected se
 sums them and divides by one global number of pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

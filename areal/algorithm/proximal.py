@@ -13,8 +13,6 @@ and alpha = 1 at j = 0, where the policy in training is the proximal one (for v 
 For example, v = k - 1 half way through the update gives 1 / 1.5. docs/algorithms.md describes how AReaL differs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

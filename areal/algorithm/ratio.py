@@ -1,7 +1,5 @@
 """The ratio of a policy loss, at the level of the token or of its sequence, and the statistics about it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

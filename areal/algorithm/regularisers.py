@@ -1,7 +1,5 @@
 """Terms added to the policy-gradient loss: the entropy bonus and its coefficient, likelihood of good answers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

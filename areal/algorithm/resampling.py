@@ -1,7 +1,5 @@
 """PF-PPO: sequences of a train batch are resampled with probabilities that depend on their rewards."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

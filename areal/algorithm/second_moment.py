@@ -1,7 +1,5 @@
 """M2PO's mask: the tokens that are kept to bound the second moment of the log-ratios over all ranks."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import cast
 

@@ -1,7 +1,5 @@
 """The shared-prefix filter: prefixes that answers of one prompt share although their rewards differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The optimal token baseline: one baseline per token position of a group, weighted by squared gradient norms."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

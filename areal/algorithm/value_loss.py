@@ -1,7 +1,5 @@
 """The loss of the critic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The syntax of `allocation_mode`: text to parts, with errors that name the column."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from dataclasses import dataclass, field

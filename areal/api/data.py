@@ -4,8 +4,6 @@ Alignment: every per-token list of a record is *token aligned*: entry t refers t
 The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Every error code with its cause and its fix. `make docs` writes `docs/errors.md` from this table."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A reference crosses process borders as text, so that no code is ever pickled.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Balanced partition of sequences over ranks, mini-batches and micro-batches. Pure Python, no torch."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Prompts: chat templates and plain text to token ids, and the tokens between two turns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

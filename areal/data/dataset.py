@@ -1,7 +1,5 @@
 """Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packing of records into a train batch. The shift to next-token alignment happens only here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

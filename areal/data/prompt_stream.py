@@ -5,8 +5,6 @@ skipped in that epoch; without it, a batch may contain rows of two epochs. Rejec
 prompts, so a run may exceed its planned epochs: the stream is endless.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import Generic, Self, TypeVar

@@ -1,7 +1,5 @@
 """Cheap checks of all rows of a dataset before anything is tokenised: columns, types, number of characters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

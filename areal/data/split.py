@@ -3,8 +3,6 @@
 Only lengths decide, so a replay makes the same partition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

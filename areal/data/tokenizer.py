@@ -1,7 +1,5 @@
 """Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The train engines by backend name: a new backend adds its module and one row of the table."""
 
-from __future__ import annotations
-
 from areal.engine.fsdp_builder import build_fsdp_engine
 
 TRAIN_ENGINES = {"fsdp": build_fsdp_engine}

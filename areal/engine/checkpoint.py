@@ -1,7 +1,5 @@
 """Hugging Face exports and per-rank recovery state on disk. A folder is complete or does not exist."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The FSDP2 train engine: micro-batched passes over packed rows, optimiser steps, loading and saving of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Builds `FSDPEngine`: loads a Hugging Face model, chooses its head and attention, shards it."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -1,7 +1,5 @@
 """Loading of Hugging Face models into the trainer: location, construction, refusal of unsupported architectures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

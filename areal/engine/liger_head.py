@@ -1,7 +1,5 @@
 """Log-probabilities by Liger's fused linear cross-entropy. CUDA only; no entropies and no candidates."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

@@ -6,8 +6,6 @@ logsumexp. With z = logits / temperature, p = softmax(z), H its entropy:
     d log p_i / d z_j = [i = j] - p_j            d H / d z_j = -p_j (log p_j + H)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

@@ -3,8 +3,6 @@
 `TrainerMesh.open` waits up to `timeout_s` for the store of rank 0 to be registered, then for the other ranks.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from datetime import timedelta

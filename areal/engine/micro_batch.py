@@ -1,7 +1,5 @@
 """Micro-batches: partition of a batch by token budget, equal in number on every rank, and model inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

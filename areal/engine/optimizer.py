@@ -1,7 +1,5 @@
 """One optimiser with its learning-rate schedule, gradient clipping and state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 transformers calls the registered function for every layer; the layout of the row is passed as a keyword argument.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate, groupby

@@ -1,7 +1,5 @@
 """Modules around a transformers model: packed token ids in, a few numbers per token out."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import cast

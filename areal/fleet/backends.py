@@ -1,7 +1,5 @@
 """The table of inference backends. `docs/servers.md` describes how to add one."""
 
-from __future__ import annotations
-
 from areal.api.errors import ConfigError
 from areal.fleet.native import NATIVE
 from areal.fleet.replica import ReplicaFactory

@@ -4,8 +4,6 @@ Pure: no clock, no network. Token limits apply to the whole answer: each part ma
 continues under an older policy than the one that generated its newest token.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ token (until a recovered trainer has reached it again) and for tokens (until the
 request_timeout). `areal.fleet.weight_updater` states what a weight update waits for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

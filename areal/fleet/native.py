@@ -1,7 +1,5 @@
 """The native inference server as a backend: its client, its command and its memory."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,8 +3,6 @@
 One adapter per backend implements the protocol.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol

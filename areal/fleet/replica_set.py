@@ -6,8 +6,6 @@ a failed request or a weight update; then it runs a health check and gives a sta
 watch waits for another replica. `areal.fleet.replica_states` has the transitions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 `areal.fleet.replica_set` changes it. Nothing here does I/O.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ prompt, except replicas that are much busier than the least busy one (`OVERLOAD_
 prompts share spreads over the fleet.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence

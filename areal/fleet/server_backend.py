@@ -1,7 +1,5 @@
 """`ServerBackend`: everything that areal knows about one kind of inference server."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

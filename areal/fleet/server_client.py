@@ -3,8 +3,6 @@
 A call waits for its answer without a time limit; see `areal.fleet.http_connection`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the commands of all foreign servers share: interpreter, listening address, seed, dtype, memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -3,8 +3,6 @@
 Only the installed server knows whether a flag exists and which values it takes: it reports that when it starts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -11,8 +11,6 @@ launcher.ready_timeout_s. The host sends no heartbeat while the server does not 
 launcher kills both.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """The error of a foreign server that has ended, found in the lines of its log. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@ Written for SGLang 0.5.23; `sglang_wire.ServerFacts` states what differs in vers
 server's answer, with the connection, or with its caller's time limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """SGLang as a backend: its command and its flags."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

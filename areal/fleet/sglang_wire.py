@@ -6,8 +6,6 @@ the last token of the prompt instead of the newest token of the answer; penaltie
 when a request is put back into the queue.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The first tokens of a part are held until it is certain that no stop string ends
 ones itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

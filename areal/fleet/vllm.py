@@ -4,8 +4,6 @@ Written for vLLM 0.32 with --enable-scale-out, VLLM_SERVER_DEV_MODE=1 and areal'
 the policy versions of an answer only at its end, so tokens that arrive during a weight update are held until then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ logits, or of the distribution that was sampled from, after temperature, penalti
 log-probabilities of logits / temperature, so only some settings can be used together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from areal.api.config import GenerationHyperparameters, PPOConfig

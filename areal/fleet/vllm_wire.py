@@ -1,7 +1,5 @@
 """The JSON of vLLM's servers: pure functions between it and the records of `areal.fleet.replica`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

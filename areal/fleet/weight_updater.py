@@ -4,8 +4,6 @@
 until the health check fails (`CHECK_TIMEOUT_INTERVALS`), and for the others of its group `GROUP_GRACE_S` more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

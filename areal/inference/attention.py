@@ -4,8 +4,6 @@ A step is one flat row of tokens: first the decode rows with one token each, the
 are written before they are read, so a chunk can read what another chunk writes in the same step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

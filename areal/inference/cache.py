@@ -1,7 +1,5 @@
 """Allocation of KV-cache blocks with reference counts. No tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -4,8 +4,6 @@ The thread waits for a command while nothing can be computed (idle, paused, or a
 `abort` and `call` wake it.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ A handler waits until the engine thread delivers the end of its sequence or, in 
 the handler of a disconnected client, which aborts its sequence.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """JSON bodies of the HTTP requests and answers of the native server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

@@ -1,7 +1,5 @@
 """The model, the memory of the KV cache, and the tensors of one step."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import groupby
 from pathlib import Path

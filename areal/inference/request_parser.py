@@ -1,7 +1,5 @@
 """Validates the fields of HTTP bodies: names, types and ranges. Raises RequestError for anything else."""
 
-from __future__ import annotations
-
 import math
 import random
 import reprlib

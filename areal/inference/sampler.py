@@ -4,8 +4,6 @@ The random number of a row is a hash of its seed and the token position. It does
 request that continues on another server after an interruption uses the same random numbers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

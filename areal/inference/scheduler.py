@@ -1,7 +1,5 @@
 """Chooses the tokens of the next step: admission, chunked prefill, prefix sharing, preemption. No tensors."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field

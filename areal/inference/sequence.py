@@ -1,7 +1,5 @@
 """The state of one request in the native engine: sampling parameters, tokens, cache blocks, finish reason."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 

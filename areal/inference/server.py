@@ -6,8 +6,6 @@
 It waits for SIGTERM or Ctrl-C and exits with status 0, or for a failure of the engine thread and exits with status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -3,8 +3,6 @@
 Handlers run in the asyncio thread. A control handler waits until the engine thread has run its command.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

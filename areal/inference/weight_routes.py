@@ -1,7 +1,5 @@
 """HTTP routes for weight updates: from a folder, or from the trainer's broadcast group."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping

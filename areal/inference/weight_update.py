@@ -4,8 +4,6 @@ Every weight is checked before the model changes. The caller ensures that no ste
 copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

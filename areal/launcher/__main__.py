@@ -1,7 +1,5 @@
 """The command `python -m areal.launcher`: runs a configuration with the launcher that it needs."""
 
-from __future__ import annotations
-
 from areal.launcher.local import main
 from areal.system.process import run_main
 

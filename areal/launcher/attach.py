@@ -3,8 +3,6 @@
 The command writes a request, waits for the answers of the run's launcher, shows them, and gives up after a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -3,8 +3,6 @@
 `wait_until_all_answer` waits for any HTTP answer of each server, or for its limit. Nothing here starts or stops one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import http.client
 import json

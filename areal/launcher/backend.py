@@ -1,7 +1,5 @@
 """How a launcher starts and observes the processes of a run: the protocol, and its implementation for this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The plan of a launch, as pure data: its processes with their commands, and the numbers that a config implies."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

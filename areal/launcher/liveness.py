@@ -1,7 +1,5 @@
 """Liveness of a run's processes: what each one does according to its heartbeat, and which ones hang."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from areal.launcher.backend import ProcessBackend

@@ -1,7 +1,5 @@
 """The command `python -m areal.launcher.local`: runs a configuration on this machine and waits for its end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -6,8 +6,6 @@ for the next report. It ends all its processes when the connection closes, or wh
 that has lost the node may start the same processes elsewhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -4,8 +4,6 @@ Children die with their launcher, so there are normally none; the kernel can hol
 launcher waits a short time for their end, because two processes of one role must never work on one run.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

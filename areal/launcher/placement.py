@@ -1,7 +1,5 @@
 """Which node each process of a run is placed on, and which of its GPUs it gets. Pure rules."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Checks before anything starts (files, models, run folder, disk), and the lock that gives a run one launcher."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

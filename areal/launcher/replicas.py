@@ -5,8 +5,6 @@ registry, so that the fleet sends it nothing more, and stopped a few seconds lat
 other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from areal.api.config import LauncherConfig

@@ -1,7 +1,5 @@
 """The rules of restarts, as pure functions: what starts again after which deaths, how often, after which delay."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

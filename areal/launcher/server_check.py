@@ -4,8 +4,6 @@ Waits for one short subprocess of the servers' interpreter, at most `_LIMIT_S`; 
 interpreter or its packages change.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Progress is any change of the controller's counters, of a trainer rank's phase o
 `look` is called about once a second.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The description of a stalled run. Pure functions: a snapshot of its processes in, clauses out, the cause first."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Its loop looks 20 times a second at the ready signs, heartbeats and exit codes o
 other commands, and at interruptions by the user. `restart_rules` decides which death leads to which restart.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command `python -m areal.ledger audit|show|stats RUN`. It only reads, also while the run is in progress."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ Two independent models process the events: the rules in audit_rules.py and the s
 difference between them is a violation too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

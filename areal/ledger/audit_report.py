@@ -1,7 +1,5 @@
 """The result of an audit: broken rules and totals, as lines for people and as JSON for programs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field

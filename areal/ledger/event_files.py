@@ -12,8 +12,6 @@ start of a controller opens new files. Payload bytes without an event belong to 
 An events file is created before the payload files of its controller, so a payload file without one shows a lost file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zlib

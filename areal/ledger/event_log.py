@@ -4,8 +4,6 @@ Its loop waits for a call of `durable`, a full buffer, the linger time or `close
 thread: first the payloads, then the event lines that refer to them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """The ledger of a run: the single place where an event is applied to the state and appended to the log."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -1,7 +1,5 @@
 """Progress output of long reads, on standard error."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

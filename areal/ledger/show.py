@@ -1,7 +1,5 @@
 """The history of one episode, or of one train batch, from the files of the ledger."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Statistics of a ledger: histograms of staleness, length and latency, reasons, rates and sizes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path

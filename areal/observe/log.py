@@ -1,7 +1,5 @@
 """Log lines `time level process name message` on standard error, for the logger "areal" and those below it."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

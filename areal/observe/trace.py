@@ -3,8 +3,6 @@
 `python -m areal.observe.trace RUN -o trace.json` makes one file for chrome://tracing or ui.perfetto.dev.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Trackers of metrics: metrics.jsonl always, dashboards (TensorBoard, Weights & Biases, SwanLab) when configured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

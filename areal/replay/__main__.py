@@ -3,8 +3,6 @@
 It waits only for the ranks that it started.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

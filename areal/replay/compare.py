@@ -1,7 +1,5 @@
 """Comparison of a replay with its run, step by step: equality of bits, or a table of differences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The order of a replay, which its ranks read from the folder of the replay."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass

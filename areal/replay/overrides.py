@@ -1,7 +1,5 @@
 """The options that a replay may change: those of the update. Others have no effect or would change the data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from areal.api.allocation_grammar import INFERENCE_BACKENDS

@@ -3,8 +3,6 @@
 Waits only for the other ranks, in the collectives of the engines. The command that started it ends all when one dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

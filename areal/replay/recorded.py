@@ -3,8 +3,6 @@
 Everything is read once: a replay of a running run uses the state on disk at its start.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

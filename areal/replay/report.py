@@ -1,7 +1,5 @@
 """The output of a replay: one line per step, the status line, the result."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

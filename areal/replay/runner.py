@@ -3,8 +3,6 @@
 It polls its children 20 times per second. When one fails, the others are killed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

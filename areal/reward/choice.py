@@ -4,8 +4,6 @@ The most formal statement counts, and among equals the last: a box, a tag or `##
 "option ... is correct"; then a single letter. A text that names two letters at once chooses none.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -8,8 +8,6 @@ Waits for the sandboxes: `time_limit_s` for each test, `total_time_limit_s` for 
 sandbox. The sum must be below `reward.timeout_s`, at which the pool kills this process and with it the sandboxes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

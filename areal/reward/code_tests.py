@@ -4,8 +4,6 @@ A test takes from the program only what is tested. Every other name in it is def
 or a known module: a program could replace anything else by a version that accepts wrong results.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

@@ -4,8 +4,6 @@ Answers are compared as numbers (commas, currency, percent, units, fractions, de
 normalised text. `areal.reward.math_symbolic` compares formulas.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -6,8 +6,6 @@ a worker dies, its call runs once more on another worker (an out-of-memory kill 
 as `died` when that one dies too. Reward functions must therefore allow a second call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Which reward functions score a row, with which weights and metric names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

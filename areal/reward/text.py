@@ -1,7 +1,5 @@
 """The verifiers of short texts: exact equality and required format."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

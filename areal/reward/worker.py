@@ -5,8 +5,6 @@ SYS_PATH` with one end of a socket pair as standard input. The socket is moved f
 standard output is redirected to standard error, so text that a user's function prints cannot reach the channel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -3,8 +3,6 @@
 Messages are lines of JSON on a socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

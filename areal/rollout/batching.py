@@ -3,8 +3,6 @@
 A batch depends only on its ledger record and the payloads of its episodes, so it can be rebuilt byte for byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

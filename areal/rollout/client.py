@@ -6,8 +6,6 @@ connection but does not answer hangs or is stopped. The launcher kills it after 
 the call is repeated for `silent_s`; only then does `reconnect_s` start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import time

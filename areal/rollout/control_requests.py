@@ -3,8 +3,6 @@
 Types and ranges are checked here, without the state of the run; `areal.rollout.trainer_rules` compares with that.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Everything runs on one event loop and nothing polls: when an episode ends, a tra
 that event calls what it may unblock. The process waits for `ended`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence

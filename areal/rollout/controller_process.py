@@ -1,7 +1,5 @@
 """The controller process: listens, registers its name, and runs until the trainers finish or an error ends the run."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

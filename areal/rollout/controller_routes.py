@@ -18,8 +18,6 @@ changes nothing. Every call may be repeated; its work is done once. Errors answe
 docs/errors.md}.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

@@ -1,7 +1,5 @@
 """One running episode: the engine that its workflow receives, and the verdict on its result."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ result is durable in the ledger before any rank receives it. All ranks therefore
 a restart of the controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean

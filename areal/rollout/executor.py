@@ -5,8 +5,6 @@ attached) and starts as many episodes as fit. The next prompt replaces a failed 
 only rejected, the executor ends the run with an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import traceback
 from collections import deque

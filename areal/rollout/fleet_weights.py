@@ -4,8 +4,6 @@ A weight update waits until the fleet is ready and then for its replicas, each u
 callers that request the same update wait for one shared task.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

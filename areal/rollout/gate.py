@@ -1,7 +1,5 @@
 """The admission rule: how many episodes may start, and why none may. Pure; docs/async_rl.md has the proof."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

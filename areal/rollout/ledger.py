@@ -1,7 +1,5 @@
 """The former path of the ledger command: prints the new one, `python -m areal.ledger`, and exits with status 1."""
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

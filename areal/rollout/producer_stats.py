@@ -1,7 +1,5 @@
 """Counts the results of episodes since the last batch, and the rate of generated tokens."""
 
-from __future__ import annotations
-
 from collections import deque
 
 RATE_WINDOW_S = 10.0

@@ -1,7 +1,5 @@
 """Counts rejected groups: when to warn, and when a run that only rejects must end. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 REJECTED_BATCHES_IN_A_ROW = 100

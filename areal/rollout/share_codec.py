@@ -1,7 +1,5 @@
 """What travels between controller and trainers: batch shares as safetensors, and one error."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from typing import Any

@@ -4,8 +4,6 @@ A request waits until enough accepted episodes exist, at most for its time limit
 controller calls that after every accepted episode and every new policy version.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

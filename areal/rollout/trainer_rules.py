@@ -5,8 +5,6 @@ batch k, publishes version k + 1 and reports batch k as consumed. A restarted tr
 the version of its checkpoint, and attaches there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath

@@ -3,8 +3,6 @@
 Reads the index, the configuration and the headers of the weight files, never a weight: milliseconds for any model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

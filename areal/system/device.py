@@ -1,7 +1,5 @@
 """Cores and GPUs of this machine. Imports torch only inside functions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The name registry through which the processes of a run find each other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Durable files, which are written completely or not at all, and folders with a marker that proves completeness."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -6,8 +6,6 @@ them. It waits for the end of its standard input, a pipe whose other end only th
 Run as a file and without the rest of areal, so that it is small and starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

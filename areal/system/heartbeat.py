@@ -7,8 +7,6 @@ removes its file; that of a killed one stays until its launcher removes it.
 The thread and the task wait only for the next second, and end with the block that started them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

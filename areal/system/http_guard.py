@@ -1,7 +1,5 @@
 """The rules that every HTTP request to a server of a run must satisfy before its route is called."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 from collections.abc import Mapping

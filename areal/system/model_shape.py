@@ -1,7 +1,5 @@
 """The sizes of a model, read from the config.json of its checkpoint folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 This is the only module of areal that contains a loopback address: every other one takes its addresses from a `Host`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """Operating-system processes: the identity of this one, how children start, and how they end with their launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

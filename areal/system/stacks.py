@@ -4,8 +4,6 @@ The signal handler writes the threads in C, also while the main thread is inside
 keeps the interpreter. The tasks follow once the loop's thread runs Python again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """The policy in training: the stages of a batch in their order, and the coefficients that change between steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

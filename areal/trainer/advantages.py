@@ -1,7 +1,5 @@
 """The stage from rewards to advantages: shaping, baseline, KL penalty, GAE and normalisation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -3,8 +3,6 @@
 Every rank calls it. Decisions are agreed by one reduction over all ranks, so that no rank enters a collective alone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

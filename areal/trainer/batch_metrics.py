@@ -1,7 +1,5 @@
 """Metrics of a batch before its update: composition, and distance between the policies."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The value model in training: values before the update, value updates and their metrics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import cast

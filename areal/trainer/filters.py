@@ -4,8 +4,6 @@ A filter removes tokens from `TrainBatch.policy_mask` only. Rewards, baselines, 
 use `loss_mask`, which still contains them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

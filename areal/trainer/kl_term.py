@@ -1,7 +1,5 @@
 """The divergence from the reference policy: as a penalty in the reward and as a term of the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The update loop that actor and critic share: minibatches, global denominators, epochs, names of metrics."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

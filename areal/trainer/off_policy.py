@@ -1,7 +1,5 @@
 """The stage against stale rollouts: the old policy of the loss, and the weights and rejections of a batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The policy's loss of a micro-batch: token losses, off-policy correction, aggregation weights and statistics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import cast

@@ -4,8 +4,6 @@ It waits for batch k from the controller, which finished episodes complete, and 
 version. When the last step is done, the run ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

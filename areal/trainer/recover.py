@@ -3,8 +3,6 @@
 Every rank calls every method and waits only for the other ranks. An error on one rank is raised on all.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reduction of metrics over the data-parallel ranks."""
 
-from __future__ import annotations
-
 import zlib
 
 import torch

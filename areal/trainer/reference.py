@@ -1,7 +1,5 @@
 """The reference policy: log-probabilities for the KL divergence, and resets to the current policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from areal.api.batch import TrainBatch, required

@@ -1,7 +1,5 @@
 """The random number generators of a process: seeds, and their state for recovery checkpoints, one file per rank."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models of a PPO trainer rank: which ones a configuration names, and how each is built."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

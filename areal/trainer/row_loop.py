@@ -3,8 +3,6 @@
 A `RowTask` defines a kind of training: how rows become a batch, one optimiser step, the metrics of a batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from abc import ABC, abstractmethod

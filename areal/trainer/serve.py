@@ -3,8 +3,6 @@
 Runs until the trainers finish; `areal.rollout.controller` documents what its loops wait for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

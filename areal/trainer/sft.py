@@ -1,7 +1,5 @@
 """Supervised fine-tuning: loss and metrics. `row_loop` holds the loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

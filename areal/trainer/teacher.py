@@ -1,7 +1,5 @@
 """The teacher: its log-probabilities of the policy's answers, and distillation into advantages and loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ The sum of a tensor is the sum of its words, each multiplied by an odd number th
 One changed bit always changes it; any other change is missed with a probability of about 2^-32 at worst.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The parts that the weight channels share: the controller as they see it, and one attempt on all trainer ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 `publish` waits for the fleet to load the folder (each replica under rollout.weight_update_timeout_s).
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

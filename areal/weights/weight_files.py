@@ -1,7 +1,5 @@
 """Safetensors checkpoints as files: writing weights one by one in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Filters that decide after scoring whether a group is trained on."""
 
-from __future__ import annotations
-
 from areal.api.data import TrajectoryGroup
 from areal.api.functions import ACCEPT_CALL, ACCEPT_FUNCTIONS, load_function, resolve_function
 from areal.api.workflow import AcceptFn

@@ -1,7 +1,5 @@
 """Functions that the workflows share: sampling settings, request ids, and trajectories from responses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several attempts in one dialogue: a wrong answer is followed by a user message, and the policy answers again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """The construction of a workflow from a configuration."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

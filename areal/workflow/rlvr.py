@@ -1,7 +1,5 @@
 """RL with verifiable rewards: one prompt, several answers, each scored by reward functions."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self

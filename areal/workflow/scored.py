@@ -1,7 +1,5 @@
 """The base of the built-in workflows: a prompt from the row, sampling settings, and one shared scorer."""
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence

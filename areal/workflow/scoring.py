@@ -3,8 +3,6 @@
 The reward pool starts at the first answer, because trainer ranks also create workflows and score nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy losses: a table of names and functions, and the one function that looks a loss up."""
 
-from __future__ import annotations
-
 from areal.algorithm.losses import custom, gmpo, policy_gradient, ppo, sapo
 from areal.algorithm.policy_loss import PolicyLoss, PolicyLossFn, PolicyTokens
 from areal.api.config import PolicyLossOptions

@@ -1,7 +1,5 @@
 """A policy loss that the user names by path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """GMPO: the geometric mean of the ratios of a sequence, each clipped in log space."""
 
-from __future__ import annotations
-
 import torch
 
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens

@@ -1,7 +1,5 @@
 """Losses of the form -w A log pi, whose weights w carry no gradient: GPG, CISPO, AIPO, TOPR, DPPO and Kimi k1.5."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """PPO, GSPO, Clip-Cov and KL-Cov: surrogates around the old policy, at the level of the token or of the sequence."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

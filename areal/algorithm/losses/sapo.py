@@ -1,7 +1,5 @@
 """SAPO: a smooth gate instead of the clip."""
 
-from __future__ import annotations
-
 import torch
 
 from areal.algorithm.policy_loss import PolicyLoss, PolicyTokens

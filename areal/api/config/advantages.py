@@ -1,7 +1,5 @@
 """Options of rewards and advantages: shaping, baselines, normalisation, GAE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section

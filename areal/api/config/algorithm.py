@@ -1,7 +1,5 @@
 """The trained models of PPO: the actor, whose options come from one module per area, and the critic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.advantages import REWARDS, AdvantageOptions

@@ -1,7 +1,5 @@
 """Options of datasets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, choice, number, option

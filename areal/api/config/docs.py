@@ -1,7 +1,5 @@
 """The page docs/config.md, generated from the config classes: `python -m areal.api.config.docs > docs/config.md`."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

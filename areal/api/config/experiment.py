@@ -1,7 +1,5 @@
 """The top level of a configuration: one class per kind of training, and the checks across sections."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

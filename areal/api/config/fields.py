@@ -1,7 +1,5 @@
 """Declarations of a config field: its limits, when it has an effect, and its names in other systems."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import field

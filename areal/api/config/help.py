@@ -1,7 +1,5 @@
 """The text of `--help`: every option with its type, default, limits, sentence and when it has an effect."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Options of generation: sampling, and the native inference server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problems, choice, number, option, section

@@ -1,7 +1,5 @@
 """The kind of training that a configuration file is for, which its sections decide."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Options of the divergence from the reference policy, in the reward and in the loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.advantages import REWARDS

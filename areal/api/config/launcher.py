@@ -1,7 +1,5 @@
 """Options of machines and processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problems, choice, number

@@ -4,8 +4,6 @@ A file written for AReaL loads when such a key has an equivalent here, or requir
 Any other value is refused, because an option that nothing reads must not look as if it worked.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """Options that turn token losses into one update: aggregation, additional terms, filters, minibatches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

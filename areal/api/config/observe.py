@@ -1,7 +1,5 @@
 """Options of saving, evaluating, recovering, tracking and tracing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Options for stale rollouts: the old policy of the loss, and weights and masks that correct the mismatch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, choice, number, option, section

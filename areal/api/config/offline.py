@@ -1,7 +1,5 @@
 """Options of training on rows, without rollouts: supervised fine-tuning, reward models, DPO."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar

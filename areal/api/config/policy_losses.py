@@ -4,8 +4,6 @@ To add a loss: add its name to POLICY_LOSSES and to the conditions below that ap
 the function `loss` in `areal/algorithm/losses`, one test, one row in docs/algorithms.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options of rewards: reward functions, their weights, and the process pool that runs them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Options of the frozen models other than the reference: a teacher and a reward model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal.api.config.fields import Problems, choice, number

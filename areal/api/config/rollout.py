@@ -1,7 +1,5 @@
 """Options of the rollout controller: concurrency, staleness, requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """What a config class declares: its fields with types in words, defaults, limits and sentences."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

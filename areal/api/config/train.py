@@ -1,7 +1,5 @@
 """Options of a train engine: model, optimiser, micro-batches, sharding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problem, Problems, choice, number, option

@@ -1,7 +1,5 @@
 """The checks of config values: types and limits of each field by pydantic, then `problems()` of each section."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
