@@ -10,7 +10,7 @@ from tests.faults.schedule import EVERYTHING
 
 pytestmark = pytest.mark.slow
 
-LIGHT = ("allocation_mode=native:d1+fsdp:d1", "total_train_steps=14", "evaluator.eval_before_train=false")
+LIGHT = ("allocation_mode=native:d1+fsdp:d1", "total_train_steps=14")
 
 
 def kill_controller_and(run: Run, damage) -> None:
