@@ -156,4 +156,4 @@ def test_the_page_tells_of_every_option_of_rewards():
     written = " ".join(text for _, text in page_rows())
     missing = {name for name in fields_of(RewardConfig) if name not in written}
     assert len(page_rows()) > 5
-    assert missing == {"workers"}  # how many processes is no question of semantics
+    assert missing == {"workers", "sandbox"}  # where programs run does not change what a reward means

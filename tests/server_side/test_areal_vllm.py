@@ -185,12 +185,7 @@ class Kit:
         extension = importlib.import_module("areal_vllm.extension")
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_index=0, world_size=2, rank=1),
-            model_config=SimpleNamespace(
-                model="first",
-                quantization=None,
-                max_model_len=64,
-                get_vocab_size=lambda: 16,
-            ),
+            model_config=SimpleNamespace(model="first", quantization=None, max_model_len=64, get_vocab_size=lambda: 16),
             load_config=SimpleNamespace(load_format=load_format),
         )
         self.model = Model()
@@ -200,6 +195,7 @@ class Kit:
         self.left: list[str] = []
         self.fails_to_send = False
         self.factor = 1.0
+        monkeypatch.setenv("AREAL_TRAINER_ADDRESSES", "host")
         monkeypatch.setattr(self.transfer.update_group, "connect", self._connect)
         monkeypatch.setattr(self.transfer.update_group, "broadcast", self._broadcast)
         monkeypatch.setattr(self.transfer.update_group, "leave", lambda group: self.left.append(group))

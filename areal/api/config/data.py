@@ -28,8 +28,7 @@ class DatasetConfig:
     """Rows above max_length: drop = skip the row, error = stop, left / right = cut that end (sft and rw only)."""
 
     max_characters: int | None = number(1_000_000, low=1)
-    """Maximum characters of a text of a row; longer rows are dropped with truncation=drop and max_length, else refused,
-    because tokenising them takes long (10 MB: 30 s). null = no limit."""
+    """Maximum characters of a text of a row, null = no limit; longer rows are dropped or refused, see truncation."""
 
     def problems(self) -> Problems:
         if not self.path:
