@@ -11,7 +11,7 @@ from typing import Protocol
 
 import psutil
 
-from areal.launcher.job import PlannedProcess
+from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.placement import Machine
 from areal.system.process import kill_trees, spawn
 from areal.system.run_paths import RunPaths
@@ -75,7 +75,7 @@ class Cluster(Protocol):
         """Connect to the machines, and describe them. The controller runs on the first. LaunchError on failure."""
         ...
 
-    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
+    def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
         """A backend for a run whose folder exists. LaunchError when a machine does not share the folder."""
         ...
 

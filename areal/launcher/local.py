@@ -104,7 +104,7 @@ class LocalCluster:
     def machines(self) -> Sequence[Machine]:
         return [self.machine]
 
-    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
+    def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
         return LocalBackend(paths, secrets)
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ def _run(
         config.launcher,
         config.recover,
         paths,
-        cluster.backend(paths, secrets),
+        cluster.backend(plan, paths, secrets),
         registry=registry,
         source=source,
         line=line,

@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import threading
 import time
 import uuid
@@ -23,10 +22,11 @@ from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import LaunchError
 from areal.launcher import node_messages as wire
 from areal.launcher.backend import LogTail
-from areal.launcher.job import PlannedProcess
+from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.placement import Machine
+from areal.launcher.transport import CommandTransport, Transport
 from areal.system.network import Host
-from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT, tied_to_this_process
+from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT
 from areal.system.run_paths import RunPaths
 
 _START_LIMIT_S = 20.0
@@ -34,8 +34,6 @@ _ANSWER_LIMIT_S = 3.0
 """The supervisor's loop waits at most this long for log lines or stacks of a node."""
 _CLOSE_LIMIT_S = 5.0
 _KEPT_LINES = 50
-_AGENT_ENDED = (0, 2, -signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of a transport that come from the agent, whose processes end with it. 1 and 255 may be a lost network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +56,10 @@ class _Ended:
 class NodeLink:
     """The connection to the agent of one node. A thread reads its messages and sends pings."""
 
-    def __init__(self, node: Node, hello: wire.Hello, *, connect_limit_s: float) -> None:
-        """Connect, and wait for the facts of the node. LaunchError when that fails or takes too long."""
+    def __init__(self, node: str, transport: Transport, hello: wire.Hello, *, connect_limit_s: float) -> None:
+        """Wait for the facts of the node with this name. LaunchError when that fails or takes too long."""
         self.node = node
+        self._transport = transport
         self.lost = ""
         """Why the node is lost; empty while it is connected."""
         self.resident_bytes = 0
@@ -77,37 +76,21 @@ class NodeLink:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._is_closing = False
-        try:
-            self._transport = subprocess.Popen(
-                node.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                process_group=0,
-                preexec_fn=tied_to_this_process(),
-            )
-        except OSError as error:
-            message = f"cannot start {node.command[0]}: {error.strerror or error}"
-            raise LaunchError(message, code="process.cannot_start") from error
-        self._reader = threading.Thread(target=self._read, name=f"node {node.name}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"node {node}", daemon=True)
         self._reader.start()
         self.send(hello)
         self.facts = self._connected(connect_limit_s)
 
     def send(self, message: wire.ToAgent) -> None:
         """Send and return. A lost node receives nothing."""
-        data = memoryview(wire.TO_AGENT.dump_json(message) + b"\n")
-        assert self._transport.stdin is not None
         with self._sending, contextlib.suppress(OSError, ValueError):  # the reader finds out that it is lost
-            while data:
-                data = data[self._transport.stdin.write(data) :]
+            self._transport.write(wire.TO_AGENT.dump_json(message) + b"\n")
 
     def open(self, paths: RunPaths, secrets: Mapping[str, str]) -> None:
         """Name the run, whose folder exists. LaunchError when the node does not share the folder, or is lost."""
         number = next(self._ids)
         text = uuid.uuid4().hex
-        probe = paths.root / f".probe-{self.node.name}-{number}"
+        probe = paths.root / f".probe-{self.node}-{number}"
         probe.write_text(text)
         try:
             message = wire.Open(
@@ -116,7 +99,7 @@ class NodeLink:
             self._answer(message, number, _START_LIMIT_S)
             if [path.read_text() for path in paths.root.glob(f"{probe.name}.*")] != [text]:
                 reason = f"a file that it writes to {paths.root} does not appear here: all nodes must share this folder"
-                raise LaunchError(f"node {self.node.name}: {reason}", code="launch.folder_not_shared")
+                raise LaunchError(f"node {self.node}: {reason}", code="launch.folder_not_shared")
         finally:
             for path in paths.root.glob(f"{probe.name}*"):
                 path.unlink()
@@ -132,7 +115,7 @@ class NodeLink:
         """How a process ended; None while it runs. When the node is lost, all its processes have ended."""
         if (found := self._ended.get(name)) is not None or not self.lost:
             return found
-        error = f"{ERROR_PREFIX}node {self.node.name} is lost: {self.lost} [launch.node_lost]"
+        error = f"{ERROR_PREFIX}node {self.node} is lost: {self.lost} [launch.node_lost]"
         return _Ended(TRANSIENT_EXIT, LogTail([error], 0))
 
     def last_lines(self, name: str) -> LogTail:
@@ -157,35 +140,36 @@ class NodeLink:
     def close(self) -> None:
         """End the agent, which ends its processes, and the transport."""
         self._is_closing = True
-        assert self._transport.stdin is not None
-        with self._sending, contextlib.suppress(OSError):
-            self._transport.stdin.close()
-        try:
-            self._transport.wait(_CLOSE_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._kill_transport()
+        with self._sending:
+            self._transport.close_input()
+        if not self._transport.agent_ended(_CLOSE_LIMIT_S):
+            self._transport.kill()
         self._reader.join()
 
     def _connected(self, limit_s: float) -> wire.Facts:
         with self._changed:
             self._changed.wait_for(lambda: self._facts or self._failed or self.lost, limit_s)
-        if self._facts is not None:
+        if self._facts is not None and self._facts.areal == areal.__version__:
             return self._facts
         failed, lost = self._failed, self.lost
         self.close()
+        if self._facts is not None:
+            found, own = self._facts.areal, areal.__version__
+            message = f"node {self.node} has areal {found}, this machine {own}: install one version"
+            raise LaunchError(message, code="launch.other_version")
         if failed is not None:
-            raise LaunchError(f"node {self.node.name}: {failed.error}", code=failed.code)
+            raise LaunchError(f"node {self.node}: {failed.error}", code=failed.code)
         reason = lost or f"no answer within {limit_s:g} s{self._last_error()}"
-        raise LaunchError(f"node {self.node.name} cannot be reached: {reason}", code="launch.node_unreachable")
+        raise LaunchError(f"node {self.node} cannot be reached: {reason}", code="launch.node_unreachable")
 
     def _answer(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply:
         """The reply to a message. LaunchError when it is an error or does not arrive."""
         reply = self._ask(message, number, limit_s)
         if reply is None:
-            text = f"node {self.node.name}: {self.lost or f'no answer within {limit_s:g} s'}"
+            text = f"node {self.node}: {self.lost or f'no answer within {limit_s:g} s'}"
             raise LaunchError(text, code="launch.node_lost")
         if reply.error:
-            raise LaunchError(f"node {self.node.name}: {reply.error}", code=reply.code)
+            raise LaunchError(f"node {self.node}: {reply.error}", code=reply.code)
         return reply
 
     def _ask(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply | None:
@@ -197,9 +181,7 @@ class NodeLink:
 
     def _read(self) -> None:
         """Read messages until the connection ends or the agent is silent for too long."""
-        assert self._transport.stdout is not None
-        assert self._transport.stderr is not None
-        output, errors = self._transport.stdout.fileno(), self._transport.stderr.fileno()
+        output, errors = self._transport.output, self._transport.errors
         unread = {output: b"", errors: b""}
         selector = selectors.DefaultSelector()
         for descriptor in unread:
@@ -251,20 +233,14 @@ class NodeLink:
 
     def _lose(self, cause: str, heard_s: float) -> None:
         """Mark the node as lost, once its processes have certainly ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._transport.wait(self._ping_s)
-        if self._facts is not None and self._transport.poll() not in _AGENT_ENDED:
+        agent_ended = self._transport.agent_ended(self._ping_s)
+        if self._facts is not None and not agent_ended:
             while time.monotonic() - heard_s < self._lost_s and not self._is_closing:
                 time.sleep(self._ping_s / 10)
-        self._kill_transport()
+        self._transport.kill()
         with self._changed:
             self.lost = f"{cause}{self._last_error()}"
             self._changed.notify_all()
-
-    def _kill_transport(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._transport.pid, signal.SIGKILL)
-        self._transport.wait()
 
     def _last_error(self) -> str:
         """The last line that the transport or the agent wrote to standard error, in parentheses."""
@@ -286,15 +262,22 @@ class NodeCluster:
             self._links[name] = self._connected(name)
         return [_machine(link) for link in self._links.values()]
 
-    def backend(self, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
-        def connect(name: str) -> NodeLink:
-            link = self._links[name] = self._connected(name)
-            link.open(paths, secrets)
-            return link
+    def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
+        def agent_for(planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
+            name = planned.host.node
+            if self._links[name].lost:
+                link = self._connected(name)
+                try:
+                    link.open(paths, secrets)
+                except LaunchError:
+                    link.close()
+                    raise
+                self._links[name] = link
+            return self._links[name], planned
 
         for link in self._links.values():
             link.open(paths, secrets)
-        return NodesBackend(self._links, connect)
+        return NodesBackend(agent_for)
 
     def close(self) -> None:
         for link in self._links.values():
@@ -304,38 +287,32 @@ class NodeCluster:
         node = self._nodes[name]
         peers = (socket.gethostname(), *(other.address for other in self._nodes.values() if other.name != name))
         hello = wire.Hello(folder=os.getcwd(), silence_s=self._silence_s, peers=peers)
-        link = NodeLink(node, hello, connect_limit_s=self._limit_s)
-        if link.facts.areal != areal.__version__:
-            link.close()
-            message = f"node {name} has areal {link.facts.areal}, this machine {areal.__version__}: install one version"
-            raise LaunchError(message, code="launch.other_version")
-        return link
+        return NodeLink(name, CommandTransport(node.command), hello, connect_limit_s=self._limit_s)
 
 
 def _machine(link: NodeLink) -> Machine:
     found = link.facts
-    host = Host(bind=found.address, advertise=found.address, node=link.node.name)
+    host = Host(bind=found.address, advertise=found.address, node=link.node)
     return Machine(cores=found.cores, gpus=found.gpus, host=host)
 
 
 class NodesBackend:
-    """Processes on several nodes. Implements `ProcessBackend`; a process runs on the node that its `host` names."""
+    """Processes on several nodes. Implements `ProcessBackend`."""
 
-    def __init__(self, links: Mapping[str, NodeLink], connect: Callable[[str], NodeLink]) -> None:
-        """`links` are open, by node name; `connect` opens the one of a node again after it was lost."""
-        self._links = dict(links)
-        self._connect = connect
-        self._node_of: dict[str, str] = {}
+    def __init__(self, agent_for: Callable[[PlannedProcess], tuple[NodeLink, PlannedProcess]]) -> None:
+        """`agent_for` returns the agent that runs a process, connected again if it was lost, and what it starts."""
+        self._agent_for = agent_for
+        self._links: dict[str, NodeLink] = {}
+        """By name of the process."""
         self._unreachable: dict[str, _Ended] = {}
 
     def start(self, planned: PlannedProcess) -> int:
         """Start a process. A node that cannot be reached counts as the death of the process."""
-        node = self._node_of[planned.name] = planned.host.node
         self._unreachable.pop(planned.name, None)
         try:
-            if self._links[node].lost:
-                self._links[node] = self._connect(node)
-            return self._links[node].start(planned)
+            link, adapted = self._agent_for(planned)
+            self._links[planned.name] = link
+            return link.start(adapted)
         except LaunchError as error:
             if error.code not in ("launch.node_lost", "launch.node_unreachable"):
                 raise
@@ -345,36 +322,34 @@ class NodesBackend:
             return 0
 
     def poll(self, name: str) -> int | None:
-        ended = self._unreachable.get(name) or self._link(name).ended(name)
+        ended = self._unreachable.get(name) or self._links[name].ended(name)
         return None if ended is None else ended.code
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        self._link(name).send(wire.Signal(name=name, number=number))
+        if name in self._links:
+            self._links[name].send(wire.Signal(name=name, number=number))
 
     def last_lines(self, name: str) -> LogTail:
         unreachable = self._unreachable.get(name)
-        return self._link(name).last_lines(name) if unreachable is None else unreachable.tail
+        return self._links[name].last_lines(name) if unreachable is None else unreachable.tail
 
     def request_stacks(self, name: str, reason: str) -> bool:
-        return self._link(name).request_stacks(name, reason)
+        return name in self._links and self._links[name].request_stacks(name, reason)
 
     def stop(self, names: Iterable[str], grace_s: float, *, hurry: Callable[[], bool]) -> None:
-        by_node: dict[str, list[str]] = {}
+        by_link: dict[NodeLink, list[str]] = {}
         for name in names:
-            if name in self._node_of:
-                by_node.setdefault(self._node_of[name], []).append(name)
-        for node, own in by_node.items():
-            self._links[node].stop(own, grace_s)
+            if name in self._links:
+                by_link.setdefault(self._links[name], []).append(name)
+        for link, own in by_link.items():
+            link.stop(own, grace_s)
         was_hurried = grace_s <= 0
-        while not all(self._links[node].has_stopped(own) for node, own in by_node.items()):
+        while not all(link.has_stopped(own) for link, own in by_link.items()):
             if not was_hurried and hurry():
                 was_hurried = True
-                for node, own in by_node.items():
-                    self._links[node].stop(own, 0.0)
+                for link, own in by_link.items():
+                    link.stop(own, 0.0)
             time.sleep(0.02)
 
     def resident_bytes(self) -> int:
-        return psutil.Process().memory_info().rss + sum(link.resident_bytes for link in self._links.values())
-
-    def _link(self, name: str) -> NodeLink:
-        return self._links[self._node_of[name]]
+        return psutil.Process().memory_info().rss + sum(link.resident_bytes for link in set(self._links.values()))

@@ -13,7 +13,8 @@ import pytest
 from areal.api.errors import LaunchError
 from areal.launcher.node_agent import own_address
 from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
-from areal.launcher.nodes import Node, NodeLink, NodesBackend
+from areal.launcher.nodes import NodeLink, NodesBackend
+from areal.launcher.transport import CommandTransport
 from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import planned_process
@@ -36,8 +37,8 @@ def link(tmp_path):
 
     def connect(name="node1", command=AGENT, *, silence_s=10.0, run_dir=tmp_path, **changes):
         hello = Hello(folder=os.getcwd(), silence_s=silence_s)
-        node = Node(name=name, address="localhost", command=command)
-        opened.append(NodeLink(node, dataclasses.replace(hello, **changes), connect_limit_s=30.0))
+        hello = dataclasses.replace(hello, **changes)
+        opened.append(NodeLink(name, CommandTransport(command), hello, connect_limit_s=30.0))
         opened[-1].open(RunPaths(run_dir), {"GREETING": "hello"})
         return opened[-1]
 
@@ -50,10 +51,15 @@ def link(tmp_path):
 def backend(link):
     """Two nodes."""
 
-    def connect(name):
-        return link(name, silence_s=1.0)
+    links = {name: link(name, silence_s=1.0) for name in ("node1", "node2")}
 
-    return NodesBackend({name: connect(name) for name in ("node1", "node2")}, connect)
+    def agent_for(planned):
+        name = planned.host.node
+        if links[name].lost:
+            links[name] = link(name, silence_s=1.0)
+        return links[name], planned
+
+    return NodesBackend(agent_for)
 
 
 def program(tmp_path, source, *, name="server-0", node="node1"):
@@ -199,10 +205,12 @@ def test_own_address_is_loopback_when_every_peer_is_this_machine():
 def test_a_node_that_stays_unreachable_counts_as_the_death_of_the_process(tmp_path, link):
     first = link("node1", silence_s=1.0)
 
-    def connect(name):
-        raise LaunchError("node1 cannot be reached", code="launch.node_unreachable")
+    def agent_for(planned):
+        if first.lost:
+            raise LaunchError("node1 cannot be reached", code="launch.node_unreachable")
+        return first, planned
 
-    backend = NodesBackend({"node1": first}, connect)
+    backend = NodesBackend(agent_for)
     agent_of(backend.start(program(tmp_path, SLEEPS))).kill()
     assert wait_for(lambda: backend.poll("server-0")) == 75
     assert backend.start(program(tmp_path, SLEEPS)) == 0
