@@ -8,7 +8,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-attack test-vllm test-sglang lint docs clean
+.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-vllm test-sglang lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -34,11 +34,11 @@ test: .venv/.installed
 
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang and not attack and not cluster' $(ARGS)
 
 # Each of these tests starts several processes and waits for most of its time.
 test-slow: .venv/.installed
-	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not gpu and not vllm and not sglang and not attack' $(ARGS)
+	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not gpu and not vllm and not sglang and not attack and not cluster' $(ARGS)
 
 # Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed
@@ -51,6 +51,10 @@ test-attack: .venv/.installed
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m attack --session-timeout 450 --timeout 120 \
 		--hypothesis-seed $(SEED) --hypothesis-profile attack tests/attack $(ARGS) \
 		|| { echo "to repeat: make test-attack SEED=$(SEED)"; exit 1; }
+
+# Several nodes on this machine, with addresses of their own: needs Linux, root and iproute2 (docs/clusters.md).
+test-cluster: .venv/.installed
+	$(PYTEST) -m cluster tests/cluster $(ARGS)
 
 # The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments

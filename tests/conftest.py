@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: threads of several test processes on the same cores double the CPU time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_HEAVY = {"slow", "gpu", "vllm", "sglang"}
+_HEAVY = {"slow", "gpu", "cluster", "vllm", "sglang"}
 _HEAVY_LIMIT_S = 1800
 _FIRST = "test_end_to_end.py"
 """The longest tests run first: at the end of a parallel run the other processes would wait for them."""

@@ -1,0 +1,45 @@
+"""Marks every test of this folder as `cluster`, and makes the nodes that the tests run on."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import Nodes, Ssh, missing, ssh_missing
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder: the other make targets leave them out."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def can_have_nodes() -> None:
+    if problem := missing():
+        pytest.skip(problem)
+
+
+@pytest.fixture
+def make_nodes(can_have_nodes: None) -> Iterator[Callable[..., Nodes]]:
+    """Makes nodes that end with the test."""
+    made: list[Nodes] = []
+
+    def make(count: int, *, private: tuple[str, ...] = ()) -> Nodes:
+        made.append(Nodes(count, private=private))
+        return made[-1].__enter__()
+
+    yield make
+    for nodes in made:
+        nodes.close()
+
+
+@pytest.fixture
+def ssh(can_have_nodes: None, tmp_path: Path) -> Ssh:
+    """Keys for ssh servers; `ssh.serve(node)` starts one."""
+    if problem := ssh_missing():
+        pytest.skip(problem)
+    return Ssh(tmp_path / "ssh")
