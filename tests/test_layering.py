@@ -42,7 +42,7 @@ WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher")
 """Packages that never import torch, also not inside a function."""
 TORCH_LATER = ("api", "system", "observe", "reward", *WITHOUT_TORCH)
 """Packages whose import must not load torch."""
-OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab")
+OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab", "ray")
 """Dependencies of extras: at most one module imports each of them, and names it when it is missing."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "experimental"}
 

@@ -144,6 +144,8 @@ launch.no_gpu: The configuration asks for a GPU, and none is available.
     Use the device auto or cpu, or make a GPU visible.
 launch.no_launcher: A script was run without a launcher.
     Run it with python -m areal.launcher.local SCRIPT --config CONFIG.yaml.
+launch.no_ray: The Ray launcher cannot connect to a Ray cluster.
+    Run it on a node of the cluster (ray start), correct RAY_ADDRESS or the token of Ray, or use ray job submit.
 launch.no_run_folder: The folder given to a command is not a run folder.
     Give the folder that the launcher printed at its start.
 launch.node_lost: A node of the run stopped answering, or its connection closed.
@@ -154,6 +156,10 @@ launch.other_version: A node has another version of areal than the launcher.
     Install the same version on all nodes.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
+launch.ray_busy: Ray did not reserve the CPUs and GPUs of the run in time.
+    Wait until other jobs end, use smaller sizes, or a longer cluster.node_connect_s; ray status shows who uses them.
+launch.ray_too_small: The Ray cluster has fewer living nodes with CPUs than cluster.n_nodes.
+    Start more nodes, or use a smaller cluster.n_nodes.
 launch.request_refused: The running launcher refuses to add or remove a replica.
     Read the message; it says which condition is missing.
 launch.run_in_use: Another launcher, or processes that one left behind, work on the run folder.

@@ -1,0 +1,51 @@
+"""The Ray actor that runs one process of a run: a `NodeAgent` in a thread, and the messages from and to it."""
+
+import os
+import select
+import threading
+import traceback
+
+from areal.launcher.node_agent import NodeAgent
+
+
+class AgentActor:
+    """Made an actor by the launcher, which gives `send` and `receive` one thread each."""
+
+    def __init__(self) -> None:
+        input_read, self._input = os.pipe()
+        self._output, output_write = os.pipe()
+        self._failure = ""
+        self._number = -1
+        self._block: bytes | None = b""
+        # The process dies with the thread that starts it, and this thread lives as long as the agent.
+        threading.Thread(target=self._serve, args=(input_read, output_write), name="agent", daemon=True).start()
+
+    def send(self, message: bytes) -> None:
+        """Give a message to the agent. An empty one ends it."""
+        if not message:
+            os.close(self._input)
+        left = memoryview(message)
+        while left:
+            left = left[os.write(self._input, left) :]
+
+    def receive(self, number: int, limit_s: float) -> bytes | None:
+        """Messages of the agent, empty after `limit_s` without any; None after its end.
+
+        The same `number` again returns the same block: the first answer may have been lost on its way.
+        """
+        if number != self._number:
+            ready = select.select([self._output], [], [], limit_s)[0]
+            self._block = (os.read(self._output, 1 << 16) or None) if ready else b""
+            self._number = number
+        if self._block is None and self._failure:
+            raise RuntimeError(self._failure)
+        return self._block
+
+    def _serve(self, input_descriptor: int, output_descriptor: int) -> None:
+        try:
+            NodeAgent(input_descriptor, output_descriptor).run()
+        except Exception:  # noqa: BLE001 - `receive` reports it to the launcher
+            self._failure = traceback.format_exc()
+        finally:
+            os.close(input_descriptor)
+            os.close(output_descriptor)
