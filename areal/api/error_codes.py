@@ -164,8 +164,6 @@ launch.request_refused: The running launcher refuses to add or remove a replica.
     Read the message; it says which condition is missing.
 launch.run_in_use: Another launcher, or processes that one left behind, work on the run folder.
     Stop them (the message has the process ids), or change trial_name.
-launch.server_unprotected: A server would listen beyond loopback, where the token does not protect all its routes.
-    Use native servers, or start the servers yourself and name them in rollout.server_addrs.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
     Set cluster.n_nodes=1.
 launch.token_invalid: The token has characters that cannot be sent in an HTTP header.

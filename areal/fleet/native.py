@@ -13,7 +13,6 @@ from areal.fleet.replica import ALL_TOKENS, GenerationPart, OnChunk, PartChunk, 
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_client import HttpReplica, flat_bucket, group_body
 from areal.system.model_shape import ModelShape
-from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -158,7 +157,7 @@ def parse_chunk(answer: dict[str, Any]) -> PartChunk:
     )
 
 
-def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
+def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     argv = (sys.executable, "-m", "areal.inference.server", "--config", str(RunPaths.of(config).config))
     return ServerCommand(argv=argv, memory_bytes=_served_bytes(config, on_gpu))
 

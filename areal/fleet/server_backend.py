@@ -8,7 +8,6 @@ from typing import Any
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import Replica
 from areal.fleet.server_flags import FlagRules, Flags, Problems, flag_problems, given_flags
-from areal.system.network import Host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,8 @@ class ServerBackend:
     title: str
     client: Callable[[str, str, str], Replica]
     """(name, address, token) -> the client that speaks the server's dialect."""
-    command: Callable[[PPOConfig, bool, Host], ServerCommand]
-    """(config, whether each server gets GPUs, where it listens) -> how the servers of a run are started."""
+    command: Callable[[PPOConfig, bool], ServerCommand]
+    """(config, whether each server gets GPUs) -> how the servers of a run are started."""
     model_key: str
     """The option that names the model to serve; empty = actor.path."""
     context_key: str

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.errors import ConfigError
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_flags import flag_words
 from areal.system.model_shape import ModelShape, context_length
-from areal.system.network import Host, is_loopback
+from areal.system.network import LOOPBACK
 
 SERVER_SIDE = Path(__file__).parents[1] / "server_side"
 """The code that runs inside the environments of foreign servers."""
@@ -31,7 +30,6 @@ def server_python(config: PPOConfig) -> str:
 
 def foreign_command(
     config: PPOConfig,
-    host: Host,
     backend: ServerBackend,
     *,
     program: Sequence[str],
@@ -40,16 +38,8 @@ def foreign_command(
     env: Mapping[str, str],
 ) -> ServerCommand:
     """The command of a foreign server. `program` includes the model. Flags: `defaults`, overridden by the user's,
-    overridden by `owned`.
-
-    ConfigError when the host is not loopback: a token does not protect all routes of these servers.
+    overridden by `owned`. The server listens on loopback; elsewhere its gateway protects it.
     """
-    if not is_loopback(host.bind):
-        raise ConfigError(
-            f"allocation_mode: no token protects {backend.name} servers on {host.bind}: use native servers, or start "
-            "the servers yourself (rollout.server_addrs)",
-            code="launch.server_unprotected",
-        )
     rules, given, model = backend.flags, backend.given(config), backend.model(config)
     assert rules is not None, "a foreign server has flags"
     flags = {"dtype": config.actor.dtype, **defaults}
@@ -60,11 +50,11 @@ def foreign_command(
     if config.actor.init_from_scratch:
         flags["load_format"] = "dummy"  # the server serves once it has the random weights of the trainer
     seed = given.get(rules.seed, config.seed)
-    flags |= {"host": host.bind, "port": "{port}", rules.seed: f"{{index+{seed}}}"}
+    flags |= {"host": LOOPBACK, "port": "{port}", rules.seed: f"{{index+{seed}}}"}
     words = [word for name, value in flags.items() for word in flag_words(rules, name, value)]
     return ServerCommand(
         argv=(server_python(config), *program, *words),
-        env={"GLOO_SOCKET_IFNAME": "lo", **env},
+        env=dict(env),
         memory_bytes=_served_bytes(model, flags),
     )
 

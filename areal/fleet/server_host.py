@@ -2,8 +2,9 @@
 
     python -m areal.fleet.server_host --backend vllm --config RUN/config.yaml -- vllm serve MODEL --port {port} ...
 
-In the server's command {port} is replaced by a free port of this machine, on which the server must serve HTTP,
-{port_NAME} by one more port for each NAME, {index} by the index of this server in the run, and {index+N} by N more.
+In the server's command {port} is replaced by a free port of this machine, on which the server must serve HTTP on
+loopback, {port_NAME} by one more port for each NAME, {index} by the index of this server in the run, and {index+N} by
+N more. When the launch plan places the server on another address than loopback, a gateway there requires the token.
 
 The server stays in the process group of its host, and the guard of that group kills it when the host has ended. The
 host waits for the server's answers, for its end, and for SIGTERM or Ctrl-C. The time limit of a start is
@@ -31,12 +32,13 @@ from areal.api.config.redaction import public_command
 from areal.api.errors import ArealError, ConfigError, LaunchError
 from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.fleet.server_gateway import gateway
 from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
 from areal.system.heartbeat import beating_loop, launched_heartbeat
-from areal.system.network import Host, bind_collectives, bind_socket, http_address
+from areal.system.network import Host, bind_collectives, bind_socket, http_address, is_loopback, required_token
 from areal.system.process import (
     ERROR_PREFIX,
     TRANSIENT_EXIT,
@@ -78,7 +80,7 @@ class HostOptions:
     update_limit_s: float
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
-    """Where the server listens, and how the run reaches it."""
+    """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:
@@ -203,8 +205,8 @@ class ServerHost:
         self._options = options
         # Bound and not listening as long as the host runs: no other process gets these ports, and the server, which
         # binds with SO_REUSEADDR too, can listen on them.
-        self._ports = {name: bind_socket(options.host.bind) for name in port_names(options.command)}
-        self._address = http_address(self._ports["{port}"], options.host.advertise)
+        self._ports = {name: bind_socket() for name in port_names(options.command)}
+        self._address = http_address(self._ports["{port}"])
         self._replica = make_replica(options.process_name, self._address)
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
@@ -222,7 +224,7 @@ class ServerHost:
         process = await self._start()
         end = asyncio.create_task(process.wait(), name="end of the server")
         stop = asyncio.create_task(stopped.wait(), name="wait for a stop signal")
-        watch = asyncio.create_task(self._watch(process), name="watch the server")
+        watch = asyncio.create_task(self._serve(process), name="watch the server")
         async with beating_loop(launched_heartbeat(), self._health.beat_text):
             await asyncio.wait({end, stop, watch}, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
@@ -256,8 +258,17 @@ class ServerHost:
             text = f"cannot start {command[0]}: {error.strerror or error}"
             raise LaunchError(text, code="launch.cannot_start") from error
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Wait until the server is ready, announce it, then poll its health."""
+    async def _serve(self, process: asyncio.subprocess.Process) -> None:
+        """Watch the server, through whose gateway others reach it when the host is not loopback."""
+        host = self._options.host
+        if is_loopback(host.bind):
+            await self._watch(process, self._address)
+            return
+        async with gateway(host, required_token("the gateway of a server"), self._address) as address:
+            await self._watch(process, address)
+
+    async def _watch(self, process: asyncio.subprocess.Process, address: str) -> None:
+        """Wait until the server is ready, announce its public address, then poll its health."""
         while not self._was_ready:
             try:
                 async with asyncio.timeout(_ANSWER_LIMIT_S):
@@ -266,12 +277,12 @@ class ServerHost:
             except (ArealError, TimeoutError):
                 await asyncio.sleep(_ASK_INTERVAL_S / 2)
         self._health.got_ready()
-        _LOG.info("%s serves on %s", self._options.backend, self._address)
+        _LOG.info("%s serves on %s", self._options.backend, address)
         if self._options.registry is None:
-            sys.stdout.write(f"{self._address}\n")
+            sys.stdout.write(f"{address}\n")
             sys.stdout.flush()
         else:
-            announce_server(self._options.registry, self._options.index, self._options.process_name, self._address)
+            announce_server(self._options.registry, self._options.index, self._options.process_name, address)
         # "info" has no time limit: it gets no answer during a weight update, and repeated calls would only queue up.
         await asyncio.gather(
             self._poll("load", _ANSWER_LIMIT_S), self._poll("info", None), self._kill_when_refusing(process)

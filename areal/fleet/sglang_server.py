@@ -19,10 +19,9 @@ from areal.fleet.server_flags import (
 )  # fmt: skip
 from areal.fleet.sglang import SGLangReplica
 from areal.fleet.sglang_wire import sampling_problems
-from areal.system.network import Host
 
 
-def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
+def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     servers = config.allocation.inference
     assert servers is not None, "a run that starts servers allocates them"
     defaults: dict[str, Any] = {
@@ -50,7 +49,7 @@ def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
         owned["device"] = "cpu"
         env["SGLANG_USE_CPU_ENGINE"] = "1"
     program = ("-m", "sglang.launch_server", f"--model-path={SGLANG.model(config)}")
-    return foreign_command(config, host, SGLANG, program=program, defaults=defaults, owned=owned, env=env)
+    return foreign_command(config, SGLANG, program=program, defaults=defaults, owned=owned, env=env)
 
 
 def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from areal.fleet.server_flags import (
 from areal.fleet.vllm import VLLMReplica
 from areal.fleet.vllm_wire import MAX_BIASED_TOKENS
 from areal.system.model_shape import ModelShape
-from areal.system.network import Host
+from areal.system.network import LOOPBACK
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -105,7 +105,7 @@ def _penalty_problems(gconfig: GenerationHyperparameters, flags: Flags) -> Probl
         yield "frequency_penalty", f"{given} with speculation: set it to 0, or remove vllm.speculative_config"
 
 
-def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
+def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     """Whether vLLM computes on a GPU is decided when it is built, so no flag says it."""
     servers = config.allocation.inference
     assert servers is not None, "a run that starts servers allocates them"
@@ -115,7 +115,7 @@ def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
         "PYTHONPATH": str(SERVER_SIDE),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": host.advertise,
+        "VLLM_HOST_IP": LOOPBACK,
     }
     if given.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -135,7 +135,7 @@ def _command(config: PPOConfig, on_gpu: bool, host: Host) -> ServerCommand:
         "logprobs_mode": logprobs_mode(config.gconfig),
     }
     program = ("-m", "vllm.entrypoints.cli.main", "serve", model)
-    return foreign_command(config, host, VLLM, program=program, defaults=defaults, owned=owned, env=env)
+    return foreign_command(config, VLLM, program=program, defaults=defaults, owned=owned, env=env)
 
 
 VLLM = ServerBackend(

@@ -221,7 +221,7 @@ def _planned(
     backend, command = None, None
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
-        command = backend.command(config, bool(gpus), context.host) if context.role == "server" else None
+        command = backend.command(config, bool(gpus)) if context.role == "server" else None
     # All members of an NCCL group must have the same values, and the servers set these when they are unset.
     nccl = backend.nccl_defaults if backend is not None and context.role == "trainer" and gpus else {}
     env = {

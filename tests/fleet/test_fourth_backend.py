@@ -25,7 +25,7 @@ from areal.fleet.server_flags import FlagRules
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
 from areal.system.discovery import NameRegistry
-from areal.system.network import Host, bind_socket, http_address
+from areal.system.network import bind_socket, http_address
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"
 
@@ -58,9 +58,9 @@ class EchoReplica:
         self._client.close()
 
 
-def echo_command(config: Any, on_gpu: bool, host: Host) -> ServerCommand:
+def echo_command(config: Any, on_gpu: bool) -> ServerCommand:
     program = ("-m", "echo", ECHO.model(config))
-    return foreign_command(config, host, ECHO, program=program, defaults={"loud": True}, owned={}, env={"ECHO": "1"})
+    return foreign_command(config, ECHO, program=program, defaults={"loud": True}, owned={}, env={"ECHO": "1"})
 
 
 def echo_limits(gconfig: GenerationHyperparameters, flags: Any, needs_logprobs: bool) -> Any:

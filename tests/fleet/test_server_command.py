@@ -25,7 +25,6 @@ from areal.fleet.vllm_server import VLLM
 from areal.launcher.job import another_server, make_plan
 from areal.launcher.placement import Machine
 from areal.system.model_shape import ModelShape
-from areal.system.network import Host
 from areal.system.process import ProcessContext
 
 MODEL = {
@@ -59,7 +58,7 @@ def config_of(backend, sizes="d2", *, actor=None, **changes):
 
 
 def command(config, *, on_gpu=True):
-    return backend_named(config.server_backend).command(config, on_gpu, Host())
+    return backend_named(config.server_backend).command(config, on_gpu)
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_flags_of_the_user_override_cpu_flags(model):
 def test_flags_for_health_during_pauses_and_development_routes():
     assert command(config_of("sglang")).env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     env = command(config_of("vllm")).env
-    assert (env["VLLM_SERVER_DEV_MODE"], env["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
+    assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_HOST_IP"]) == ("1", "127.0.0.1")
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
     lora = command(config_of("vllm", vllm={"enable-lora": True})).env
     assert lora["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

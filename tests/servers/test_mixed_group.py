@@ -96,7 +96,7 @@ class Striking(ServerClient):
     """Strikes its server before it hears of a bucket."""
 
     def __init__(self, mixed: Mixed, name: str, address: str) -> None:
-        super().__init__(name, address)
+        super().__init__(name, address, token=TOKEN)
         self._mixed = mixed
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:

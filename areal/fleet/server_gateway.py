@@ -1,0 +1,83 @@
+"""The gateway of a foreign server: an HTTP server that requires the run's token and passes requests on.
+
+SGLang and vLLM protect only a part of their routes by a key. On a host that other machines can reach, such a server
+listens on loopback, and its gateway on the host's address.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from areal.observe.http_log import http_logger
+from areal.system.http_guard import RequestGuard
+from areal.system.network import Host, http_address, listen
+
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
+"""Headers of one connection (RFC 9110, section 7.6.1)."""
+_NOT_PASSED_ON = _HOP_BY_HOP | {"host", "authorization", "content-length"}
+
+
+@asynccontextmanager
+async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
+    """Serve on `host` while the block runs; yields the address. Requests with `token` go to `server`, an address.
+
+    An answer is passed on while it arrives. When the client leaves, the request to the server is aborted; when the
+    server breaks off an answer, so does the gateway.
+    """
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
+        app = web.Application(middlewares=[_guarded(RequestGuard(token, host))], client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
+        runner = web.AppRunner(
+            app, access_log=None, logger=http_logger(), handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await runner.setup()
+        bound = listen(host, token)
+        await web.SockSite(runner, bound).start()
+        try:
+            yield http_address(bound, host.advertise)
+        finally:
+            await runner.cleanup()
+
+
+def _guarded(guard: RequestGuard) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refusal := guard.refusal(request.headers, has_body=request.can_read_body):
+            error = {"message": refusal.message, "code": refusal.code}
+            return web.json_response({"error": error}, status=refusal.status)
+        return await handler(request)
+
+    return check
+
+
+def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _NOT_PASSED_ON}
+        body = await request.read() if request.can_read_body else None
+        try:
+            found = await session.request(
+                request.method, f"{server}{request.raw_path}", headers=headers, data=body, allow_redirects=False
+            )
+        except aiohttp.ClientConnectionError as error:
+            return web.json_response({"error": {"message": f"the server does not answer: {error}"}}, status=502)
+        async with found:
+            passed = {name: value for name, value in found.headers.items() if name.lower() not in _HOP_BY_HOP}
+            answer = web.StreamResponse(status=found.status, reason=found.reason, headers=passed)
+            await answer.prepare(request)
+            try:
+                async for piece in found.content.iter_any():
+                    await answer.write(piece)
+            except (aiohttp.ClientError, asyncio.IncompleteReadError):
+                if request.transport is not None:
+                    request.transport.abort()
+                return answer
+            await answer.write_eof()
+            return answer
+
+    return pass_on

@@ -1,0 +1,138 @@
+"""The gateway of a foreign server: what it lets through, and how answers and failures pass it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from areal.fleet.server_gateway import gateway
+from areal.system.network import Host, bind_socket, http_address
+
+TOKEN = "gateway-token"
+WITH_TOKEN = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@asynccontextmanager
+async def server(handler):
+    """A foreign server on loopback; yields its address."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    bound = bind_socket()
+    await web.SockSite(runner, bound).start()
+    try:
+        yield http_address(bound)
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def behind_gateway(handler):
+    """Yields a client session and the address of a gateway before a server with this handler."""
+    async with (
+        server(handler) as behind,
+        gateway(Host(), TOKEN, behind) as address,
+        aiohttp.ClientSession(headers=WITH_TOKEN) as session,
+    ):
+        yield session, address
+
+
+async def test_a_request_passes_unchanged_but_for_the_token():
+    seen = {}
+
+    async def handler(request):
+        seen.update(
+            method=request.method,
+            path=request.raw_path,
+            body=await request.read(),
+            headers={name.lower(): value for name, value in request.headers.items()},
+        )
+        return web.Response(status=418, text="done", headers={"X-Answer": "yes"})
+
+    async with behind_gateway(handler) as (session, address):
+        given = {"Content-Type": "application/json", "X-Request-Id": "17"}
+        async with session.put(f"{address}/a%20b/c?x=1&x=2", data=b'{"n": 1}', headers=given) as answer:
+            assert (answer.status, await answer.text(), answer.headers["X-Answer"]) == (418, "done", "yes")
+    assert (seen["method"], seen["path"], seen["body"]) == ("PUT", "/a%20b/c?x=1&x=2", b'{"n": 1}')
+    assert seen["headers"]["x-request-id"] == "17"
+    assert "authorization" not in seen["headers"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Authorization": ""}, 401, "request.unauthorized"),
+        ({"Authorization": "Bearer other"}, 401, "request.unauthorized"),
+        ({"Origin": "http://page.example"}, 403, "request.foreign_origin"),
+        ({"Host": "page.example"}, 403, "request.foreign_origin"),
+        ({"Content-Type": "text/plain"}, 415, "request.content_type"),
+    ],
+)
+async def test_a_refused_request_never_reaches_the_server(headers, status, code):
+    async def handler(request):
+        raise AssertionError("it must not be called")
+
+    async with behind_gateway(handler) as (session, address):
+        answer = await session.post(f"{address}/pause", data=b"{}", headers=headers)
+        assert (answer.status, (await answer.json())["error"]["code"]) == (status, code)
+
+
+async def test_each_piece_of_an_answer_passes_when_it_is_written():
+    following = asyncio.Event()
+
+    async def handler(request):
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        await following.wait()
+        await answer.write(b"data: 2\n\n")
+        return answer
+
+    async with behind_gateway(handler) as (session, address), session.get(f"{address}/stream") as answer:
+        assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        following.set()
+        assert await answer.content.read() == b"data: 2\n\n"
+
+
+async def test_a_client_that_leaves_aborts_the_request_to_the_server():
+    aborted = asyncio.Event()
+
+    async def handler(request):
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b"first")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            aborted.set()
+        return answer
+
+    async with behind_gateway(handler) as (session, address):
+        answer = await session.get(f"{address}/stream")
+        assert await answer.content.readexactly(5) == b"first"
+        answer.close()
+        await asyncio.wait_for(aborted.wait(), 20)
+
+
+async def test_an_answer_that_the_server_breaks_off_is_broken_off():
+    async def handler(request):
+        answer = web.StreamResponse(headers={"Content-Length": "100"})
+        await answer.prepare(request)
+        await answer.write(b"part")
+        request.transport.abort()
+        return answer
+
+    async with behind_gateway(handler) as (session, address):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with session.get(f"{address}/x") as answer:
+                await answer.read()
+
+
+async def test_a_server_that_does_not_listen_is_a_bad_gateway():
+    with bind_socket() as closed:
+        nobody = http_address(closed)
+        async with gateway(Host(), TOKEN, nobody) as address, aiohttp.ClientSession(headers=WITH_TOKEN) as session:
+            assert (await session.get(f"{address}/health")).status == 502
