@@ -1,0 +1,237 @@
+"""Processes in the actors of a real Ray cluster of several nodes on this machine."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.errors import LaunchError
+from areal.launcher.job import LaunchPlan, RunNumbers
+from areal.launcher.ray_cluster import RayCluster
+from areal.system.process import TRANSIENT_EXIT, ProcessContext
+from areal.system.run_paths import RunPaths
+from tests.cluster.nodes import Node
+from tests.launcher.fake_backend import planned_process
+
+ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
+IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+FAST = {"initial_delay_ms": "1000", "period_ms": "300", "timeout_ms": "1000", "failure_threshold": "3"}
+"""Health checks of Ray that notice the loss of a node in a second."""
+NUMBERS = RunNumbers(
+    episodes_per_step=1, samples_per_step=1, optimizer_steps_per_train_step=1, max_concurrent_episodes=1,
+    max_staleness=None, on_stale="train", rows=None, steps_per_epoch=None, total_steps=None,
+)  # fmt: skip
+
+
+def wait_for(condition, limit_s=60.0):
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch):
+    """Two nodes with 4 CPUs each; the second also has 2 GPUs, which exist in Ray only."""
+    for name, value in FAST.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
+    made.add_node(num_cpus=4, num_gpus=2)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+class Run:
+    """A backend for some programs, and what a test asks of it."""
+
+    def __init__(self, folder, *, connect_s=60.0):
+        self.folder = folder
+        self.cluster = RayCluster(ClusterSpecConfig(n_nodes=2, node_connect_s=connect_s, node_silence_s=3.0))
+        self.machines = self.cluster.machines()
+
+    def planned(self, name, source, *, machine=0, gpus=()):
+        one = planned_process(name, run_dir=self.folder)
+        host = self.machines[machine].host
+        env = dataclasses.replace(ProcessContext.from_env(one.env), host=host).to_env()
+        env |= {"AREAL_TRAINER_ADDRESSES": "", "OMP_NUM_THREADS": "3"}
+        argv = (sys.executable, "-c", source)
+        return dataclasses.replace(one, argv=argv, host=host, env=env, gpus=gpus)
+
+    def open(self, *processes):
+        plan = LaunchPlan(
+            run_dir=str(self.folder), recover=False, allocation="", processes=processes, spare_gpus=(), attached=(),
+            numbers=NUMBERS,
+        )  # fmt: skip
+        self.backend = self.cluster.backend(plan, RunPaths(self.folder), {"SECRET_WORD": "hello"})
+        return self.backend
+
+
+@pytest.fixture
+def run(ray_cluster, tmp_path):
+    made = Run(tmp_path)
+    yield made
+    made.cluster.close()
+
+
+def ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_processes_in_actors_behave_as_local_ones(run, tmp_path):
+    assert [(machine.cores, machine.gpus) for machine in run.machines] == [(4, ("0", "1")), (4, ())]
+    assert len({machine.host.node for machine in run.machines}) == 2
+    shows = "import os, sys; print(*(os.environ[name] for name in ('SECRET_WORD', 'OMP_NUM_THREADS'))); sys.exit(7)"
+    on_gpu = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    exits, sleeps = run.planned("server-0", shows), run.planned("server-1", SLEEPS, machine=1)
+    stubborn, gpu = run.planned("server-2", IGNORES), run.planned("server-3", on_gpu, gpus=("1",))
+    backend = run.open(exits, sleeps, stubborn, gpu)
+    assert len(ray.util.placement_group_table()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+    pids = [backend.start(planned) for planned in (exits, sleeps, stubborn, gpu)]
+    assert wait_for(lambda: backend.poll("server-0")) == 7
+    assert backend.last_lines("server-0").lines == ["hello 3"]
+    assert wait_for(lambda: backend.poll("server-3") is not None)
+    assert backend.last_lines("server-3").lines[-1] in ("0", "1")
+    wait_for(lambda: backend.last_lines("server-2").lines == ["up"])
+
+    backend.signal("server-1", signal.SIGKILL)
+    assert wait_for(lambda: backend.poll("server-1")) == -signal.SIGKILL
+    backend.start(sleeps)
+    assert backend.poll("server-1") is None
+    backend.stop(["server-1", "server-2", "never-started"], 0.3, hurry=lambda: False)
+    assert backend.poll("server-1") == -signal.SIGTERM
+    assert backend.poll("server-2") == -signal.SIGKILL
+    assert all(ended(pid) for pid in pids)
+
+
+def test_a_killed_actor_ends_its_process_which_starts_again_on_the_same_node(run):
+    planned = run.planned("server-0", SLEEPS)
+    backend = run.open(planned)
+    pid = backend.start(planned)
+    psutil.Process(pid).parent().kill()
+    assert wait_for(lambda: backend.poll("server-0")) == TRANSIENT_EXIT
+    assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]
+    wait_for(lambda: ended(pid))
+    backend.start(planned)
+    assert backend.poll("server-0") is None
+    assert wait_for(lambda: backend.last_lines("server-0").lines) == ["up"]
+
+
+def test_a_process_of_a_lost_node_starts_again_on_another_one(run, ray_cluster):
+    shows_host = f"import os; print(os.environ['AREAL_PROCESS'], flush=True); {SLEEPS}"
+    processes = [run.planned(f"server-{index}", shows_host, machine=index) for index in (0, 1)]
+    backend = run.open(*processes)
+    for planned in processes:
+        backend.start(planned)
+    head = ray_cluster.head_node.node_id
+    worker = next(node for node in ray_cluster.list_all_nodes() if node.node_id != head)
+    ray_cluster.remove_node(worker, allow_graceful=False)
+    lost, kept = ("server-0", "server-1")  # the node with GPUs is the first machine
+    assert wait_for(lambda: backend.poll(lost)) == TRANSIENT_EXIT
+    assert run.machines[0].host.node in backend.last_lines(lost).lines[-1]
+    wait_for(lambda: backend.start(processes[0]) and backend.poll(lost) is None)
+    context = json.loads(wait_for(lambda: backend.last_lines(lost).lines)[0])
+    assert context["host"]["advertise"] == run.machines[1].host.advertise
+    assert run.machines[1].host.node.startswith(context["host"]["node"])  # a name needs no suffix when it is unique
+    assert backend.poll(kept) is None
+
+
+def test_resources_that_others_use_are_one_clear_error(ray_cluster, tmp_path):
+    run = Run(tmp_path, connect_s=2.0)
+    try:
+        taken = ray.util.placement_group([{"CPU": 4}, {"CPU": 4}])
+        assert taken.wait(30)
+        with pytest.raises(LaunchError) as error:
+            run.open(run.planned("server-0", SLEEPS))
+        assert error.value.code == "launch.ray_busy"
+    finally:
+        run.cluster.close()
+
+
+def ray_start(node: Node, *flags: str, cpus: int = 4) -> None:
+    """Start Ray on a node of tests/cluster/nodes.py."""
+    health = {f"RAY_health_check_{name}": value for name, value in FAST.items()}
+    main = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+    common = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
+    argv = [sys.executable, "-c", main, "start", *flags, *common, "--object-store-memory=100000000"]
+    done = node.run(argv, env={**os.environ, **health})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def three(make_nodes):
+    nodes = make_nodes(3, private=("/tmp/ray",))
+    ray_start(nodes[1], "--head", "--port=6379", "--include-dashboard=false")
+    for number in (2, 3):
+        ray_start(nodes[number], f"--address={nodes[1].address}:6379")
+    return nodes
+
+
+def launched(node, fileroot, *overrides, **options):
+    argv = (sys.executable, "-m", "areal.launcher.ray", "--config", "examples/quickstart/grpo.yaml")
+    words = (f"cluster.fileroot={fileroot}", "cluster.n_nodes=3", "allocation_mode=native:d2+fsdp:d2", *overrides)
+    return node.popen([*argv, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def test_without_a_ray_cluster_the_launcher_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    argv = [sys.executable, "-m", "areal.launcher.ray", "--config", "examples/quickstart/sft.yaml", "--dry-run"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "launch.no_ray" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_on_three_nodes_survives_a_killed_actor_and_a_lost_node(three, tmp_path):
+    quick = [sys.executable, "-m", "areal.launcher.local", "--config", "examples/quickstart/sft.yaml"]
+    subprocess.run(
+        [sys.executable, "examples/quickstart/prepare.py", str(tmp_path / "quickstart/data")], cwd=ROOT, check=True
+    )
+    subprocess.run([*quick, f"cluster.fileroot={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
+    options = ("recover.mode=auto", "recover.freq_steps=1", "total_train_steps=8", "cluster.node_silence_s=3")
+    launcher = launched(three[1], tmp_path, *options)
+    metrics = tmp_path / "quickstart/grpo/metrics.jsonl"
+
+    def steps():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return max((row["step"] for row in rows), default=0)
+
+    wait_for(lambda: steps() >= 1 or launcher.poll() is not None, 200)
+    actors = [one for pid in three[2].pids() if "ray::AgentActor" in " ".join((one := psutil.Process(pid)).cmdline())]
+    actors[0].kill()
+    wait_for(lambda: steps() >= 4 or launcher.poll() is not None, 200)
+    three[3].power_off()
+    output = launcher.communicate(timeout=250)[0]
+    assert launcher.returncode == 0, output
+    assert steps() == 8
+    audit = subprocess.run(
+        [sys.executable, "-m", "areal.ledger.audit", str(tmp_path / "quickstart/grpo")], capture_output=True, text=True
+    )
+    assert audit.returncode == 0, audit.stdout
+    left = [pid for node in (three[1], three[2]) for pid in node.pids() if "areal." in " ".join(cmdline(pid))]
+    assert left == []
+
+
+def cmdline(pid):
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
