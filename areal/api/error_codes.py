@@ -250,8 +250,8 @@ replay.override: An override has no effect in a replay, or would need other data
 replay.rank_failed: A rank of the replay exited with an error.
     Read the log that the message names.
 
-request.content_type: The body of a request is not declared as JSON.
-    Send the header Content-Type: application/json.
+request.content_type: The body of a request is not declared as JSON, or is compressed.
+    Send the header Content-Type: application/json, and no Content-Encoding.
 request.duplicate_id: A generation request has the rid of a request that is still running.
     Use a unique rid for each request.
 request.engine_failed: The engine of the native server failed or hangs.

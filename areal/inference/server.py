@@ -142,7 +142,12 @@ async def serve(
     bound = listen(options.host, options.token, options.port)
     # A closed connection cancels its handler, which aborts the request of the client.
     runner = web.AppRunner(
-        app.application(), access_log=None, logger=http_logger(), handler_cancellation=True, shutdown_timeout=1.0
+        app.application(),
+        access_log=None,
+        logger=http_logger(),
+        auto_decompress=False,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
     )
     await runner.setup()
     await web.SockSite(runner, bound, backlog=BACKLOG).start()

@@ -84,7 +84,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     app = make_app(controller, token=token, host=host)
-    runner = web.AppRunner(app, access_log=None, logger=http_logger(), shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, logger=http_logger(), auto_decompress=False, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()

@@ -174,6 +174,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             case _:
                 status = 500
         return _json({"error": str(error), "code": error.code}, status=status)
+    except web.RequestPayloadError as error:
+        return _json({"error": f"the body is not readable: {error}", "code": "request.not_json"}, status=400)
     except web.HTTPException:
         raise
     except Exception as error:  # noqa: BLE001 - one request: the process and the other trainers continue

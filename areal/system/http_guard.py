@@ -39,8 +39,10 @@ class RequestGuard:
         if not hmac.compare_digest(given, self._expected):
             return Refusal(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
         kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if has_body and kind != "application/json":
-            return Refusal(415, "a body must have Content-Type: application/json", "request.content_type")
+        is_plain = headers.get("Content-Encoding", "identity").strip().lower() in ("", "identity")
+        if has_body and not (kind == "application/json" and is_plain):
+            message = "a body must have Content-Type: application/json, and no Content-Encoding"
+            return Refusal(415, message, "request.content_type")
         return None
 
     def _is_own_name(self, text: str) -> bool:

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.inference.conftest import build_model, checkpoint, keep_engine, options, serve_with, served
+
+__all__ = ["build_model", "checkpoint", "keep_engine", "options", "serve_with", "served"]
+
 HERE = Path(__file__).parent
 DEFAULT_SEED = 0
 

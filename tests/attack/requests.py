@@ -19,6 +19,7 @@ REFUSED_HEADERS = [
     ({**JSON, **BEARER, "Origin": "https://attacker.example"}, 403),
     ({**JSON, **BEARER, "Origin": "null"}, 403),
     ({**BEARER}, 415),
+    ({**JSON, **BEARER, "Content-Encoding": "gzip"}, 415),
     ({**BEARER, "Content-Type": "text/plain"}, 415),  # a browser sends it without asking the server first
     ({**BEARER, "Content-Type": "application/x-www-form-urlencoded"}, 415),
 ]
