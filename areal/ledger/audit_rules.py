@@ -147,10 +147,8 @@ class AuditRules:
         if self._version is not None and self._trained is not None and self._offset is not None:
             step = version - self._offset
             is_out_of_order = version < self._version or step not in (self._trained, self._trained + 1)
-        if is_out_of_order:  # possibly again: a recovered trainer may die before it attaches
+        if is_out_of_order or self._unconfirmed is not None:  # possibly again: a trainer may die before it attaches
             self._unconfirmed = version
-        elif self._unconfirmed != version:
-            self._require_confirmed(f"before version {version} was published")
         self._become(version)
 
     def _require_confirmed(self, when: str) -> None:

@@ -186,7 +186,7 @@ class Controller:
         _log.info("trainer rank %d of %d attached at step %d, policy version %d", rank, world_size, step, version)
         if step > 0 and self._ledger.state.trained_steps is None:
             _log.warning("the ledger is new, but the trainer is at step %d: rows of earlier steps are used again", step)
-        if rank == 0 or self._ledger.state.trained_steps != step:
+        if rank == 0 or not self._is_attached or self._ledger.state.trained_steps != step:
             is_lost = version < self._ledger.state.highest_version and not self._ledger.state.batches
             self._ledger.attached(step=step, version=version)
             if is_lost:

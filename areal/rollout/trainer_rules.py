@@ -113,9 +113,14 @@ def allowed_run(
             _check_finish(request.steps, state, shape)
             return run
         case _:
-            trained, run = _position(request, run, state)
-            _check_step(request, trained, state)
-            return run
+            trained, known = _position(request, run, state)
+            try:
+                _check_step(request, trained, state)
+            except OutOfOrder:
+                if run is None:  # the controller restarted, and the attach of this trainer was lost
+                    raise LedgerBehind(trained, state.newest_step) from None
+                raise
+            return known
 
 
 def _after_attach(request: AttachRequest, run: TrainerRun | None, state: LedgerState, shape: RunShape) -> TrainerRun:
@@ -124,7 +129,8 @@ def _after_attach(request: AttachRequest, run: TrainerRun | None, state: LedgerS
     if run is None or request.run_id > run.run_id:
         return TrainerRun(run_id=request.run_id, start=request.step, is_attached=True)
     expected = state.trained_steps if run.is_attached else run.start
-    if request.step != expected:
+    # A controller that restarted cannot know whether a publication ended a step or came from a new trainer.
+    if request.step != expected and not request.step == run.start == state.version:
         raise OutOfOrder(f"step {request.step}: trainer run {run.run_id} is at step {expected}")
     return replace(run, is_attached=True)
 
@@ -137,8 +143,8 @@ def _after_publish(request: PublishRequest, run: TrainerRun | None, state: Ledge
     if trained is None:
         run = run if run and not is_new else TrainerRun(run_id=request.run_id, start=version, is_attached=False)
         is_allowed = version == run.start and version <= shape.total_steps
-    elif run is None and version == following:  # the controller restarted while the trainer trained
-        run, is_allowed = TrainerRun(run_id=request.run_id, start=trained, is_attached=True), True
+    elif run is None and version in (trained, following):  # the controller restarted while the trainer trained
+        run, is_allowed = TrainerRun(run_id=request.run_id, start=version, is_attached=True), True
     elif run is None or is_new:
         run = TrainerRun(run_id=request.run_id, start=version, is_attached=False)
         is_allowed = version <= trained
@@ -153,8 +159,8 @@ def _after_publish(request: PublishRequest, run: TrainerRun | None, state: Ledge
 
 
 def _check_finish(steps: int, state: LedgerState, shape: RunShape) -> None:
-    if steps > (state.trained_steps or 0) and state.trained_steps is not None:
-        raise OutOfOrder(f"finish after {steps} train steps: {state.trained_steps} are recorded")
+    if state.trained_steps is not None:
+        state.require_reached(steps)
     goals = shape.goals
     found = {mode: state.evaluations.get((steps, mode), {}).get("reward") for mode in goals}
     reached = bool(goals) and all(value is not None and value >= goals[mode] for mode, value in found.items())

@@ -1,4 +1,4 @@
-"""The hostile programs of tests/reward/test_hostile_programs.py in the other sandbox backends that this machine has."""
+"""The hostile programs of tests/reward/test_hostile_programs.py in every sandbox backend that this machine has."""
 
 import pytest
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-@pytest.fixture(scope="module", params=BACKENDS[1:], autouse=True)
+@pytest.fixture(scope="module", params=BACKENDS, autouse=True)
 def backend(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "_START_WAIT_S", 100.0)  # on a busy machine a sandbox may start slowly

@@ -107,6 +107,17 @@ def test_a_trainer_that_goes_back_twice_before_it_attaches_breaks_no_rule(forge)
     assert report.is_clean, report.lines()
 
 
+def test_a_trainer_that_goes_back_and_then_less_far_before_it_attaches_breaks_no_rule(forge):
+    """Its checkpoint could not be read at the first start only."""
+    forge.two_steps()
+    forge.published(1)
+    forge.published(2)
+    forge.attached(2, 2)
+    forge.write()
+    report = audit(forge.folder)
+    assert report.is_clean, report.lines()
+
+
 def test_an_episode_that_was_never_admitted_breaks_the_sum(forge):
     forge.two_steps()
     forge.accepted(77)

@@ -241,10 +241,11 @@ def a_trainer_beyond_the_batches(forge):
     forge.attached(3, 3)
 
 
-@breaks("publication", steps=[1])
+@breaks("publication", steps=[2])
 def publications_that_go_back_without_an_attach(forge):
     forge.published(1)
     forge.published(2)
+    forge.admitted(6, version=2)
 
 
 @breaks("publication", steps=[4])

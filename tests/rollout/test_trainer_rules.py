@@ -167,7 +167,7 @@ REFUSED = [
     ("attached", "/committed", {"step": 1, "path": str(RUN.root / "../../x")}, 400),
     ("attached", "/committed", {"step": 2, "path": str(RUN.recover / "step-000002")}, 412),
     ("attached", "/finish", {}, 409),
-    ("attached", "/finish", {"steps": 3}, 409),
+    ("attached", "/finish", {"steps": 3}, 412),
     ("restarted", "/attach", {"step": 2, "version": 2}, 409),
     ("restarted", "/batch", {"step": 1}, 409),
 ]
@@ -208,18 +208,35 @@ async def test_a_run_that_reached_its_goal_may_finish_early(tmp_path):
         assert controller.is_over
 
 
-async def test_a_restarted_controller_takes_the_calls_of_a_trainer_that_trains(tmp_path):
-    async with run_at("batch served", tmp_path):
-        pass
-    controller = rollout_kit.make_controller(Ledger.open(tmp_path), total_steps=STEPS)
+@contextlib.asynccontextmanager
+async def restarted_controller(folder):
+    """A trainer that did not start again, whose controller did."""
+    controller = rollout_kit.make_controller(Ledger.open(folder), total_steps=STEPS)
     await controller.start()
     async with (
         listening(make_app(controller, token=TOKEN, poll_s=0.01)) as address,
         ClientSession(headers=BEARER) as session,
     ):
-        trainer = Trainer(session, address)
+        yield Trainer(session, address)
+    await controller.close()
+
+
+async def test_a_restarted_controller_takes_the_calls_of_a_trainer_that_trains(tmp_path):
+    async with run_at("batch served", tmp_path):
+        pass
+    async with restarted_controller(tmp_path) as trainer:
         assert await trainer.publish(2) == (200, "")
         await trainer.must("/consumed", step=1, version=2)
         assert (await trainer.publish(1))[0] == 409
         await trainer.step(2)
-    await controller.close()
+
+
+async def test_a_restarted_controller_takes_a_repeated_publication_and_all_later_steps(tmp_path):
+    """The servers lost the weights too; the controller died while the trainer published them again."""
+    async with run_at("attached", tmp_path):
+        pass
+    async with restarted_controller(tmp_path) as trainer:
+        assert await trainer.publish(1) == (200, "")
+        await trainer.step(1)
+        await trainer.must("/committed", step=2, path=str(RUN.recover / "step-000002"))
+        await trainer.step(2)
