@@ -8,7 +8,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-vllm test-sglang lint docs clean
+.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-vllm test-sglang test-etcd lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -32,13 +32,16 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -X no_debug_ranges -m pyt
 test: .venv/.installed
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint tests
 
+# Marks of tests that run only by other commands.
+SEPARATE := gpu or vllm or sglang or attack or cluster or etcd
+
 # A worker that is free takes tests from the end of another one's list, so that most tests of a module stay together.
 tests: .venv/.installed
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not vllm and not sglang and not attack and not cluster' $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not ($(SEPARATE))' $(ARGS)
 
 # Each of these tests starts several processes and waits for most of its time.
 test-slow: .venv/.installed
-	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not gpu and not vllm and not sglang and not attack and not cluster' $(ARGS)
+	$(PYTEST) -n $(SLOW_WORKERS) --dist worksteal -m 'slow and not ($(SEPARATE))' $(ARGS)
 
 # Kills the quickstart's processes many times, then proves that nothing was lost: python -m tests.faults.soak --help
 test-faults: .venv/.installed
@@ -81,6 +84,10 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 
 test-sglang: .venv/.installed .venv-sglang/.installed
 	$(PYTEST) -m sglang tests/servers $(ARGS)
+
+# A real etcd on loopback: apt-get install etcd-server etcd-client
+test-etcd: .venv/.installed
+	$(PYTEST) -m etcd tests/system tests/faults $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

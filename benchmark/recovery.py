@@ -43,7 +43,7 @@ from areal.api.config.rollout import InferenceEngineConfig  # noqa: E402
 from areal.api.data import GenerationRequest  # noqa: E402
 from areal.fleet.fleet import Fleet  # noqa: E402
 from areal.fleet.native import NativeReplica  # noqa: E402
-from areal.system.discovery import NameRegistry  # noqa: E402
+from areal.system.file_registry import FileRegistry  # noqa: E402
 from tests.faults.driver import Run, RunBroken  # noqa: E402
 from tests.faults.ledger_proof import raw_events, seconds_to_training  # noqa: E402
 from tests.faults.schedule import EVERYTHING  # noqa: E402
@@ -112,7 +112,7 @@ def tokens_lost(folder: Path, repeats: int) -> list[dict[str, Any]]:
 
 async def kill_one_server(folder: Path, model: Path, interval: int, share: float) -> Loss:
     """Start all requests, kill the first server after that share of its tokens, and count the lost tokens."""
-    registry = NameRegistry(folder / "names")
+    registry = FileRegistry(folder / "names")
     registry.clear()
     servers = [start_server(model) for _ in range(2)]
     try:

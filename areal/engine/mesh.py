@@ -4,7 +4,6 @@
 """
 
 import json
-import time
 from datetime import timedelta
 from typing import Self
 
@@ -24,7 +23,6 @@ from areal.system.process import ProcessContext
 STORE_NAME = "trainer/store"
 _PRESENT = "present"
 """Key that rank 0 sets: a rank that does not find it has another token."""
-_POLL_S = 0.05
 
 
 class TrainerMesh:
@@ -141,7 +139,7 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
     All keys carry a prefix made from the run's token, so a process without the token can neither read nor write them.
     """
     timeout = timedelta(seconds=timeout_s)
-    host = context.host
+    host, name = context.host, f"{STORE_NAME}/{context.run_id}"
     if context.index == 0:
         token = required_token("the store of the trainer ranks")
         prefix = store_prefix(token, STORE_NAME)
@@ -153,20 +151,17 @@ def _open_store(context: ProcessContext, registry: NameRegistry, timeout_s: floa
         )
         named = PrefixStore(prefix, store)
         named.set(_PRESENT, "")
-        value = json.dumps({"host": host.advertise, "port": port, "run_id": context.run_id})
-        registry.add(STORE_NAME, value, replace=True)
+        value = json.dumps({"host": host.advertise, "port": port})
+        registry.add(name, value, replace=True)
         return named
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = json.loads(registry.wait(STORE_NAME, max(deadline - time.monotonic(), 0.0)))
-        if found["run_id"] == context.run_id:
-            store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
-            named = PrefixStore(store_prefix(run_token(), STORE_NAME), store)
-            if not named.check([_PRESENT]):
-                message = f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same"
-                raise LaunchError(message, code="launch.token_mismatch")
-            return named
-        if time.monotonic() >= deadline:
-            message = f"trainer-0 of start {context.run_id} did not register its store within {timeout_s:g} s"
-            raise ServerUnavailable(message, code="process.rank_missing")
-        time.sleep(_POLL_S)
+    try:
+        found = json.loads(registry.wait(name, timeout_s))
+    except ServerUnavailable as error:
+        code = "process.rank_missing" if error.code == "process.not_registered" else error.code
+        raise ServerUnavailable(f"trainer-0 of start {context.run_id}: {error}", code=code) from None
+    store = TCPStore(found["host"], found["port"], is_master=False, wait_for_workers=False, timeout=timeout)
+    named = PrefixStore(store_prefix(run_token(), STORE_NAME), store)
+    if not named.check([_PRESENT]):
+        message = f"{context.name} has another {TOKEN_VARIABLE} than trainer-0: give all processes the same"
+        raise LaunchError(message, code="launch.token_mismatch")
+    return named

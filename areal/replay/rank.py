@@ -23,8 +23,8 @@ from areal.observe.phase import PhaseClock
 from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
 from areal.replay.recorded import RecordedRun, read_config
 from areal.rollout.batching import build_shares
-from areal.system.discovery import NameRegistry
 from areal.system.durable import append_whole
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext, run_main
 from areal.trainer.ppo_loop import PPOLoop
 from areal.trainer.process_setup import join_run, prepare_process
@@ -113,7 +113,7 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(clock.active())
         parallel = config.allocation.train[0].parallel
-        mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), dp_size=parallel.dp)
+        mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dp_size=parallel.dp)
         stack.callback(mesh.close)
         length = run.length(config)
         roles = build_roles(config, mesh, length)

@@ -14,7 +14,7 @@ from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.recover import RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
@@ -29,7 +29,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=NUM_RANKS, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), dp_size=DP_SIZE, timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), dp_size=DP_SIZE, timeout_s=200)
     batch = make_batch()
     share = take(batch, balanced_parts(batch.sequence_lengths, DP_SIZE)[mesh.dp_rank])
     engine = make_engine(folder / "models" / "qwen3", mesh, optimizer=SGD)

@@ -21,7 +21,7 @@ from areal.data.pack import rows_to_train_batch
 from areal.data.split import take
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 
 VOCAB = 23  # odd, so that two shards are uneven
@@ -249,7 +249,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
     facts = two_rank_scenarios(mesh, folder)
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts))
     mesh.close()

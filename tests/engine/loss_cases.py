@@ -16,7 +16,7 @@ from areal.api.config.loss_assembly import AGGREGATIONS
 from areal.api.metrics import metric_values
 from areal.data.split import take
 from areal.engine.mesh import TrainerMesh
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.policy_update import output_spec
@@ -70,7 +70,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=1, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
     facts = {}
     for aggregation in AGGREGATIONS:
         for name, shares in SHARES.items():

@@ -21,10 +21,9 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that two ranks have filled."""
     folder = tmp_path_factory.mktemp("two_ranks")
     cases.write_models(folder / "models")
-    (folder / "names" / "trainer").mkdir(parents=True)
+    (folder / "names" / "trainer" / "store").mkdir(parents=True)
     # an older attempt's store must not be taken for this one's
-    stale = {"host": "127.0.0.1", "port": 1, "run_id": 0}
-    (folder / "names" / "trainer" / "store.json").write_text(json.dumps(stale))
+    (folder / "names" / "trainer" / "store" / "0.json").write_text(json.dumps({"host": "127.0.0.1", "port": 1}))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
     script = str(Path(__file__).with_name("engine_cases.py"))

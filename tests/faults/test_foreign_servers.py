@@ -16,7 +16,7 @@ import pytest
 from areal.api.errors import LaunchError
 from areal.launcher import restart_rules
 from areal.launcher.orphans import find_orphans, wait_for_orphans
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from tests.fleet.foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
 from tests.launcher.fake_run import Run
 
@@ -39,7 +39,7 @@ class ForeignRun(Run):
 
     @property
     def registry(self):
-        return NameRegistry(self.names)
+        return FileRegistry(self.names)
 
     def wait_ready(self):
         self.until((self.names / "ready" / "server-0.json").exists)

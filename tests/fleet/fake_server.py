@@ -24,8 +24,8 @@ from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import Replica
-from areal.system.discovery import NameRegistry
 from areal.system.durable import seal_folder
+from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
 from areal.weights.weight_files import write_weights
 
@@ -305,7 +305,7 @@ class FleetKit:
     """Starts fake servers of one dialect and fleets over them."""
 
     def __init__(self, folder: Path, server_class: type[FakeServer]) -> None:
-        self.registry = NameRegistry(folder / "names")
+        self.registry = FileRegistry(folder / "names")
         self.servers: list[Any] = []
         self.fleets: list[Fleet] = []
         self.server_class = server_class

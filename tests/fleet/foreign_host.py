@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.heartbeat import read_beat
 from areal.system.process import AREAL_PROCESS, ProcessContext
 from areal.system.run_paths import RunPaths
@@ -81,7 +81,7 @@ class Host:
 
     def __init__(self, paths, argv, process_group=0):
         self.paths = paths
-        self.registry = NameRegistry(paths.names)
+        self.registry = FileRegistry(paths.names)
         context = ProcessContext(
             role="server",
             index=4,

@@ -24,7 +24,7 @@ from areal.fleet.server_command import foreign_command
 from areal.fleet.server_flags import FlagRules
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
 
 AREAL = Path(__file__).resolve().parents[2] / "areal"
@@ -136,7 +136,7 @@ async def test_the_fleet_generates_with_it(tmp_path: Path) -> None:
     await runner.setup()
     bound = bind_socket()
     await web.SockSite(runner, bound).start()
-    registry = NameRegistry(tmp_path)
+    registry = FileRegistry(tmp_path)
     registry.add("servers/0", f'{{"address": "{http_address(bound)}", "pid": 1}}')
     fleet = Fleet(registry, 1, InferenceEngineConfig(health_check_interval_s=0.05), replica_factory("echo"))
     try:

@@ -13,8 +13,8 @@ from areal.launcher.backend import LocalBackend
 from areal.launcher.job import LaunchPlan, PlannedProcess, RunNumbers
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
-from areal.system.discovery import NameRegistry
 from areal.system.durable import publish_folder
+from areal.system.file_registry import FileRegistry
 from areal.system.heartbeat import read_beat
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -102,7 +102,7 @@ class Run:
             attached=self.attached,
             numbers=NUMBERS,
         )
-        registry = NameRegistry(self.names)
+        registry = FileRegistry(self.names)
         source = StatusSource(registry, self.folder / "metrics.jsonl", has_controller=True, total_steps=None)
         supervisor = Supervisor(
             plan,

@@ -30,7 +30,7 @@ from areal.launcher.attached import (
 )
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from tests.launcher.fake_run import SERVE
 
@@ -184,7 +184,7 @@ def test_an_interruption_ends_the_wait():
 
 
 def test_attached_servers_are_registered_like_started_ones(tmp_path):
-    registry = NameRegistry(tmp_path)
+    registry = FileRegistry(tmp_path)
     register(registry, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
     assert {name: json.loads(value)["address"] for name, value in registry.list("servers").items()} == {
         "servers/0": "http://127.0.0.1:1",

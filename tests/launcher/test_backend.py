@@ -14,7 +14,7 @@ from areal.launcher import restart_rules
 from areal.launcher.job import LaunchPlan
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 from tests.launcher.fake_run import NUMBERS
@@ -30,7 +30,7 @@ class FakeProcesses:
         monkeypatch.setattr(restart_rules, "_BACKOFF_S", 0.0)
         self.paths = RunPaths(folder)
         self.backend = FakeBackend()
-        self.registry = NameRegistry(folder / "names")
+        self.registry = FileRegistry(folder / "names")
         self.screen = io.StringIO()
         self.settings = settings
         self.retries = retries

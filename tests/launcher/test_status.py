@@ -16,7 +16,7 @@ from areal.launcher.status import (
     waiting_text,
 )
 from areal.launcher.units import Child
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from tests.launcher.fake_backend import FakeBackend, planned_process
 
 
@@ -126,7 +126,7 @@ def controller():
 def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(status_module, "_TIMEOUT_S", 200.0)
-    registry = NameRegistry(tmp_path / "names")
+    registry = FileRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=True, total_steps=9)
     assert source.status() is None
     assert source.text(None) is None
@@ -140,7 +140,7 @@ def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, m
 
 def test_run_without_controller_reads_the_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
-    registry = NameRegistry(tmp_path / "names")
+    registry = FileRegistry(tmp_path / "names")
     source = StatusSource(registry, tmp_path / "metrics.jsonl", has_controller=False, total_steps=9)
     assert source.status() is None
     assert source.text(None) == "step 6/9 | loss 1.0000 | - tokens/s"

@@ -23,7 +23,7 @@ from areal.rollout.controller_process import run_serving, serve, serve_made
 from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address, listen
 from areal.system.run_paths import RunPaths
 from tests.attack.requests import REFUSED_HEADERS, status_of
@@ -270,7 +270,7 @@ async def test_the_client_finds_a_controller_that_moved(tmp_path):
 
 
 async def test_serving_registers_and_sigterm_closes_cleanly(tmp_path):
-    registry = NameRegistry(tmp_path / "names")
+    registry = FileRegistry(tmp_path / "names")
     controller = rollout_kit.make_controller(
         Ledger.open(tmp_path / "ledger"),
         workflow=rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=3600.0)),
@@ -299,7 +299,7 @@ process.run_serving(None, None, None)
 
 
 async def test_a_controller_process_requires_the_token_of_its_environment(tmp_path, monkeypatch):
-    registry, everywhere = NameRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
+    registry, everywhere = FileRegistry(tmp_path / "names"), Host(bind="0.0.0.0", advertise="127.0.0.2")
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"))
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     for host in (everywhere, Host()):
@@ -328,7 +328,7 @@ async def test_serving_ends_when_the_fleet_never_gets_healthy(tmp_path):
 
     controller = rollout_kit.make_controller(Ledger.open(tmp_path / "ledger"), fleet=Fleet())
     with pytest.raises(ServerUnavailable, match="server-1"):
-        await serve(controller, listen(Host(), TOKEN), NameRegistry(tmp_path / "names"), host=Host(), token=TOKEN)
+        await serve(controller, listen(Host(), TOKEN), FileRegistry(tmp_path / "names"), host=Host(), token=TOKEN)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger-writer")]
 
 

@@ -20,7 +20,7 @@ from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, We
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
@@ -76,7 +76,7 @@ class Kit:
         self.backend: Backend = backend
         self.models = models
         self._folder = folder
-        self._registry = NameRegistry(folder / f"names-{uuid.uuid4().hex[:6]}")
+        self._registry = FileRegistry(folder / f"names-{uuid.uuid4().hex[:6]}")
         self._closing: list[Fleet | Replica] = []
         self._channels: list[CollectiveChannel] = []
 

@@ -20,7 +20,7 @@ from areal.fleet.fleet import Fleet
 from areal.fleet.native import NativeReplica
 from areal.fleet.replica import Replica
 from areal.fleet.server_client import ServerClient
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.weights.collective import CollectiveChannel
 from tests.fake_ranks import FakeRanks
 from tests.run_token import TOKEN
@@ -39,7 +39,7 @@ class Mixed:
     def __init__(self, kit: Kit, real: RealServer, folder: Path) -> None:
         self._kit = kit
         self._real = real
-        self._registry = NameRegistry(folder / "names")
+        self._registry = FileRegistry(folder / "names")
         self.natives: list[asyncio.subprocess.Process] = []
         self.buckets_before_strike: int | None = None
         self.signal = signal.SIGKILL

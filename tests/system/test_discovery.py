@@ -1,84 +1,30 @@
-import re
-import threading
+import errno
+import os
+from pathlib import Path
 
 import pytest
 
 from areal.api.config import ClusterSpecConfig, NameResolveConfig, SFTConfig
-from areal.api.errors import LaunchError, RequestError, ServerUnavailable
-from areal.system.discovery import NameRegistry, registry_of
+from areal.system.discovery import registry_of
+from areal.system.file_registry import FileRegistry
+from tests.expect import raises_code
+from tests.system.registry_cases import RegistryCases
 
 
-@pytest.fixture
-def registry(tmp_path):
-    return NameRegistry(tmp_path / "names")
+class TestFiles(RegistryCases):
+    @pytest.fixture
+    def open_registry(self, tmp_path):
+        return lambda: FileRegistry(tmp_path / "names")
+
+    @pytest.fixture
+    def until(self):
+        def once(condition):
+            assert condition()  # files on one machine: the change is there
+
+        return once
 
 
-def test_add_get_list_remove_clear(registry):
-    assert registry.get("servers/0") is None
-    assert registry.list("servers") == {}
-    registry.add("servers/0", "0")
-    registry.add("servers/1", "1")
-    registry.add("serversx", "2")
-    registry.add("ready/trainer-0", "3")
-    assert registry.list("servers") == {"servers/0": "0", "servers/1": "1"}
-    assert registry.list("servers/") == registry.list("servers")
-    assert len(registry.list("")) == 4
-    registry.remove("servers/0")
-    registry.remove("servers/0")
-    assert registry.get("servers/0") is None
-    registry.clear()
-    assert registry.list("") == {}
-
-
-def test_taken_name_is_refused_unless_replaced(registry):
-    registry.add("controller", "first")
-    with pytest.raises(LaunchError, match=r"controller .*first") as error:
-        registry.add("controller", "second")
-    assert error.value.code == "process.name_taken"
-    assert registry.get("controller") == "first"
-    registry.add("controller", "second", replace=True)
-    assert registry.get("controller") == "second"
-
-
-@pytest.mark.parametrize("name", ["", "../x", "a//b", "/a", ".hidden", "a b"])
-def test_names_cannot_leave_the_folder(registry, name):
-    with pytest.raises(RequestError, match=re.escape(repr(name))) as error:
-        registry.add(name, "x")
-    assert error.value.code == "process.bad_name"
-
-
-def test_wait_sees_a_name_that_comes_later(registry):
-    timer = threading.Timer(0.1, registry.add, ("controller", "here"))
-    timer.start()
-    assert registry.wait("controller", 200) == "here"
-    timer.join()
-
-
-def test_wait_names_what_it_waited_for(registry):
-    with pytest.raises(ServerUnavailable, match=r"ready/server-0 .* 0.1 s") as error:
-        registry.wait("ready/server-0", 0.1)
-    assert error.value.code == "process.not_registered"
-
-
-def test_readers_never_see_half_a_value(registry):
-    long = "x" * 100_000
-    registry.add("a", long)
-    stop = threading.Event()
-
-    def write():
-        while not stop.is_set():
-            registry.add("a", long, replace=True)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        assert {len(registry.get("a")) for _ in range(200)} == {100_000}
-    finally:
-        stop.set()
-        writer.join()
-
-
-def test_registry_of_a_run(tmp_path):
+def test_a_run_has_its_files_in_the_run_folder_or_below_the_given_root(tmp_path):
     cluster = ClusterSpecConfig(fileroot=str(tmp_path))
     config = SFTConfig(experiment_name="e", trial_name="t", cluster=cluster)
     registry_of(config).add("x", "1")
@@ -89,3 +35,95 @@ def test_registry_of_a_run(tmp_path):
     )
     registry_of(config).add("x", "2")
     assert (tmp_path / "nfs" / "e" / "t" / "x.json").read_text() == "2"
+
+
+@pytest.mark.parametrize("kind", ["etcd", "etcd3"])
+def test_a_missing_etcd_client_is_named(monkeypatch, kind):
+    monkeypatch.setitem(__import__("sys").modules, "etcd3gw", None)
+    cluster = ClusterSpecConfig(name_resolve=NameResolveConfig(type=kind))
+    with raises_code("launch.package_missing", "cluster.name_resolve.type", "etcd3gw", "areal[etcd]"):
+        registry_of(SFTConfig(experiment_name="e", trial_name="t", cluster=cluster))
+
+
+# What an NFS client does that a local file system does not.
+
+
+@pytest.fixture
+def registry(tmp_path):
+    return FileRegistry(tmp_path / "names")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_lost_answer_to_a_link_or_rename_that_succeeded_is_a_success(registry, monkeypatch, replace):
+    """The client repeats the request, which then fails: the name exists, or the temporary file does not."""
+    name, code = ("replace", errno.ENOENT) if replace else ("link", errno.EEXIST)
+    original = getattr(os, name)
+
+    def twice(source, target):
+        original(source, target)
+        raise OSError(code, os.strerror(code), str(target))
+
+    monkeypatch.setattr(os, name, twice)
+    registry.add("controller", "here", replace=replace)
+    assert registry.get("controller") == "here"
+    assert [path.name for path in (registry._folder).iterdir()] == ["controller.json"]
+
+
+def test_a_rename_whose_file_is_gone_is_an_error(registry, monkeypatch):
+    registry.add("controller", "old")
+
+    def fail(source, target):
+        raise FileNotFoundError(errno.ENOENT, "gone", str(source))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(FileNotFoundError):
+        registry.add("controller", "new", replace=True)
+    assert registry.get("controller") == "old"
+
+
+def test_a_file_replaced_during_the_read_is_read_again(registry, monkeypatch):
+    registry.add("servers/0", "new")
+    original, failures = Path.read_text, [errno.ESTALE, errno.ESTALE]
+
+    def read(path, *args, **options):
+        if failures:
+            raise OSError(failures.pop(), "stale file handle", str(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert registry.get("servers/0") == "new"
+    failures += [errno.ESTALE] * 2
+    assert registry.list("servers") == {"servers/0": "new"}
+
+
+def test_a_remembered_absence_ends_when_the_folder_is_opened(registry, monkeypatch):
+    registry.add("servers/0", "new")
+    original_read, original_open, is_fresh = Path.read_text, os.open, []
+
+    def read(path, *args, **options):
+        if not is_fresh:
+            raise FileNotFoundError(errno.ENOENT, "remembered", str(path))
+        return original_read(path, *args, **options)
+
+    def open_folder(path, flags, *args, **options):
+        if flags & os.O_DIRECTORY:
+            is_fresh.append(True)
+        return original_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "open", open_folder)
+    assert registry.get("servers/0") == "new"
+
+
+def test_a_name_that_vanishes_after_the_listing_is_left_out(registry, monkeypatch):
+    registry.add("servers/0", "a")
+    registry.add("servers/1", "b")
+    original = Path.rglob
+
+    def listed(path, pattern):
+        found = list(original(path, pattern))
+        registry.remove("servers/0")
+        return found
+
+    monkeypatch.setattr(Path, "rglob", listed)
+    assert registry.list("servers") == {"servers/1": "b"}

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from areal.api.errors import ConfigError, LaunchError
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.network import (
     TOKEN_VARIABLE,
     Host,
@@ -25,8 +25,8 @@ from tests.test_layering import MODULES, PACKAGE
 
 EVERYWHERE = Host(bind="0.0.0.0", advertise="127.0.0.2", node="here")
 LOOPBACK_LITERAL = re.compile(r"""127\.0\.0\.\d|localhost|["']::1["']""")
-FOREIGN_VALUES = {"api/config/legacy.py": "localhost:2379"}
-"""A default of AReaL's own configuration, which is accepted and not used as an address."""
+FOREIGN_VALUES = {"api/config/launcher.py": "localhost:2379"}
+"""The default address of etcd, which is not an address of a process of the run."""
 
 
 def test_one_module_contains_a_loopback_address():
@@ -130,7 +130,7 @@ def rank(index):
 def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, monkeypatch):
     from areal.engine import mesh
 
-    registry = NameRegistry(tmp_path)
+    registry = FileRegistry(tmp_path)
     monkeypatch.delenv(TOKEN_VARIABLE)
     with pytest.raises(ConfigError) as missing:
         mesh._open_store(rank(0), registry, 20.0)
@@ -138,7 +138,7 @@ def test_only_ranks_with_the_token_see_the_keys_of_the_trainers_store(tmp_path, 
 
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     store = mesh._open_store(rank(0), registry, 20.0)
-    assert '"127.0.0.2"' in (registry.get(mesh.STORE_NAME) or "")
+    assert '"127.0.0.2"' in (registry.get(f"{mesh.STORE_NAME}/0") or "")
     store.set("key", "of rank 0")
     assert mesh._open_store(rank(1), registry, 20.0).get("key") == b"of rank 0"
     for other in ("wrong", ""):

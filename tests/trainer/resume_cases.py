@@ -32,7 +32,7 @@ from areal.api.metrics import Metrics
 from areal.data.pack import rows_to_train_batch
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.actor import PPOActor
 from areal.trainer.batch_metrics import batch_metrics
@@ -219,7 +219,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
     found = {kind: run(kind, folder / "model", folder / f"recover-{kind}", mesh) for kind in KINDS}
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     mesh.close()

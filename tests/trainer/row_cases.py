@@ -24,7 +24,7 @@ from areal.data.preference_rows import EncodedPair
 from areal.data.sft_rows import EncodedRow
 from areal.engine.fsdp_builder import build_fsdp_engine
 from areal.engine.mesh import TrainerMesh
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext
 from areal.trainer.dpo import DPOTask
 from areal.trainer.pairs import with_whole_pairs
@@ -176,7 +176,7 @@ def run_rank(rank: int, folder: Path) -> None:
         role="trainer", index=rank, world_size=2, num_servers=0, run_id=0, run_dir=str(folder), num_threads=1,
         recover=False, device="cpu",
     )  # fmt: skip
-    mesh = TrainerMesh.open(context, NameRegistry(folder / "names"), timeout_s=200)
+    mesh = TrainerMesh.open(context, FileRegistry(folder / "names"), timeout_s=200)
     found: dict[str, Sequence[dict[str, float]]] = {}
     for kind in KINDS:
         for index, cut in enumerate(CUTS[:3:2]):

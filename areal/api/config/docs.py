@@ -48,7 +48,7 @@ _AREAL_KEYS = {
     "DatasetConfig": "path type max_length",
     "TrainDatasetConfig": "batch_size shuffle drop_last",
     "ClusterSpecConfig": "name_resolve fileroot n_nodes n_gpus_per_node",
-    "NameResolveConfig": "type nfs_record_root",
+    "NameResolveConfig": "type nfs_record_root etcd3_addr",
     "LauncherConfig": "inference_server_cpus_per_gpu trainer_cpus_per_gpu inference_server_env_vars trainer_env_vars",
     "Cadence": "freq_epochs freq_steps freq_secs",
     "RecoverConfig": "mode retries",

@@ -1,18 +1,34 @@
 """Options of machines and processes."""
 
+import re
 from dataclasses import dataclass, field
 
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problems, choice, number, option
+from areal.api.config.relevance import when
+
+_ETCD = when("type", "etcd", "etcd3")
+_ADDRESS = re.compile(r"(https?://)?([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameResolveConfig:
     """How processes find each other."""
 
-    type: str = choice("nfs", "nfs")
-    """Discovery backend; nfs = files in the run folder."""
-    nfs_record_root: str = ""
+    type: str = choice("nfs", "nfs", "etcd", "etcd3")
+    """Discovery backend; nfs = files in a shared folder, etcd (or etcd3) = an etcd cluster."""
+    nfs_record_root: str = option("", relevant=when("type", "nfs"))
     """Folder of the discovery files; empty = inside the run folder."""
+    etcd3_addr: str = option("localhost:2379", relevant=_ETCD)
+    """HOST:PORT of each etcd member, separated by commas; https://HOST:PORT for TLS."""
+    etcd_lease_s: int = number(30, low=5, relevant=_ETCD)
+    """Seconds after which the names of a process that was lost expire; they are renewed ten times in this time."""
+    etcd_timeout_s: float = number(60.0, above=0, relevant=_ETCD)
+    """Maximum seconds without an answer of any etcd member until a process that needs one fails."""
+
+    def problems(self) -> Problems:
+        for address in self.etcd3_addr.split(","):
+            if not _ADDRESS.fullmatch(address.strip()):
+                yield "etcd3_addr", f"{address!r} is not HOST:PORT (separate several with commas)"
 
 
 @dataclass(frozen=True, kw_only=True)

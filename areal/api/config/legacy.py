@@ -48,7 +48,7 @@ _IGNORED, _SILENT, _BACKEND = LegacyRule("ignore"), LegacyRule("ignore", is_sile
 _NAMES: dict[str, LegacyRule] = {"experiment_name": _copy("experiment_name"), "trial_name": _copy("trial_name")}
 _PLACE: dict[str, LegacyRule] = {**_NAMES, "fileroot": _copy("cluster.fileroot")}
 _SCHEDULING: dict[str, LegacyRule] = {"scheduling_spec": _IGNORED, "scheduling_strategy": _IGNORED}
-_ONLY_FILES = "this version finds processes through files (type: nfs)"
+_ONLY_FILES = "this version finds processes through files or etcd (type: nfs, etcd)"
 
 _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "BaseExperimentConfig": {
@@ -115,7 +115,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "slurm": _IGNORED,
     },
     "NameResolveConfig": {
-        "etcd3_addr": _accept("localhost:2379", hint=_ONLY_FILES),
         "ray_actor_name": _accept("ray_kv_store", hint=_ONLY_FILES),
     },
     "EvaluatorConfig": _PLACE,
