@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,7 +45,7 @@ from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
-from areal.system.discovery import registry_of
+from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
 from areal.system.process import AREAL_PROCESS, interrupts_notice, run_main
@@ -200,9 +200,9 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-        with counted_interruptions() as interruptions:
+        with counted_interruptions() as interruptions, closing(registry_of(config)) as registry:
             try:
-                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, secrets)
+                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, secrets, registry)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"
@@ -234,6 +234,7 @@ def _run(
     line: StatusLine,
     interruptions: Interruptions,
     secrets: Mapping[str, str],
+    registry: NameRegistry,
 ) -> Outcome:
     """Start all processes, with `secrets` in their environments, and wait until all have ended."""
     config, token = request.config, secrets[TOKEN_VARIABLE]
@@ -243,7 +244,6 @@ def _run(
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(_public(plan)), indent=1).encode(), mode=0o600)
-    registry = registry_of(config)
     registry.clear()
     if plan.attached and isinstance(config, PPOConfig):
         limit_s = config.rollout.setup_timeout
@@ -265,6 +265,7 @@ def _run(
         source=source,
         line=line,
         interruptions=interruptions,
+        elastic=config.elastic if isinstance(config, PPOConfig) else None,
     ).run()
 
 

@@ -1,4 +1,4 @@
-"""Adding and removing inference servers of a running run, at the request of other commands.
+"""Adding and removing inference servers of a running run, at the request of other commands or by the load.
 
 An added server is an ordinary member from its first ready sign on. A server to be removed is first taken from the
 registry, so that the fleet sends it nothing more, and stopped a few seconds later; what it still generates continues on
@@ -6,11 +6,13 @@ other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly
 """
 
 from collections.abc import Callable
+from typing import Any
 
-from areal.api.config import LauncherConfig
+from areal.api.config import ElasticConfig, LauncherConfig
 from areal.api.errors import LaunchError
 from areal.launcher.attach import Answer, Request, RequestBox
 from areal.launcher.backend import ProcessBackend
+from areal.launcher.elastic_rules import ElasticRule, server_load
 from areal.launcher.job import another_server
 from areal.launcher.units import Unit
 from areal.system.discovery import NameRegistry
@@ -32,6 +34,7 @@ class ReplicaChanges:
         spare_gpus: tuple[str, ...],
         num_attached: int,
         config: LauncherConfig,
+        elastic: ElasticConfig,
         registry: NameRegistry,
         start: Callable[[Unit], None],
         removed: Callable[[Unit], None],
@@ -44,6 +47,7 @@ class ReplicaChanges:
         self._spare_gpus = list(spare_gpus)
         self._num_attached = num_attached
         self._config = config
+        self._elastic = ElasticRule(elastic)
         self._registry = registry
         self._start = start
         self._removed = removed
@@ -51,6 +55,7 @@ class ReplicaChanges:
         self._clock = clock
         self._requests: dict[str, Request] = {}  # by the name of the server that joins or leaves
         self._leaving_since: dict[str, float] = {}
+        self._refusal = ""
 
     @property
     def _servers(self) -> list[Unit]:
@@ -62,11 +67,16 @@ class ReplicaChanges:
         """The number of servers that the run uses, including servers that it did not start."""
         return self._num_attached or len(self._servers)
 
-    def step(self, now_s: float, *, run_was_ready: bool) -> None:
-        """Take new requests and continue those in progress."""
+    def step(self, now_s: float, *, run_was_ready: bool, status: dict[str, Any] | None = None) -> None:
+        """Take new requests, change the number of servers by their load, and continue the changes in progress.
+
+        `status`: the last answer of the controller.
+        """
         for request in self._box.take():
             if refusal := self._begin(request, now_s, run_was_ready=run_was_ready):
                 self._box.answer(request, Answer(state="refused", text=refusal))
+        if run_was_ready and not self._requests:  # one change at a time
+            self._scale(now_s, status)
         for unit in list(self._units):
             if unit.phase == "joining" and unit.is_ready:
                 unit.phase = "member"
@@ -78,6 +88,19 @@ class ReplicaChanges:
         """An added server could not start: the run continues without it."""
         self._drop(unit)
         self._finish(unit, cause, refused=True)
+
+    def _scale(self, now_s: float, status: dict[str, Any] | None) -> None:
+        """Begin the change that the load asks for. Why it is impossible is printed once."""
+        change = self._elastic.decide(server_load(self.num_servers, status), now_s)
+        if not change:
+            return
+        members = [unit.children[0].planned for unit in self._servers if unit.phase == "member"]
+        replica = max(members, key=lambda planned: planned.index).name if change == "remove" and members else ""
+        request = Request(action="add-replica" if change == "add" else "remove-replica", replica=replica)
+        refusal = self._begin(request, now_s, run_was_ready=True)
+        if refusal and refusal != self._refusal:
+            self._say(f"areal: the load asks for another number of servers: {refusal}")
+        self._refusal = refusal
 
     def _begin(self, request: Request, now_s: float, *, run_was_ready: bool) -> str:
         """Start the requested change. Returns why it is refused, or ''."""

@@ -45,6 +45,8 @@ class RunStatus:
         self._liveness = liveness
         self._stall = StallWatch(config.stall_s, stacks, backend.request_stacks)
         self._next_s = 0.0
+        self.last: dict[str, Any] | None = None
+        """The last answer of the controller; None without one."""
 
     def show(self, children: Sequence[Child], *, was_ready: bool) -> None:
         """Refresh the line when it is due. `was_ready`: all processes were ready once."""
@@ -52,7 +54,7 @@ class RunStatus:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._interval_s
-        status = self._source.status()
+        self.last = status = self._source.status()
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
         if report := self._stall.look(status, self._liveness.beats, self._liveness.silent_s, pids):
             self._line.say(report)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from areal.api.config import LauncherConfig, RecoverConfig
-from areal.api.errors import LaunchError
+from areal.api.config import ElasticConfig, LauncherConfig, RecoverConfig
+from areal.api.errors import LaunchError, ServerUnavailable
 from areal.launcher.attach import RequestBox
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.job import LaunchPlan
@@ -81,6 +81,7 @@ class Supervisor:
         source: StatusSource,
         line: StatusLine,
         interruptions: Interruptions,
+        elastic: ElasticConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -103,6 +104,7 @@ class Supervisor:
             spare_gpus=plan.spare_gpus,
             num_attached=len(plan.attached),
             config=config,
+            elastic=elastic or ElasticConfig(),
             registry=registry,
             start=self._start,
             removed=self._removed,
@@ -127,7 +129,7 @@ class Supervisor:
             for unit in list(self._units):
                 self._start(unit)
             cause = self._watch()
-        except LaunchError as error:  # a process could not be started
+        except (LaunchError, ServerUnavailable) as error:  # a process could not be started, or the registry is lost
             cause = f"{error} [{error.code}]"
         finally:
             self._stop()
@@ -171,7 +173,7 @@ class Supervisor:
                     return None
             else:
                 cause = cause or self._kill_hung() or self._handle_deaths() or self._late()
-                self._replicas.step(self._clock(), run_was_ready=self._was_ready)
+                self._replicas.step(self._clock(), run_was_ready=self._was_ready, status=self._status.last)
             if cause is not None:
                 return cause
             if time.monotonic() >= self._rss_due_s:

@@ -58,3 +58,15 @@ def test_an_address_stands_for_one_server(load) -> None:
     with pytest.raises(ConfigError, match="http://h:1") as caught:
         load("rollout.server_addrs=['h:1', 'http://h:1']")
     assert {problem.path for problem in caught.value.problems} == {"rollout.server_addrs"}
+
+
+@pytest.mark.parametrize("text", ["h:2379", "a:1,b:2, c:3", "https://a:2379", "[::1]:2379", "http://a.b-c:1"])
+def test_addresses_of_etcd_members(load, text: str) -> None:
+    assert load(f"cluster.name_resolve.etcd3_addr='{text}'").cluster.name_resolve.etcd3_addr == text
+
+
+@pytest.mark.parametrize("text", ["h", "a:1,", "ftp://h:1", "h:1/v3", "h:port", ""])
+def test_what_is_no_address_of_etcd(load, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(f"cluster.name_resolve.etcd3_addr='{text}'")
+    assert [problem.path for problem in caught.value.problems] == ["cluster.name_resolve.etcd3_addr"]

@@ -79,3 +79,45 @@ def test_replicas_join_and_leave_a_run_whose_processes_are_killed(make_run, prov
     }
     assert sorted(summary["exit_codes"]) == ["controller", "server-0", "server-1", "trainer-0"]
     assert list((run.folder / "requests").iterdir()) == []
+
+
+ON_HOLD = '''"""A slow reward that returns only while no file `hold` exists."""
+
+import os
+import time
+
+
+def share_of_ones(prompt, completion, prompt_ids, completion_ids, **row):
+    time.sleep(0.0 if os.path.exists("{is_over}") else 0.5)
+    while os.path.exists("{hold}"):
+        time.sleep(0.02)
+    return completion.count("1") / 8
+'''
+
+
+def test_servers_come_and_go_with_the_load(make_run, prove_all, tmp_path, hold):
+    """Five times the load adds a server; four of them the lack of load removes, one is killed and comes back."""
+    is_over = tmp_path / "is_over"
+    (tmp_path / "held.py").write_text(ON_HOLD.format(is_over=is_over, hold=hold))
+    run = make_run(
+        *SMALL,
+        f"reward_fn={tmp_path}/held.py:share_of_ones",
+        "elastic={max: 2, add_above: 1, busy_s: 0, remove_below: 0.5, idle_s: 1}",
+        "launcher.status_interval_s=0.1",
+        "total_train_steps=60",
+    )
+
+    def joined() -> bool:
+        return run.is_ready("server-1", run.pids().get("server-1", -1))
+
+    for _ in range(4):
+        assert run.wait_for(joined, LIMIT_S), run.log_path.read_text()[-3000:]
+        hold.touch()
+        assert run.wait_for(lambda: "server-1" not in run.pids(), LIMIT_S), run.log_path.read_text()[-3000:]
+        hold.unlink()
+    assert run.wait_for(joined, LIMIT_S)
+    run.kill(["server-1"])
+    assert run.wait_for(lambda: not joined(), LIMIT_S)
+    is_over.touch()
+    assert run.wait_for_the_end(LIMIT_S) == 0, run.log_path.read_text()[-3000:]
+    prove_all(run)

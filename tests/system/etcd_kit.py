@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 _START_LIMIT_S = 60.0
@@ -67,6 +68,10 @@ class EtcdCluster:
 
     def unfreeze(self, index: int) -> None:
         os.kill(self._processes[index].pid, signal.SIGCONT)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all members."""
+        return sum(sum(psutil.Process(one.pid).cpu_times()[:2]) for one in self._processes.values())
 
     def stop(self) -> None:
         for index in list(self._processes):

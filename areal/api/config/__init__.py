@@ -7,7 +7,7 @@ from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatase
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
 from areal.api.config.kl import KLControlConfig, KLOptions
-from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig, NameResolveConfig
+from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
 from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions, ResamplingConfig
 from areal.api.config.observe import (

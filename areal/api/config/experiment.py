@@ -11,7 +11,7 @@ from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
-from areal.api.config.launcher import ClusterSpecConfig, LauncherConfig
+from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
 from areal.api.config.loss_assembly import filter_problems
 from areal.api.config.observe import (
     EvaluatorConfig,
@@ -159,6 +159,8 @@ class PPOConfig(BaseExperimentConfig):
     """Frozen model for on-policy distillation: the policy learns from it on its own answers; null = none."""
     reward_model: RewardModelConfig | None = None
     """Frozen model whose score is added to the reward of every answer; null = none."""
+    elastic: ElasticConfig = section(ElasticConfig, relevant=when("rollout.server_addrs", []))
+    """Adding and removing inference servers by their load."""
     workflow: str = "rlvr"
     """Workflow of a run without a script: a registered name (rlvr, multi_turn) or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problems, choice, number, option
-from areal.api.config.relevance import when
+from areal.api.config.relevance import given, when
 
+_ELASTIC = given("max")
 _ETCD = when("type", "etcd", "etcd3")
 _ADDRESS = re.compile(r"(https?://)?([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
@@ -52,6 +53,31 @@ class ClusterSpecConfig:
     def problems(self) -> Problems:
         if not self.fileroot or self.fileroot.startswith("~"):
             yield "fileroot", f"{self.fileroot!r} is not expanded: write the full path, or ${{oc.env:HOME}}/areal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """When the launcher adds and removes inference servers during a run."""
+
+    max: int | None = number(None, low=1)
+    """Maximum number of servers; null = the number changes by commands only."""
+    min: int = number(1, low=1, relevant=_ELASTIC)
+    """Minimum number of servers."""
+    add_above: float = number(64.0, above=0, relevant=_ELASTIC)
+    """Requests per server above which a server is added; at least twice remove_below."""
+    busy_s: float = number(30.0, low=0, relevant=_ELASTIC)
+    """Seconds for which this bound must be exceeded."""
+    remove_below: float = number(8.0, low=0, relevant=_ELASTIC)
+    """Requests per server below which a server is removed."""
+    idle_s: float = number(120.0, low=0, relevant=_ELASTIC)
+    """Seconds for which the load must be below this bound."""
+
+    def problems(self) -> Problems:
+        if self.max is not None and self.max < self.min:
+            yield "max", f"{self.max} is below elastic.min={self.min}"
+        if self.add_above < 2 * self.remove_below:
+            fix = "with less than twice elastic.remove_below an added server would be removed again"
+            yield "add_above", f"{self.add_above:g} is below 2 x {self.remove_below:g}: {fix}"
 
 
 @dataclass(frozen=True, kw_only=True)
