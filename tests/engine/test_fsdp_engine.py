@@ -68,7 +68,7 @@ def test_packed_equals_one_by_one(cases, models, model, temperature):
         MicroBatchSpec(n_mbs=None, granularity=3),
     ],
 )
-def test_any_cut_gives_the_whole(cases, models, spec):
+def test_any_division_into_micro_batches_gives_the_same_result(cases, models, spec):
     batch = cases.make_batch()
     whole, cut = cases.make_engine(models / "qwen3"), cases.make_engine(models / "qwen3", mb_spec=spec)
     torch.testing.assert_close(cut.forward(batch).logprobs, whole.forward(batch).logprobs, rtol=0, atol=2e-6)
@@ -207,7 +207,7 @@ def test_recovery_state_of_another_model_is_refused(cases, models, tmp_path):
         ("weight", 1.0, {"lr": 1e36, "type": "sgd"}),
     ],
 )
-def test_what_is_not_finite_ends_the_training(cases, models, kind, factor, optimizer):
+def test_non_finite_values_end_the_training(cases, models, kind, factor, optimizer):
     def loss(outputs, micro) -> LossOutput:
         return LossOutput(loss=outputs.logprobs.sum() * factor, metrics={})
 
@@ -248,7 +248,7 @@ def test_gradients_are_clipped_to_the_global_norm(cases, models):
     assert_same(found, {name: value / 4 for name, value in free.items()})
 
 
-def test_adamw_is_torchs(cases, models):
+def test_adamw_equals_that_of_torch(cases, models):
     """Three steps against AdamW on the plain model, with the rates that the engine reports."""
     batch = cases.make_batch()
     config = OptimizerConfig(
@@ -296,7 +296,7 @@ def test_an_empty_batch_gives_empty_outputs(cases, models):
     assert engine.optimizer_step()["grad_norm"].value == 0.0
 
 
-def test_what_cannot_fit_is_refused(cases, models):
+def test_impossible_micro_batches_are_refused(cases, models):
     engine = cases.make_engine(models / "qwen3", mb_spec=MicroBatchSpec(max_tokens_per_mb=13))
     with raises_code("data.too_long", "14 tokens", "mb_spec.max_tokens_per_mb=13"):
         engine.forward(cases.make_batch())
@@ -320,7 +320,7 @@ def test_wrap_policy_is_checked(cases, models):
 
 
 @pytest.mark.parametrize("bad", [-1, 23, 99999])
-def test_a_token_that_the_model_does_not_have_is_told_and_not_looked_up(cases, models, bad):
+def test_a_token_outside_the_vocabulary_is_refused(cases, models, bad):
     engine = cases.make_engine(models / "qwen2")
     batch = rows_to_train_batch([[1, 2, bad]], [[0, 1, 1]])
     with raises_code("data.token_id", f"token id {bad},", 23):

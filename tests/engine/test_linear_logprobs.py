@@ -208,7 +208,7 @@ def test_more_candidates_than_tokens_are_all_of_them():
     assert found.candidate_ids.sort(-1).values.tolist() == [[0, 1, 2]] * T
 
 
-def test_nothing_more_than_was_asked_for():
+def test_only_requested_outputs_are_computed():
     hidden, weight, bias, labels = inputs()
     found = linear_logprobs(hidden, weight, bias, labels, candidate_ids=torch.zeros(T, 2, dtype=torch.int64))
     assert fields(found)[2:] == [None, None]
@@ -219,7 +219,7 @@ def test_nothing_more_than_was_asked_for():
 
 @pytest.mark.parametrize("max_logits", [None, 20])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_valid_reaches_nothing(max_logits, bad):
+def test_invalid_tokens_have_no_effect(max_logits, bad):
     hidden, weight, bias, labels = inputs()
     valid = torch.arange(T) % 3 != 1
     broken = torch.where(valid.unsqueeze(1), hidden.detach(), bad).requires_grad_()
@@ -241,7 +241,7 @@ def test_what_is_not_valid_reaches_nothing(max_logits, bad):
 
 
 @pytest.mark.parametrize("max_logits", [None, 20])
-def test_nan_among_the_valid_shows_itself_where_it_is(max_logits):
+def test_nan_of_a_valid_token_stays_at_its_position(max_logits):
     hidden, weight, bias, labels = inputs()
     broken = hidden.detach().clone()
     broken[4, 2] = math.nan

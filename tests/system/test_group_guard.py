@@ -83,7 +83,7 @@ def test_an_end_in_order_leaves_nothing_and_keeps_its_exit_code(lead):
         wait_for_end(others)
 
 
-def test_the_guard_heeds_no_signal_but_sigkill(lead):
+def test_the_guard_ignores_all_signals_but_sigkill(lead):
     leader, others = lead("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('+'); time.sleep(600)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(others["guard"], number)
@@ -99,7 +99,7 @@ def test_the_guard_ends_with_its_group(lead):
     wait_for_end(others)
 
 
-def test_what_the_leader_starts_does_not_keep_the_guard_from_seeing_its_end(lead):
+def test_children_of_the_leader_do_not_hide_its_end_from_the_guard(lead):
     """A child that survives the leader must not hold the pipe."""
     code = "two = subprocess.Popen([sys.executable, '-c', STUBBORN], close_fds=False, stdout=subprocess.PIPE)\n"
     leader, others = lead(code + "print(two.pid, int(two.stdout.readline()), flush=True); time.sleep(600)")
@@ -108,7 +108,7 @@ def test_what_the_leader_starts_does_not_keep_the_guard_from_seeing_its_end(lead
     wait_for_end(others | {"second child": second, "its child": grandchild})
 
 
-def test_only_a_leader_may_have_its_group_guarded():
+def test_a_guard_starts_only_for_a_group_leader():
     code = "from areal.system.group_guard import start_guard; start_guard()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert "only the leader of a process group can start its guard" in done.stderr

@@ -25,7 +25,7 @@ def wait_for_beats(path, more_than: int, limit_s: float = 200.0) -> Beat:
     raise AssertionError(f"no beat beyond {more_than} in {limit_s} s")
 
 
-def test_a_beat_tells_who_does_what_since_when(tmp_path, monkeypatch):
+def test_a_heartbeat_holds_pid_work_and_duration(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     path = tmp_path / "alive" / "trainer-0.json"
@@ -45,14 +45,14 @@ def test_a_beat_tells_who_does_what_since_when(tmp_path, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == ["trainer-0.json"]
 
 
-def test_what_is_no_beat_is_none(tmp_path):
+def test_an_unreadable_heartbeat_is_none(tmp_path):
     path = tmp_path / "a.json"
     for text in ("", "{", "[1]", '{"pid": 1}', '{"pid": 1, "beats": 1, "doing": "", "for_s": 0, "step": 1, "more": 2}'):
         path.write_text(text)
         assert read_beat(path) is None
 
 
-def test_saying_what_it_does_writes_nothing(tmp_path):
+def test_doing_writes_no_heartbeat(tmp_path):
     path = tmp_path / "a.json"
     heartbeat = Heartbeat(path)
     for step in range(1000):
@@ -60,7 +60,7 @@ def test_saying_what_it_does_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_nothing_is_told_once_and_harms_nothing(tmp_path, caplog):
+def test_a_full_disk_is_logged_once_and_ignored(tmp_path, caplog):
     folder = tmp_path / "alive"
     heartbeat = Heartbeat(folder / "server-0.json")
     heartbeat.beat()
@@ -95,7 +95,7 @@ def test_a_thread_beats_while_the_main_thread_is_in_a_long_tensor_operation(tmp_
     assert read_beat(path) is None, "it ends with its block, and what follows is no hang"
 
 
-async def test_a_loop_beats_with_what_it_tells_and_falls_silent_when_blocked(tmp_path):
+async def test_a_loop_writes_heartbeats_until_it_is_blocked(tmp_path):
     path = tmp_path / "controller.json"
     sentence = ["batch 3"]
     async with beating_loop(Heartbeat(path), lambda: sentence[0]):
@@ -112,7 +112,7 @@ async def test_a_loop_beats_with_what_it_tells_and_falls_silent_when_blocked(tmp
     assert read_beat(path) is None
 
 
-def test_a_beat_that_was_being_written_at_the_end_is_no_sign_of_life_either(tmp_path, monkeypatch):
+def test_a_heartbeat_written_during_the_end_is_removed(tmp_path, monkeypatch):
     path = tmp_path / "controller.json"
     heartbeat = Heartbeat(path)
     replace = os.replace
@@ -126,7 +126,7 @@ def test_a_beat_that_was_being_written_at_the_end_is_no_sign_of_life_either(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_sentence_that_cannot_be_made_does_not_end_the_beats(tmp_path):
+async def test_an_error_in_the_description_does_not_end_the_heartbeats(tmp_path):
     path = tmp_path / "controller.json"
 
     def tell():

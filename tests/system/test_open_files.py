@@ -7,7 +7,7 @@ import resource
 from areal.system.process import raise_open_file_limit
 
 
-def test_the_soft_limit_is_raised_up_to_what_is_wanted() -> None:
+def test_the_soft_limit_is_raised_to_the_wanted_one() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))

@@ -141,7 +141,7 @@ def test_kill_tree_ends_a_stubborn_process_and_its_children(tmp_path):
     assert child.wait(200) == -signal.SIGKILL
 
 
-def test_kill_trees_is_polite_first_and_ends_the_stopped(tmp_path):
+def test_kill_trees_sends_sigterm_first_and_ends_stopped_processes(tmp_path):
     polite = (
         "import signal,sys,time; signal.signal(15, lambda *a: sys.exit(5)); print('up', flush=True); time.sleep(600)"
     )

@@ -127,7 +127,7 @@ print(ctypes.CDLL(None).read(0, room, 1), room.value.decode(), flush=True)
 """
 
 
-def test_a_system_call_of_a_library_goes_on_after_the_signal(start):
+def test_a_system_call_of_a_library_continues_after_the_signal(start):
     """A library that does not try again by itself would take the interruption for a failure."""
     process, path = start(READS_BY_ITSELF, with_tasks=False)
     for _ in range(3):
@@ -148,7 +148,7 @@ print(connection.getresponse().read().decode(), flush=True)
 """
 
 
-def test_a_waiting_http_client_goes_on_after_the_signal(start):
+def test_a_waiting_http_client_continues_after_the_signal(start):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -188,7 +188,7 @@ if rank == 0:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_a_collective_goes_on_after_the_signal(tmp_path):
+def test_a_rank_in_a_collective_continues_after_the_signal(tmp_path):
     from areal.system.network import bind_socket
 
     with bind_socket("127.0.0.1") as bound:
@@ -221,7 +221,7 @@ def test_a_rank_that_waits_in_a_collective_goes_on_after_the_signal(tmp_path):
             process.communicate()
 
 
-def test_a_file_that_cannot_be_opened_is_no_reason_to_die(tmp_path):
+def test_a_stack_file_that_cannot_be_opened_is_ignored(tmp_path):
     code = BEGIN.format(with_tasks=True) + "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\nready()"
     path = tmp_path / "no" / "such" / "it.txt"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=250)

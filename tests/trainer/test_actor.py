@@ -69,7 +69,7 @@ def test_the_overlong_penalty_is_logged_where_there_is_one(toolbox):
     assert not any("overlong" in name for name in plain.update(ready(plain, batch)))
 
 
-def test_a_loss_of_ones_own_is_tried_before_the_first_batch(toolbox, tmp_path):
+def test_a_custom_loss_is_checked_before_the_first_batch(toolbox, tmp_path):
     file = tmp_path / "my_loss.py"
     file.write_text(
         "import math\n\n"

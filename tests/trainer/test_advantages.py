@@ -238,7 +238,7 @@ def test_the_overlong_penalty_comes_before_bias_and_scale(toolbox):
     assert actor.with_advantages(batch).advantages.tolist() == pytest.approx([3, 3, 3, 0, 4, 4, 0])
 
 
-def test_what_an_estimator_fixes_has_no_effect_beside_it():
+def test_options_fixed_by_an_estimator_have_no_effect():
     norm = NormConfig(mean_level="group")
     fixed = options_without_effect(config(adv_estimator="grpo", reward_norm=norm, adv_norm=norm, gae_lambda=0.5))
     assert {one.path for one in fixed} == {"reward_norm", "adv_norm", "gae_lambda"}

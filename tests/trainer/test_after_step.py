@@ -184,7 +184,7 @@ def test_the_end_is_a_recovery_point_and_says_that_nothing_is_left(toolbox, tmp_
     assert not point.ends(after._config)  # more steps may be asked for
 
 
-def test_leftovers_of_a_killed_export_are_gone_at_the_next_start(toolbox, tmp_path):
+def test_files_of_a_killed_export_are_removed_at_the_next_start(toolbox, tmp_path):
     role = tmp_path / "checkpoints" / "actor"
     for name in ("step-000001", ".step-000002.writing", ".step-000001.old", ".step-000000.removed"):
         (role / name).mkdir(parents=True)

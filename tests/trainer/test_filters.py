@@ -39,20 +39,20 @@ def test_no_filter_changes_nothing(batch):
     assert metrics == {}
 
 
-def test_cut_answers_go_by_their_flag(batch):
+def test_truncated_answers_are_removed_by_their_flag(batch):
     result, metrics = with_filters(batch, config(mask_truncated=True))
     assert kept_of(result) == [3, 1, 0, 2, 0]
     assert torch.equal(result.loss_mask, batch.loss_mask)
     assert values(metrics) == {"truncated_tokens": 3, "truncated_sequences": 2, "kept_tokens": 6}
 
 
-def test_uniform_groups_leave_by_id(batch):
+def test_uniform_groups_are_removed_by_id(batch):
     result, metrics = with_filters(batch, config(dynamic_sampling=True))
     assert kept_of(result) == [3, 0, 0, 2, 0]
     assert values(metrics) == {"uniform_group_tokens": 4, "uniform_group_sequences": 3, "kept_tokens": 5}
 
 
-def test_contested_beginnings_leave(batch):
+def test_contested_prefixes_are_removed(batch):
     # group 4 shares [2, 3] after the prompt [1]; it is the whole answer of the second, which therefore stays
     result, metrics = with_filters(batch, config(shared_prefix_min_tokens=2))
     assert kept_of(result) == [1, 1, 2, 2, 1]
@@ -72,7 +72,7 @@ def test_a_token_counts_for_the_first_filter_that_takes_it(batch):
     assert sum(value for name, value in values(metrics).items() if name.endswith("tokens")) == batch.loss_mask.sum()
 
 
-def test_what_was_out_before_stays_out(batch):
+def test_removed_tokens_stay_removed(batch):
     before = batch.loss_mask.clone()
     before[0] = False
     result, metrics = with_filters(replace(batch, policy_mask=before), config(mask_truncated=True))

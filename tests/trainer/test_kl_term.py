@@ -298,7 +298,7 @@ def test_the_measure_decides_what_the_target_is_compared_with(toolbox, make):
     assert found == {"token-mean": pytest.approx(0.5 * (1 - 0.2 / 20)), "sequence-sum": pytest.approx(0.5 * 1.01)}
 
 
-def test_state_goes_on_where_it_was_and_only_what_adapts_is_state(toolbox, make):
+def test_only_adaptive_coefficients_are_saved_and_they_continue(toolbox, make):
     _, _, actor, ref = make(config(**ADAPTIVE))
     for seed in range(3):
         ready(actor, ref, toolbox.random_batch(seed, 5))
@@ -317,7 +317,7 @@ def test_state_goes_on_where_it_was_and_only_what_adapts_is_state(toolbox, make)
 # --- resets
 
 
-def test_the_reference_becomes_the_policy_every_so_many_steps(toolbox, make):
+def test_the_reference_is_reset_to_the_policy_every_n_steps(toolbox, make):
     policy, reference, actor, _ = make(config(kl_ctl=0.1))
     for with_optimizer in (False, True):
         resets = ReferenceResets(policy=policy, every_steps=2, with_optimizer=with_optimizer)

@@ -101,7 +101,7 @@ def test_every_epoch_covers_the_batch_once(toolbox):
     assert values["actor/epoch_0/approx_kl"] < values["actor/approx_kl"] < values["actor/epoch_2/approx_kl"]
 
 
-def test_one_epoch_has_no_metrics_of_its_own(toolbox):
+def test_one_epoch_adds_no_metrics(toolbox):
     actor = actor_of(toolbox.TableEngine(), ppo_n_minibatches=2)
     assert not any("epoch" in name for name in actor.update(ready(actor, toolbox.random_batch(1, 4))))
 

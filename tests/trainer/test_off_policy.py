@@ -240,7 +240,7 @@ def test_weights_that_are_only_logged_change_nothing(toolbox):
     assert {name for name in without if name.startswith("batch/mismatch")} <= set(metrics)
 
 
-def test_rewards_and_advantages_do_not_mind_what_is_left_out(toolbox):
+def test_filters_do_not_change_rewards_and_advantages(toolbox):
     batch = toolbox.random_batch(7, 8)
     corrected, _ = step(toolbox.TableEngine(), config(m2_threshold=0.01), batch)
     plain, _ = step(toolbox.TableEngine(), config(), batch)
@@ -270,7 +270,7 @@ def test_a_batch_that_is_left_out_as_a_whole_takes_no_step(toolbox):
         assert metric_values(metrics)["batch/correction/rule0_masked"] == 1
 
 
-def test_an_earlier_filter_stays_in_force(toolbox):
+def test_tokens_of_an_earlier_filter_stay_removed(toolbox):
     batch = toolbox.random_batch(10, 6)
     policy_mask = batch.loss_mask & (torch.arange(batch.num_tokens) % 2 == 0)
     engine = toolbox.TableEngine()

@@ -215,7 +215,7 @@ def test_a_complete_run_is_not_trained_again_whatever_the_servers_hold(start):
     assert controller.told == [("finish", 3)]
 
 
-def test_a_run_that_reached_its_goal_is_not_trained_on(start):
+def test_a_run_that_reached_its_goal_is_not_trained_again(start):
     goal = EvaluatorConfig(freq_steps=1, modes=["greedy"], stop_at={"greedy": 0.5})
     first, controller = Controller(rewards={2: 0.9}), Controller()
     start(first, has_valid=True, evaluator=goal)

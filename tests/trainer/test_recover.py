@@ -90,7 +90,7 @@ def draws() -> list[float]:
     return [*numbers, torch.randn(3).sum().item()]
 
 
-def test_every_global_random_generator_goes_on_where_it_was(make_store, tmp_path):
+def test_every_global_random_generator_continues(make_store, tmp_path):
     store = make_store(tmp_path)
     random.gauss(0, 1)  # keeps a second number for the next call
     np.random.randn()
@@ -193,7 +193,7 @@ def test_steps_are_ordered_as_numbers(make_store, tmp_path):
         ("resume", False, True),
     ],
 )
-def test_recover_mode_decides_whether_a_start_goes_on(make_store, tmp_path, mode, after_failure, recovers):
+def test_recover_mode_decides_whether_a_start_recovers(make_store, tmp_path, mode, after_failure, recovers):
     make_store(tmp_path).save(point(1))
     assert (make_store(tmp_path, mode).start_from(after_failure=after_failure) is not None) is recovers
 
@@ -203,7 +203,7 @@ def test_resume_with_nothing_to_resume_says_so(make_store, tmp_path):
         make_store(tmp_path, "resume").start_from(after_failure=False)
 
 
-def test_with_damaged_checkpoints_only_resume_names_them_and_auto_starts_anew(make_store, tmp_path):
+def test_with_damaged_checkpoints_only_resume_fails_and_auto_starts_from_the_beginning(make_store, tmp_path):
     store = make_store(tmp_path)
     for step in (1, 2):
         store.save(point(step))

@@ -51,7 +51,7 @@ def test_a_language_model_has_no_scores(folder):
 
 
 @pytest.mark.parametrize(("padding", "warns"), [(None, False), (5, False), (9, True), (7, True)])
-def test_texts_that_end_with_padding_are_told(tmp_path, padding, warns):
+def test_texts_that_end_with_padding_give_a_warning(tmp_path, padding, warns):
     """transformers scores at the last token that is not padding."""
     (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": padding}))
     sides = [EncodedRow(token_ids=[5, end], loss_mask=[0, 1]) for end in (7, 9)]

@@ -78,6 +78,6 @@ def test_the_recoded_batch_holds_one_row_a_sequence(toolbox):
     assert not batch.loss_mask.any()
 
 
-def test_another_head_is_told(toolbox):
+def test_another_head_is_refused(toolbox):
     with raises_code("training.stage_missing", "scores"):
         RewardModel(toolbox.TableEngine(), config()).with_scores(toolbox.make_batch([[1, 2]], rewards=[1.0]))

@@ -49,7 +49,7 @@ def test_two_swapped_elements_change_the_checksum(i, j):
     assert checksum(before | {"embed": swapped}) != checksum(before)
 
 
-def test_names_shapes_and_types_count():
+def test_the_checksum_depends_on_names_shapes_and_types():
     before = weights()
     reference = checksum(before)
     assert checksum(before | {"layer.a": before["layer.b"], "layer.b": before["layer.a"]}) != reference
@@ -59,24 +59,24 @@ def test_names_shapes_and_types_count():
     assert checksum({name: value for name, value in before.items() if name != "norm"}) != reference
 
 
-def test_the_order_of_weights_and_their_memory_layout_do_not_count():
+def test_the_checksum_ignores_order_and_memory_layout():
     before = weights()
     reordered = dict(reversed(before.items())) | {"layer.a": before["layer.a"].t().contiguous().t()}
     assert not reordered["layer.a"].is_contiguous()
     assert checksum(reordered) == checksum(before)
 
 
-def test_the_checksum_of_zeros_tells_their_number():
+def test_the_checksum_of_zeros_depends_on_their_number():
     assert checksum({"a": torch.zeros(4)}) != checksum({"a": torch.zeros(5)})
 
 
-def test_the_size_of_the_blocks_does_not_count(monkeypatch):
+def test_the_checksum_ignores_the_block_size(monkeypatch):
     reference = checksum(weights())
     monkeypatch.setattr("areal.weights.checksum._CPU_ROWS", 3)
     assert checksum(weights()) == reference
 
 
-def test_a_known_checksum_stays_what_it_is():
+def test_a_known_checksum_is_unchanged():
     """Ledgers hold it: a later version must find the same."""
     values = torch.arange(100_000, dtype=torch.int32).view(torch.float32)
     assert checksum({"a": values, "b": torch.arange(7, dtype=torch.bfloat16)}) == KNOWN

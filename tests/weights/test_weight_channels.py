@@ -227,7 +227,7 @@ def test_weights_that_were_not_announced_are_not_sent(monkeypatch: pytest.Monkey
     channel.close()
 
 
-def test_a_trainer_that_fails_between_buckets_is_not_asked_again() -> None:
+def test_a_trainer_that_fails_between_buckets_is_not_retried() -> None:
     class Failing(FakeTrainEngine):
         def named_weights(self) -> Iterator[tuple[str, Tensor]]:
             for name, value in super().named_weights():
@@ -310,7 +310,7 @@ def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatc
     channel.close()
 
 
-def test_without_replicas_a_publication_ends_by_itself() -> None:
+def test_a_publication_without_replicas_ends() -> None:
     control = Replicas()
     channel = channel_of(FakeTrainEngine(make_model(3)), control, timeout_s=0.1)
     with pytest.raises(WeightSyncError) as error:
@@ -319,7 +319,7 @@ def test_without_replicas_a_publication_ends_by_itself() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_ranks_gather_alike_and_fail_together(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_gather_the_same_weights_and_fail_together(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
     group = Threads(2)
     control = Replicas(make_model(1))
