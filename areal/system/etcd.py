@@ -105,13 +105,13 @@ class EtcdClient:
                 timeout=(_REQUEST_S, silence_s),
             ) as answer:
                 answer.raise_for_status()
-                for line in answer.iter_lines(chunk_size=None):
+                for line in answer.iter_lines(chunk_size=1 << 16):
                     result = json.loads(line).get("result", {}) if line else {}
                     if result.get("canceled"):
                         return
                     yield from result.get("events", [])
         except (RequestException, ValueError):  # silence, or a member that ended: the next request finds out which
-            return
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         for member in self._members:
@@ -136,7 +136,7 @@ def _members(addresses: str) -> "list[Etcd3Client]":
     members: list[Etcd3Client] = []
     for address in addresses.split(","):
         url = urlsplit(address.strip() if "://" in address else f"http://{address.strip()}")
-        member = Etcd3Client(url.hostname, url.port or 2379, protocol=url.scheme, timeout=_REQUEST_S, api_path=_API)
+        member = Etcd3Client(url.hostname or "", url.port or 2379, protocol=url.scheme, timeout=_REQUEST_S, api_path=_API)
         member.session.trust_env = False  # without a proxy: etcd is in the network of the run
         members.append(member)
     return members
