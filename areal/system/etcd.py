@@ -136,7 +136,8 @@ def _members(addresses: str) -> "list[Etcd3Client]":
     members: list[Etcd3Client] = []
     for address in addresses.split(","):
         url = urlsplit(address.strip() if "://" in address else f"http://{address.strip()}")
-        member = Etcd3Client(url.hostname or "", url.port or 2379, protocol=url.scheme, timeout=_REQUEST_S, api_path=_API)
+        host, port = url.hostname or "", url.port or 2379
+        member = Etcd3Client(host, port, protocol=url.scheme, timeout=_REQUEST_S, api_path=_API)
         member.session.trust_env = False  # without a proxy: etcd is in the network of the run
         members.append(member)
     return members
