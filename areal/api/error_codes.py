@@ -232,12 +232,12 @@ process.name_taken: Another process is registered under the same name.
     Stop the other run, or change trial_name.
 process.not_registered: A process that another one needs did not register in time.
     Look at its log, or raise the time limit.
+process.rank_missing: Trainer rank 0 did not register in time.
+    Read the log of trainer-0 for the cause.
 process.registry_refused: etcd refused a request of the name registry.
     Read the reason in the message: the address may be that of another service, or etcd requires a user.
 process.registry_silent: No member of the etcd cluster answered in time.
     Start etcd, correct cluster.name_resolve.etcd3_addr, or raise cluster.name_resolve.etcd_timeout_s.
-process.rank_missing: Trainer rank 0 did not register in time.
-    Read the log of trainer-0 for the cause.
 
 replay.damaged_run: A file of the run folder cannot be read or is incomplete.
     Restore the file that the message names.
