@@ -60,6 +60,8 @@ class RolloutClient:
     ) -> None:
         """`run_id`: number of earlier starts of the trainer ranks in this launch."""
         self._address = address
+        self._known: str | None = None
+        """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
         self._run_id = run_id
         self._token = token
         self._reconnect_s = reconnect_s
@@ -165,7 +167,10 @@ class RolloutClient:
             answered_s = reached_s = time.monotonic()
 
     def _exchange(self, path: str, request: TrainerRequest | None) -> tuple[int, bytes]:
-        address = self._address if isinstance(self._address, str) else self._address()
+        is_new = self._known is None
+        if self._known is None:
+            self._known = self._address if isinstance(self._address, str) else self._address()
+        address = self._known
         parts = urlsplit(address)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._answer_s)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
@@ -175,9 +180,12 @@ class RolloutClient:
             else:
                 connection.request("POST", path, body=orjson.dumps(request), headers=headers)
             response = connection.getresponse()
-            if response.status in (404, 405):
+            if response.status in (404, 405) or (response.status == 401 and not is_new):
                 raise ConnectionError(f"another process than the controller listens at {address}")
             return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            self._known = None
+            raise
         finally:
             connection.close()
 

@@ -97,6 +97,16 @@ def test_another_process_on_the_controller_port_is_detected():
         assert asked == ["/replicas?version=7"]
 
 
+def test_the_address_is_looked_up_again_only_after_a_failure():
+    """The registry may be down for a time while the controller runs."""
+    found = [(200, b'{"step": 3}')]
+    with answering(*found * 3, (401, b"")) as (first, asked), answering(*found) as (second, asked_second):
+        addresses = iter([first, second])  # the port of the first belongs to another run in the end
+        client = RolloutClient(lambda: next(addresses), token=TOKEN)
+        assert [client.status() for _ in range(4)] == [{"step": 3}] * 4
+        assert (len(asked), len(asked_second)) == (4, 1)
+
+
 def test_a_call_is_repeated_while_the_answer_is_not_ready():
     answers = [(204, b"")] * 20 + [(200, orjson.dumps({"reward": 1.0}))]
     with answering(*answers) as (address, asked):
