@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
@@ -352,22 +351,3 @@ def parse_env_vars(text: str) -> dict[str, str]:
             raise ConfigError(message, code="launch.bad_env_vars")
         found[name.strip()] = value
     return found
-
-
-def describe(plan: LaunchPlan) -> dict[str, Any]:
-    """The numbers of a plan under readable names."""
-    numbers = plan.numbers
-    shown: dict[str, Any] = {
-        "episodes per train step": numbers.episodes_per_step,
-        "samples per train step": numbers.samples_per_step,
-        "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
-    }
-    if numbers.max_staleness is not None:
-        late = "; older episodes are trained on too" if numbers.on_stale == "train" else ""
-        limit = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
-        shown["maximum episodes in flight"] = numbers.max_concurrent_episodes
-        shown["maximum staleness at admission"] = limit
-    shown["rows of train_dataset"] = numbers.rows
-    shown["maximum train steps per epoch"] = numbers.steps_per_epoch
-    shown["maximum train steps"] = numbers.total_steps
-    return {name: "known after the dataset is read" if value is None else value for name, value in shown.items()}

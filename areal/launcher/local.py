@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ from typing import Any
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
-from areal.api.config.redaction import is_secret, public_command, public_environment
+from areal.api.config.redaction import is_secret, public_command
 from areal.api.config.relevance import notice_of
 from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, LaunchError
@@ -26,14 +25,16 @@ from areal.launcher import attach
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
-from areal.launcher.job import LaunchPlan, describe, make_plan
+from areal.launcher.job import LaunchPlan, make_plan
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
+from areal.launcher.plan_text import plan_text
 from areal.launcher.preflight import (
     check_run_folder,
     count_rows,
     disk_problem,
     earlier_run,
+    earlier_step_s,
     function_problems,
     make_run_folder,
     missing_inputs,
@@ -48,7 +49,7 @@ from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
-from areal.system.process import AREAL_PROCESS, interrupts_notice, run_main
+from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
 USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
@@ -115,36 +116,6 @@ def this_machine() -> Machine:
     return Machine(cores=cpu_count(), gpus=tuple(visible_gpus()), host=Host(node=socket.gethostname()))
 
 
-def plan_text(plan: LaunchPlan) -> str:
-    hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
-    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
-    lines.append("processes:")
-    for process in plan.processes:
-        where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
-        memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
-        lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
-        lines.append(f"    {shlex.join(public_command(process.argv))}")
-        if process.role == "server":
-            lines.append(f"    with {_variables(process.env)}")
-    lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
-    lines.append("numbers:")
-    lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
-    lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
-    return "\n".join(lines) + "\n"
-
-
-def bytes_text(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
-
-
-def _variables(env: Mapping[str, str]) -> str:
-    """In shell syntax, to start such a server by hand. Secrets are not shown."""
-    shown = {name: value for name, value in public_environment(env).items() if name != AREAL_PROCESS}
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
-
-
 def _public(plan: LaunchPlan) -> LaunchPlan:
     """The plan as it is written to disk: without secrets of the user's flags and variables."""
     processes = tuple(
@@ -184,7 +155,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     if request.dry_run:
-        sys.stdout.write(plan_text(plan))
+        sys.stdout.write(plan_text(plan, earlier_step_s(paths)))
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TextIO
 
 from areal.api.config import BaseExperimentConfig, PPOConfig
@@ -244,6 +245,14 @@ def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> 
     if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
         text += f"\nareal: warning: {paths.ledger} is missing: the dataset starts again from its first row"
     return text
+
+
+def earlier_step_s(paths: RunPaths) -> float | None:
+    """Median seconds of a train step in the metrics of this run folder; None without any."""
+    with suppress(OSError, ValueError):
+        rows = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+        return median(row["seconds/step"] for row in rows if "seconds/step" in row)
+    return None
 
 
 def count_rows(config: BaseExperimentConfig) -> int | None:

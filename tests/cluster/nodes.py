@@ -8,6 +8,7 @@ also after SIGKILL. Root, Linux and iproute2 are needed. As a command it runs an
 
 import argparse
 import contextlib
+import ipaddress
 import os
 import shutil
 import signal
@@ -163,10 +164,12 @@ class Node:
         return [pid for pid in found if pid not in idle and not _is_zombie(pid)]
 
     def listening(self) -> set[tuple[str, int]]:
-        """Addresses and ports of its listening sockets for TCP over IPv4."""
-        lines = Path(f"/proc/{self._pid}/net/tcp").read_text().splitlines()[1:]
+        """Addresses and ports of its listening sockets for TCP."""
+        lines = [
+            line for name in ("tcp", "tcp6") for line in Path(f"/proc/{self._pid}/net/{name}").read_text().splitlines()
+        ]
         local = [words[1].split(":") for line in lines if (words := line.split())[3] == "0A"]
-        return {(".".join(str(byte) for byte in reversed(bytes.fromhex(ip))), int(port, 16)) for ip, port in local}
+        return {(_address(text), int(port, 16)) for text, port in local}
 
     def _ip(self, *arguments: str) -> None:
         _ip_in(self._pid, *arguments)
@@ -281,6 +284,12 @@ def _tied(argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 def _ip_in(pid: int, *arguments: str) -> None:
     """Run `ip` in the network of a process."""
     subprocess.run(["nsenter", "-n", "-t", str(pid), "ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def _address(text: str) -> str:
+    """An address as the kernel writes it: words of 32 bits, each with its last byte first."""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
 
 
 def _children(pid: int) -> list[int]:

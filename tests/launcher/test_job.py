@@ -23,14 +23,13 @@ from areal.api.config import (
 from areal.api.errors import ConfigError
 from areal.launcher.job import (
     another_server,
-    describe,
     make_plan,
     parse_env_vars,
     start_again,
     trained_bytes,
 )
-from areal.launcher.local import bytes_text
 from areal.launcher.placement import Machine
+from areal.launcher.plan_text import bytes_text, describe, plan_text
 from areal.system.model_shape import ModelShape
 from areal.system.network import Host
 from areal.system.process import ProcessContext
@@ -265,3 +264,20 @@ def test_processes_of_several_nodes_listen_on_their_node_and_share_its_cores(tmp
     assert {p.num_threads for p in by_node["node2"]} == {2}
     contexts = [ProcessContext.from_env(p.env) for p in plan.processes]
     assert [context.host for context in contexts] == [p.host for p in plan.processes]
+
+
+def test_the_text_of_a_plan_over_nodes_shows_each_node_with_its_processes(tmp_path):
+    hosts = [Host(bind=f"10.0.0.{number}", advertise=f"10.0.0.{number}", node=f"node{number}") for number in (1, 2)]
+    sizes = (("0", "1", "2"), ("0", "1"))
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=g, host=h) for g, h in zip(sizes, hosts, strict=True)])
+    rows = [line.split() for line in plan_text(plan, None).partition("placement:")[2].splitlines()]
+    shown = {(row[0], row[2]) for row in rows if row and row[0] in ("node1", "node2")}
+    assert shown == {(process.host.node, process.name) for process in plan.processes}
+
+
+def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=tuple("01234567"))], num_rows=400)
+    used = sum(len(process.gpus) for process in plan.processes)
+    hours = used * plan.numbers.total_steps * 90.0 / 3600
+    assert f"about {hours:.1f}" in plan_text(plan, 90.0)
+    assert "GPU hours: unknown" in plan_text(plan, None)

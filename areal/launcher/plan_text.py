@@ -1,0 +1,84 @@
+"""The text of a plan, which --dry-run prints."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from areal.api.config.redaction import public_command, public_environment
+from areal.launcher.job import LaunchPlan
+from areal.system.process import AREAL_PROCESS
+
+
+def plan_text(plan: LaunchPlan, step_s: float | None) -> str:
+    """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it."""
+    hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
+    lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
+    if len({process.host for process in plan.processes}) > 1:
+        lines += ["placement:", *(f"  {row}" for row in _table(plan))]
+    lines.append("processes:")
+    for process in plan.processes:
+        where = f"GPU {','.join(process.gpus)}" if process.gpus else process.device
+        memory = "" if process.memory_bytes == 0 else f", model state {bytes_text(process.memory_bytes)}"
+        lines.append(f"  {process.name}: {where}, CPU threads {process.num_threads}{memory}")
+        lines.append(f"    {shlex.join(public_command(process.argv))}")
+        if process.role == "server":
+            lines.append(f"    with {_variables(process.env)}")
+    lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
+    lines.append("numbers:")
+    lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
+    lines.append(f"  GPU hours: {_gpu_hours(plan, step_s)}")
+    lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
+    return "\n".join(lines) + "\n"
+
+
+def _table(plan: LaunchPlan) -> list[str]:
+    """One row for each process, by node."""
+    rows = [("node", "address", "process", "GPUs", "CPU threads", "model state")]
+    nodes = dict.fromkeys(process.host for process in plan.processes)
+    for host in nodes:
+        for process in (process for process in plan.processes if process.host == host):
+            memory = bytes_text(process.memory_bytes) if process.memory_bytes != 0 else "-"
+            gpus = ",".join(process.gpus) or "-"
+            rows.append((host.node, host.advertise, process.name, gpus, str(process.num_threads), memory))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _gpu_hours(plan: LaunchPlan, step_s: float | None) -> str:
+    gpus, steps = sum(len(process.gpus) for process in plan.processes), plan.numbers.total_steps
+    if not gpus:
+        return "0 (the run uses no GPU)"
+    if steps is None or step_s is None:
+        return "unknown (they need the number of steps, and seconds per step of an earlier run in this folder)"
+    return f"about {gpus * steps * step_s / 3600:.1f} ({gpus} GPUs, {steps} steps of {step_s:.1f} s as measured before)"
+
+
+def bytes_text(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+
+
+def _variables(env: Mapping[str, str]) -> str:
+    """In shell syntax, to start such a server by hand. Secrets are not shown."""
+    shown = {name: value for name, value in public_environment(env).items() if name != AREAL_PROCESS}
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items()))
+
+
+def describe(plan: LaunchPlan) -> dict[str, Any]:
+    """The numbers of a plan under readable names."""
+    numbers = plan.numbers
+    shown: dict[str, Any] = {
+        "episodes per train step": numbers.episodes_per_step,
+        "samples per train step": numbers.samples_per_step,
+        "optimiser steps per train step": numbers.optimizer_steps_per_train_step,
+    }
+    if numbers.max_staleness is not None:
+        late = "; older episodes are trained on too" if numbers.on_stale == "train" else ""
+        limit = f"{numbers.max_staleness} versions (on_stale={numbers.on_stale}{late})"
+        shown["maximum episodes in flight"] = numbers.max_concurrent_episodes
+        shown["maximum staleness at admission"] = limit
+    shown["rows of train_dataset"] = numbers.rows
+    shown["maximum train steps per epoch"] = numbers.steps_per_epoch
+    shown["maximum train steps"] = numbers.total_steps
+    return {name: "known after the dataset is read" if value is None else value for name, value in shown.items()}
