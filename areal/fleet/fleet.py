@@ -5,7 +5,6 @@ token (until a recovered trainer has reached it again) and for tokens (until the
 request_timeout). `areal.fleet.weight_updater` states what a weight update waits for.
 """
 
-import asyncio
 import time
 from collections import Counter, deque
 from typing import Any
@@ -119,7 +118,7 @@ class Fleet:
         version = self.version
         slot.num_running += 1
         try:
-            async with asyncio.timeout(self._config.request_timeout):
+            async with self._replicas.lateness.timeout(self._config.request_timeout):
                 await replica.generate(part, on_chunk)
         except ServerUnavailable as error:
             if self._is_behind(answer.newest_version) or slot not in self._replicas.slots:
@@ -142,8 +141,8 @@ class Fleet:
 
         ServerUnavailable after request_timeout without a serving replica.
         """
-        limit_s = self._config.request_timeout
-        deadline = time.monotonic() + limit_s
+        limit_s, lateness = self._config.request_timeout, self._replicas.lateness
+        deadline_s = lateness.now_s + limit_s
         while True:
             awaited = [newest_version] if newest_version is not None and self._is_behind(newest_version) else []
             is_switching = self._updater.is_switching
@@ -153,8 +152,8 @@ class Fleet:
             if self._replicas.is_closed:
                 raise ServerUnavailable("the fleet is closed", code="fleet.closed")
             if awaited or is_switching:  # an update has its own time limits
-                deadline = time.monotonic() + limit_s
-            elif time.monotonic() >= deadline:
+                deadline_s = lateness.now_s + limit_s
+            elif lateness.now_s >= deadline_s:
                 raise ServerUnavailable(
                     f"request {request.request_id} found no serving replica for {limit_s:g} s "
                     f"(rollout.request_timeout): {self._replicas.describe()}",
@@ -163,7 +162,7 @@ class Fleet:
             self._num_waiting += 1
             self._awaited_versions.update(awaited)
             try:
-                await self._replicas.wait_for_change(deadline - time.monotonic())
+                await self._replicas.wait_for_change(deadline_s - lateness.now_s)
             finally:
                 self._num_waiting -= 1
                 self._awaited_versions.subtract(awaited)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import re
-import time
 import uuid
 from pathlib import Path
 
@@ -43,6 +42,11 @@ interval until the next check."""
 _REGISTERED = re.compile(r"servers/(\d+)")
 
 
+def _report_block(seconds: float, place: str) -> None:
+    where = f" in {place}" if place else ""
+    log.warning("the event loop was blocked for %.1f s%s: nothing was read or sent meanwhile", seconds, where)
+
+
 class ReplicaSet:
     """The slots of a fleet and the version that they should serve."""
 
@@ -68,8 +72,8 @@ class ReplicaSet:
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
-        self._lateness: LoopLateness | None = None
-        """Made by `start`: a health check does not fail because the loop of this process was blocked."""
+        self.lateness = LoopLateness(_report_block)
+        """No replica fails because the loop of this process was blocked: its limits do not include that time."""
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: dict[Slot, asyncio.Task[None]] = {}
 
@@ -89,20 +93,20 @@ class ReplicaSet:
 
     async def start(self) -> None:
         """Wait until `num_servers` replicas are healthy. ServerUnavailable after rollout.setup_timeout."""
-        self._lateness = LoopLateness()
+        self.lateness.start()
         self._tasks = [
             asyncio.create_task(self._follow_registry(), name="follow the registry"),
             asyncio.create_task(self._read_loads(), name="read the load of the servers"),
         ]
-        deadline = time.monotonic() + self._config.setup_timeout
+        deadline_s = self.lateness.now_s + self._config.setup_timeout
         while (num_healthy := sum(slot.is_healthy for slot in self.slots)) < self._num_servers:
-            if time.monotonic() >= deadline:
+            if self.lateness.now_s >= deadline_s:
                 raise ServerUnavailable(
                     f"waited {self._config.setup_timeout:g} s (rollout.setup_timeout) for {self._num_servers} "
                     f"inference servers, {num_healthy} answer: {self.describe()}",
                     code="fleet.not_ready",
                 )
-            await self.wait_for_change(deadline - time.monotonic())
+            await self.wait_for_change(deadline_s - self.lateness.now_s)
         self.has_started = True
         if self.target_version == NO_VERSION:
             trusted = (Weights.VALID, Weights.INCOMPLETE)
@@ -111,8 +115,7 @@ class ReplicaSet:
 
     async def close(self) -> None:
         self.is_closed = True
-        if self._lateness is not None:
-            self._lateness.close()
+        self.lateness.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -195,7 +198,7 @@ class ReplicaSet:
             raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
         self._apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
         try:
-            async with asyncio.timeout(self._config.weight_update_timeout_s):
+            async with self.lateness.timeout(self._config.weight_update_timeout_s):
                 await replica.update_weights(update, rank=rank)
         except RequestError as error:
             if update.kind == "collective":
@@ -271,9 +274,8 @@ class ReplicaSet:
             return
         is_news = slot.state in (State.ABSENT, State.SUSPECT)
         limit_s = CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
-        assert self._lateness is not None  # watches run after `start`
         try:
-            async with self._lateness.timeout(limit_s):
+            async with self.lateness.timeout(limit_s):
                 info = await replica.info()
                 if slot.state is State.ABSENT and slot.changes == changes:
                     await replica.resume()  # an earlier controller may have paused it
@@ -329,7 +331,7 @@ class ReplicaSet:
             return
         load: ReplicaLoad | None = None
         try:
-            async with asyncio.timeout(self._config.health_check_interval_s):
+            async with self.lateness.timeout(self._config.health_check_interval_s):
                 load = await replica.load()
         except (ArealError, TimeoutError) as error:
             log.debug("%s does not report its load: %s", slot.name, error)

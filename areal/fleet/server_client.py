@@ -16,6 +16,8 @@ from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.http_connection import Connection, OnData
 
 _CONNECT_TIMEOUT_S = 10.0
+_LATE_S = 1.0
+"""A limit that ends this much later shows that this process was blocked: the server is tried again."""
 _IDLE_LIMIT_S = 4.0
 """A connection that was idle for longer is not used again: uvicorn closes connections after 5 s."""
 _TRY_ELSEWHERE = (408, 429)
@@ -108,18 +110,26 @@ class ServerClient:
             if connection.is_reusable and connection.idle_since >= oldest_useful:
                 return connection
             connection.abort()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: Connection(self._all), self._host, self._port)
-        except TimeoutError as error:
-            raise ServerUnavailable(f"no connection within {_CONNECT_TIMEOUT_S:g} s", code="fleet.no_answer") from error
-        except OSError as error:
-            raise ServerUnavailable(error.strerror or str(error), code="fleet.no_answer") from error
+        connection = await self._connect()
         if self._closed:
             connection.abort()
             raise ServerUnavailable("the connection was closed", code="fleet.no_answer")
         return connection
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        while True:
+            deadline_s = loop.time() + _CONNECT_TIMEOUT_S
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    _, connection = await loop.create_connection(lambda: Connection(self._all), self._host, self._port)
+                return connection
+            except TimeoutError as error:
+                if loop.time() - deadline_s < _LATE_S:
+                    text = f"no connection within {_CONNECT_TIMEOUT_S:g} s"
+                    raise ServerUnavailable(text, code="fleet.no_answer") from error
+            except OSError as error:
+                raise ServerUnavailable(error.strerror or str(error), code="fleet.no_answer") from error
 
     def refusal(self, path: str, status: int, answer: bytes) -> RequestError | ServerUnavailable:
         """The error for a status other than 200. The code of a native server's error is kept."""

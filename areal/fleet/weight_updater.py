@@ -6,14 +6,12 @@ until the health check fails (`CHECK_TIMEOUT_INTERVALS`), and for the others of 
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, WeightSyncError
-from areal.fleet.replica import Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State
 from areal.observe.log import get_logger
@@ -117,9 +115,10 @@ class WeightUpdater:
 
     async def _members(self, update: WeightUpdate) -> list[Slot]:
         """The replicas that take part, in order of rank for a collective."""
-        deadline = time.monotonic() + CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
-        while any(slot.state is State.SUSPECT for slot in self._replicas.slots) and time.monotonic() < deadline:
-            await self._replicas.wait_for_change(deadline - time.monotonic())
+        lateness = self._replicas.lateness
+        deadline_s = lateness.now_s + CHECK_TIMEOUT_INTERVALS * self._config.health_check_interval_s
+        while any(slot.state is State.SUSPECT for slot in self._replicas.slots) and lateness.now_s < deadline_s:
+            await self._replicas.wait_for_change(deadline_s - lateness.now_s)
         ready = [slot for slot in self._replicas.slots if slot.state in (State.SERVING, State.STALE)]
         if update.kind == "disk":
             return ready
@@ -145,7 +144,7 @@ class WeightUpdater:
 
     async def _control(self, slot: Slot, call: Coroutine[Any, Any, None], what: str) -> None:
         try:
-            async with asyncio.timeout(PAUSE_TIMEOUT_S):
+            async with self._replicas.lateness.timeout(PAUSE_TIMEOUT_S):
                 await call
         except (ArealError, TimeoutError) as error:
             reason = f"did not {what}: {error or f'no answer in {PAUSE_TIMEOUT_S:g} s'}"
@@ -180,28 +179,29 @@ class WeightUpdater:
     async def _leave_broken_group(self, slots: list[Slot], tasks: list[asyncio.Task[None]]) -> None:
         """Wait until all tasks are done. When one fails, the others end their wait for it; one that does not is
         disconnected and connected again at once."""
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=GROUP_GRACE_S)
-        waiting = [slot for slot, task in zip(slots, tasks, strict=True) if task in pending]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await self._within_grace(asyncio.wait(tasks))
+        waiting = [slot.replica for slot, task in zip(slots, tasks, strict=True) if not task.done() and slot.replica]
         if waiting:
-            await asyncio.gather(*(self._abandon(slot.replica) for slot in waiting if slot.replica))
-            _, pending = await asyncio.wait(pending, timeout=GROUP_GRACE_S)
+            await asyncio.gather(*(self._within_grace(replica.abandon_update()) for replica in waiting))
+            await self._within_grace(asyncio.wait(tasks))
         for slot, task in zip(slots, tasks, strict=True):
-            if task in pending:
+            if not task.done():
                 await self._replicas.disconnect(slot, Event.REMOVED, "another replica of its update group failed")
                 slot.wake.set()
 
-    async def _abandon(self, replica: Replica) -> None:
+    async def _within_grace(self, call: Coroutine[Any, Any, object]) -> None:
+        """Await `call` for at most GROUP_GRACE_S, whether or not it succeeds."""
         with contextlib.suppress(ArealError, TimeoutError):
-            async with asyncio.timeout(GROUP_GRACE_S):
-                await replica.abandon_update()
+            async with self._replicas.lateness.timeout(GROUP_GRACE_S):
+                await call
 
     async def _wait_until_served(self, update: WeightUpdate) -> None:
         """When all replicas died during the update, those that are restarted can still load a folder."""
-        deadline = time.monotonic() + self._config.weight_update_timeout_s
+        lateness = self._replicas.lateness
+        deadline_s = lateness.now_s + self._config.weight_update_timeout_s
         while not self._replicas.serving:
-            if time.monotonic() >= deadline:
+            if lateness.now_s >= deadline_s:
                 text = f"no replica installed version {update.version}: {self._replicas.describe()}"
                 raise WeightSyncError(text, code="fleet.update_failed")
-            await self._replicas.wait_for_change(deadline - time.monotonic())
+            await self._replicas.wait_for_change(deadline_s - lateness.now_s)

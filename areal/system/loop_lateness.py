@@ -4,55 +4,93 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+from areal.system.stacks import place_of_thread
 
 INTERVAL_S = 0.25
-_MIN_LATE_S = 0.05
+MIN_LATE_S = 0.05
 """Less is the normal latency of a busy loop."""
+REPORT_S = 3.0
+"""The loop is reported as blocked when it was late by at least this time."""
+_LOOK_S = 1.0
 
 
 class LoopLateness:
-    """The monitor of the running loop: a timer that finds out by how much it is late. It runs until `close`."""
+    """A timer of one loop that finds out by how much it is late. It runs from `start` to `close`.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._late_s = 0.0
-        self._due_s = 0.0
-        self._timer = self._start()
+    Before `start` nothing is discounted. A thread looks where the loop is while it is late: later nothing shows that.
+    """
 
-    def _start(self) -> asyncio.TimerHandle:
-        self._due_s = self._loop.time() + INTERVAL_S
-        return self._loop.call_at(self._due_s, self._tick)
+    def __init__(self, report: Callable[[float, str], None]) -> None:
+        """`report(seconds, place)` is called after the loop was blocked for REPORT_S or more. place: file, line and
+        function that the loop was in; empty = unknown."""
+        self._report = report
+        self._late_s = self._due_s = self._ticked_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._place = ""
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Start the timer in the running loop."""
+        self._wait()
+        look = threading.Thread(target=self._look, args=(threading.get_ident(),), name="loop lateness", daemon=True)
+        look.start()
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ticked_s = time.monotonic()
+        self._due_s = loop.time() + INTERVAL_S
+        self._timer = loop.call_at(self._due_s, self._tick)
 
     def _tick(self) -> None:
-        self._late_s = self.total_s
-        self._timer = self._start()
+        late_s = self.total_s - self._late_s
+        self._late_s += late_s
+        place, self._place = self._place, ""
+        self._wait()
+        if late_s >= REPORT_S:
+            self._report(late_s, place)
+
+    def _look(self, thread_id: int) -> None:
+        while not self._closed.wait(_LOOK_S):
+            if not self._place and time.monotonic() - self._ticked_s > INTERVAL_S + _LOOK_S:
+                self._place = place_of_thread(thread_id)
 
     @property
     def total_s(self) -> float:
         """Seconds for which the loop was blocked, up to now."""
-        late_s = self._loop.time() - self._due_s
-        return self._late_s + (late_s if late_s >= _MIN_LATE_S else 0.0)
+        late_s = 0.0 if self._timer is None else asyncio.get_running_loop().time() - self._due_s
+        return self._late_s + (late_s if late_s >= MIN_LATE_S else 0.0)
+
+    @property
+    def now_s(self) -> float:
+        """The time of the loop without the time for which it was blocked: a clock for deadlines."""
+        return asyncio.get_running_loop().time() - self.total_s
 
     @contextlib.asynccontextmanager
     async def timeout(self, limit_s: float) -> AsyncIterator[None]:
         """As `asyncio.timeout`, without the time for which the loop was blocked: what arrived meanwhile is read."""
-        began_s, before_s = self._loop.time(), self.total_s
+        loop = asyncio.get_running_loop()
+        deadline_s = self.now_s + limit_s
 
         def expire() -> None:
             nonlocal timer
-            left_s = limit_s + (self.total_s - before_s) - (self._loop.time() - began_s)
-            if left_s > _MIN_LATE_S:
-                timer = self._loop.call_later(left_s, expire)
+            left_s = deadline_s - self.now_s
+            if left_s > MIN_LATE_S:
+                timer = loop.call_later(left_s, expire)
             else:
-                scope.reschedule(self._loop.time())
+                scope.reschedule(loop.time())
 
         async with asyncio.timeout(None) as scope:
-            timer = self._loop.call_later(limit_s, expire)
+            timer = loop.call_later(limit_s, expire)
             try:
                 yield
             finally:
                 timer.cancel()
 
     def close(self) -> None:
-        self._timer.cancel()
+        self._closed.set()
+        if self._timer is not None:
+            self._timer.cancel()

@@ -115,6 +115,14 @@ def _frames(awaited: Any) -> list[tuple[CodeType, str]]:
     return found
 
 
+def place_of_thread(thread_id: int) -> str:
+    """The deepest line outside libraries that a thread is in: file, line and function; empty when there is none."""
+    frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage] - as documented
+    while frame is not None and not _is_own(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
 def _is_own(code: CodeType) -> bool:
     name = code.co_filename
     return name.startswith(_PACKAGE) or not (

@@ -1,10 +1,13 @@
 """Time limits that do not include the time for which the loop was blocked."""
 
 import asyncio
+import threading
 
 import pytest
 
+from areal.system import loop_lateness
 from areal.system.loop_lateness import LoopLateness
+from areal.system.stacks import place_of_thread
 from tests.rollout.rollout_kit import VirtualLoop
 
 
@@ -18,9 +21,15 @@ def block(seconds):
     asyncio.get_running_loop()._advance(seconds)
 
 
+def started(report=lambda seconds, place: None):
+    lateness = LoopLateness(report)
+    lateness.start()
+    return lateness
+
+
 def test_an_answer_that_arrives_while_the_loop_is_blocked_is_in_time():
     async def main():
-        lateness, answer = LoopLateness(), asyncio.get_running_loop().create_future()
+        lateness, answer = started(), asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(1.0, block, 30.0)
         asyncio.get_running_loop().call_later(2.0, answer.set_result, "answer")
         async with lateness.timeout(10.0):
@@ -35,7 +44,7 @@ def test_an_answer_that_arrives_while_the_loop_is_blocked_is_in_time():
 def test_a_limit_is_the_time_for_which_the_loop_ran(blocked_s):
     async def main():
         loop = asyncio.get_running_loop()
-        lateness, began_s = LoopLateness(), loop.time()
+        lateness, began_s = started(), loop.time()
         loop.call_later(1.0, block, blocked_s)
         with pytest.raises(TimeoutError):
             async with lateness.timeout(10.0):
@@ -44,3 +53,41 @@ def test_a_limit_is_the_time_for_which_the_loop_ran(blocked_s):
         lateness.close()
 
     run(main())
+
+
+@pytest.mark.parametrize(("blocked_s", "num_reports"), [(0.0, 0), (2.0, 0), (30.0, 1)])
+def test_a_long_block_is_reported_once(blocked_s, num_reports):
+    reports = []
+
+    async def main():
+        lateness = started(lambda *report: reports.append(report))
+        asyncio.get_running_loop().call_later(1.0, block, blocked_s)
+        await asyncio.sleep(100.0)
+        lateness.close()
+
+    run(main())
+    assert [(round(seconds), place) for seconds, place in reports] == [(blocked_s, "")] * num_reports
+
+
+def test_a_report_names_the_code_that_blocked_the_loop(monkeypatch):
+    looked, reports = threading.Event(), []
+
+    def look(thread_id):
+        looked.set()
+        return place_of_thread(thread_id)
+
+    def accept_code():
+        assert looked.wait(60)
+        block(30.0)
+
+    async def main():
+        lateness = started(lambda *report: reports.append(report))
+        asyncio.get_running_loop().call_soon(accept_code)
+        await asyncio.sleep(10.0)
+        lateness.close()
+
+    monkeypatch.setattr(loop_lateness, "place_of_thread", look)
+    run(main())
+    ((_, place),) = reports
+    assert __file__ in place
+    assert place.endswith(" accept_code")

@@ -1,0 +1,132 @@
+"""Code that blocks the loop of the controller: no replica fails because of it. On a virtual clock."""
+
+import asyncio
+import json
+
+import pytest
+
+from areal.api.config.inference import GenerationHyperparameters
+from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.data import GenerationRequest, WeightUpdate
+from areal.fleet.fleet import Fleet
+from areal.fleet.replica import PartChunk, ReplicaInfo, ReplicaLoad
+from areal.fleet.server_client import ServerClient
+from areal.system.discovery import NameRegistry
+from areal.system.network import bind_socket, http_address
+from tests.rollout.rollout_kit import VirtualLoop
+
+BLOCKED_S = 10_000.0
+"""Longer than each limit of the fleet."""
+CONFIG = InferenceEngineConfig(health_check_interval_s=5.0, weight_update_timeout_s=100.0, request_timeout=100.0)
+
+
+class LoopWithoutThreads(VirtualLoop):
+    def run_in_executor(self, executor, func, *args):
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
+
+
+def run(main):
+    with asyncio.Runner(loop_factory=LoopWithoutThreads) as runner:
+        return runner.run(main)
+
+
+def block(seconds=BLOCKED_S):
+    """As a callback that computes for `seconds`."""
+    asyncio.get_running_loop()._advance(seconds)
+
+
+class SlowReplica:
+    """Answers each call after two seconds. During the call `blocked_in` something blocks the loop."""
+
+    blocked_in = ""
+    version = 0
+    num_closed = 0
+
+    async def _answer(self, call):
+        loop = asyncio.get_running_loop()
+        if call == self.blocked_in:
+            loop.call_later(1.0, block)
+        answered = loop.create_future()
+        loop.call_later(2.0, answered.set_result, None)
+        await answered
+
+    async def generate(self, part, on_chunk):
+        await self._answer("generate")
+        on_chunk(PartChunk([7] * part.max_new_tokens, [-1.0] * part.max_new_tokens, [self.version] * 4, "length"))
+
+    async def pause(self, mode):
+        await self._answer("pause")
+
+    async def resume(self):
+        await self._answer("resume")
+
+    async def update_weights(self, update, *, rank):
+        await self._answer("update_weights")
+        self.version = update.version
+
+    async def abandon_update(self):
+        await self._answer("abandon_update")
+
+    async def info(self):
+        await self._answer("info")
+        return ReplicaInfo(version=self.version, vocab_size=100, context_length=100, weights_whole=True)
+
+    async def load(self):
+        await self._answer("load")
+        return ReplicaLoad(running=0, queued=0, cache_usage=0.0, generated_tokens=0)
+
+    async def close(self):
+        self.num_closed += 1
+
+
+REQUEST = GenerationRequest(
+    request_id="r", input_ids=[1, 2], gconfig=GenerationHyperparameters(max_new_tokens=4), group_id="g"
+)
+
+
+@pytest.mark.parametrize("call", ["info", "pause", "update_weights", "resume", "generate"])
+def test_a_replica_that_answers_in_time_keeps_its_place(tmp_path, call):
+    registry, replica = NameRegistry(tmp_path), SlowReplica()
+    registry.add("servers/0", json.dumps({"address": "http://fake:1", "pid": 1}))
+
+    async def main():
+        fleet = Fleet(registry, 1, CONFIG, lambda name, address: replica)
+        await fleet.start()
+        replica.blocked_in = call
+        if call == "generate":
+            answer = await fleet.agenerate(REQUEST)
+            assert answer.output_ids == [7] * 4
+        else:
+            await fleet.update_weights(WeightUpdate(version=1, kind="disk", path="/weights"))
+            assert fleet.version == 1
+        await asyncio.sleep(2 * CONFIG.health_check_interval_s)
+        (status,) = fleet.status()["replicas"]
+        assert (status["state"], status["version"], status["failures"]) == ("serving", replica.version, 0)
+        assert replica.num_closed == 0
+        await fleet.close()
+
+    run(main())
+
+
+async def test_a_connection_that_is_made_meanwhile_counts():
+    bound = bind_socket()
+    bound.listen()
+    address = http_address(bound)
+
+    def main():
+        async def connect():
+            loop = asyncio.get_running_loop()
+            client = ServerClient("server-0", address)
+            loop.call_soon(block)
+            ticking = asyncio.create_task(asyncio.sleep(2 * BLOCKED_S))  # a virtual loop needs a timer
+            connection = await client._acquire()
+            assert connection.is_reusable
+            client.close()
+            ticking.cancel()
+
+        run(connect())
+
+    await asyncio.to_thread(main)
+    bound.close()
