@@ -137,6 +137,10 @@ class WeightSpec:
     """torch dtype name without the prefix, for example "bfloat16"."""
 
 
+MAX_REPLICAS = 4096
+"""Largest number of replicas of an update group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
     """A request of the trainer to the fleet: install policy `version`, transferred as `kind` states."""

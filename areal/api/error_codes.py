@@ -254,6 +254,8 @@ replay.override: An override has no effect in a replay, or would need other data
 replay.rank_failed: A rank of the replay exited with an error.
     Read the log that the message names.
 
+request.broken_body: The body of a request ends early, or is not encoded as its headers say.
+    Send the number of bytes that Content-Length says, or valid chunks.
 request.content_type: The body of a request is not declared as JSON, or is compressed.
     Send the header Content-Type: application/json, and no Content-Encoding.
 request.duplicate_id: A generation request has the rid of a request that is still running.

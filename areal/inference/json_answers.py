@@ -6,6 +6,7 @@ import orjson
 from aiohttp import web
 
 from areal.api.errors import RequestError
+from areal.system.http_guard import read_body
 
 TOO_LARGE = "request.too_large"
 MAX_CONTROL_BYTES = 1 << 24
@@ -16,10 +17,7 @@ _JSON_HEADERS = {"Content-Type": "application/json"}
 async def read_json(request: web.Request, max_bytes: int = MAX_CONTROL_BYTES) -> Any:
     """The parsed body; an empty body is an empty object. RequestError unless it is JSON of at most `max_bytes`."""
     length = request.content_length or 0
-    try:
-        data = b"" if length > max_bytes else await request.read()
-    except web.RequestPayloadError as error:
-        raise RequestError(f"the body is not readable: {error}", code="request.not_json") from error
+    data = b"" if length > max_bytes else await read_body(request)
     if max(length, len(data)) > max_bytes:
         raise RequestError(f"the body is longer than {max_bytes} bytes", code=TOO_LARGE)
     try:

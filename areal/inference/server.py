@@ -25,7 +25,7 @@ from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits, resolve_model_path
 from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
-from areal.observe.http_log import http_logger
+from areal.observe.http_log import HttpLogger
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
@@ -140,11 +140,12 @@ async def serve(
     )
     app.attach(engine, request_limits(native, engine.runner.model, detokenizer), detokenizer)
     bound = listen(options.host, options.token, options.port)
+    http_log = HttpLogger()
     # A closed connection cancels its handler, which aborts the request of the client.
     runner = web.AppRunner(
         app.application(),
         access_log=None,
-        logger=http_logger(),
+        logger=http_log,
         auto_decompress=False,
         handler_cancellation=True,
         shutdown_timeout=1.0,
@@ -160,6 +161,7 @@ async def serve(
     else:
         await loop.run_in_executor(None, engine.stop)
     await runner.cleanup()
+    http_log.close()
     return failures[0] if failures else None
 
 

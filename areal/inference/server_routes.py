@@ -22,7 +22,7 @@ from areal.inference.json_answers import (
 from areal.inference.request_parser import RequestLimits, bool_field, check_fields, shown, text_field
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
-from areal.system.http_guard import RequestGuard
+from areal.system.http_guard import RequestGuard, guarded
 
 _LOG = get_logger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +46,9 @@ class ServerApp:
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
         largest = max(MAX_CONTROL_BYTES, self.generate.max_body_bytes)
-        application = web.Application(middlewares=[self._check_request], client_max_size=largest)
+        application = web.Application(
+            middlewares=[guarded(self._guard, error_response), _errors_as_json], client_max_size=largest
+        )
         posts: dict[str, Handler] = {
             "/generate": self.generate.answer,
             "/abort_request": self._abort_request,
@@ -62,30 +64,10 @@ class ServerApp:
             "/metrics": self._metrics,
         }
         for path, handler in posts.items():
-            application.router.add_post(path, self._answering_errors(handler))
+            application.router.add_post(path, handler)
         for path, handler in gets.items():
-            application.router.add_get(path, self._answering_errors(handler))
+            application.router.add_get(path, handler)
         return application
-
-    @web.middleware
-    async def _check_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if refusal := self._guard.refusal(request.headers, has_body=request.can_read_body):
-            return error_response(refusal.status, refusal.message, refusal.code)
-        return await handler(request)
-
-    def _answering_errors(self, handler: Handler) -> Handler:
-        """Answer errors as JSON."""
-
-        async def run(request: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(request)
-            except RequestError as error:
-                return error_response(413 if error.code == TOO_LARGE else 400, str(error), error.code)
-            except ArealError as error:
-                _LOG.error("%s failed: %s", request.path, error)
-                return error_response(500, str(error), error.code)
-
-        return run
 
     # ---- control
 
@@ -169,3 +151,14 @@ class ServerApp:
             "steps_total": counters.steps,
             "busy_seconds_total": round(counters.busy_s, 6),
         }
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(413 if error.code == TOO_LARGE else 400, str(error), error.code)
+    except ArealError as error:
+        _LOG.error("%s failed: %s", request.path, error)
+        return error_response(500, str(error), error.code)

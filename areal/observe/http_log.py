@@ -1,32 +1,32 @@
 """The logger of an HTTP server: one counted line per kind of failed request and minute, instead of tracebacks."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 
-from aiohttp import ClientConnectionResetError
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web import RequestPayloadError
 from aiohttp.web_exceptions import HTTPException
 
 from areal.observe.log import get_logger
+from areal.system.http_guard import BROKEN_BODY
 
 _INTERVAL_S = 60.0
-_CLIENTS_FAULT = (HttpProcessingError, HTTPException, RequestPayloadError, ClientConnectionResetError)
+_CLIENTS_FAULT = (HTTPException, *BROKEN_BODY)
 """Malformed, or its client closed the connection before the answer."""
 
 
-class _OncePerMinute(logging.Filter):
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()
+class HttpLogger(logging.Logger):
+    """For `aiohttp.web.AppRunner`. Each server has its own, and closes it after its last request."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__("areal.http")
+        self.parent = get_logger("areal")
         self._clock = clock
         self._printed_s: dict[str, float] = {}
         self._num_hidden: Counter[str] = Counter()
+        self.addFilter(self._is_printed)
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def _is_printed(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, _CLIENTS_FAULT):
             return True  # a defect of a handler keeps its traceback
@@ -40,10 +40,8 @@ class _OncePerMinute(logging.Filter):
         self._num_hidden[kind] = 0
         return True
 
-
-def http_logger(clock: Callable[[], float] = time.monotonic) -> logging.Logger:
-    """A logger for `aiohttp.web.AppRunner`. Each server gets its own."""
-    logger = logging.Logger("areal.http")
-    logger.parent = get_logger("areal")
-    logger.addFilter(_OncePerMinute(clock))
-    return logger
+    def close(self) -> None:
+        """Print the counts that no line contains yet."""
+        for kind, count in (+self._num_hidden).items():
+            self.warning("malformed HTTP requests (%s), %d more after the last line", kind, count)
+        self._num_hidden.clear()

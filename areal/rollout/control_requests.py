@@ -10,13 +10,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from areal.api.data import WeightSpec, WeightUpdate
+from areal.api.data import MAX_REPLICAS, WeightSpec, WeightUpdate
 from areal.api.errors import RequestError
 
 MAX_COUNT = 2**31 - 1
 """Largest step, version and rank: versions of tokens are int32."""
 _MAX_TEXT = 4096
-_MAX_REPLICAS = 4096
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -122,8 +121,8 @@ def _update_problem(update: WeightUpdate) -> str:
     texts = (update.path, update.master_address, update.backend, update.group_name, *update.replicas)
     checks = {
         f"version: not in 0 to {MAX_COUNT}": 0 <= update.version <= MAX_COUNT,
-        f"replicas: more than {_MAX_REPLICAS}, or one of them twice": (
-            len(set(update.replicas)) == len(update.replicas) <= _MAX_REPLICAS
+        f"replicas: more than {MAX_REPLICAS}, or one of them twice": (
+            len(set(update.replicas)) == len(update.replicas) <= MAX_REPLICAS
         ),
         f"text: longer than {_MAX_TEXT} characters": all(len(text) <= _MAX_TEXT for text in texts),
         "master_port: not in 0 to 65535": 0 <= update.master_port <= 65535,

@@ -12,7 +12,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from areal.observe.http_log import http_logger
+from areal.observe.http_log import HttpLogger
 from areal.observe.log import get_logger
 from areal.rollout.client import CONTROLLER
 from areal.rollout.controller import Controller
@@ -84,7 +84,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     app = make_app(controller, token=token, host=host)
-    runner = web.AppRunner(app, access_log=None, logger=http_logger(), auto_decompress=False, shutdown_timeout=1.0)
+    http_log = HttpLogger()
+    runner = web.AppRunner(app, access_log=None, logger=http_log, auto_decompress=False, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()
@@ -111,3 +112,4 @@ async def serve(
             loop.remove_signal_handler(number)
         await controller.close()
         await runner.cleanup()
+        http_log.close()

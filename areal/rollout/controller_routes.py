@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.state import LedgerBehind
@@ -42,7 +42,7 @@ from areal.rollout.control_requests import (
 from areal.rollout.controller import BatchUnavailable, Controller
 from areal.rollout.share_codec import WeightsNeeded
 from areal.rollout.trainer_rules import OutOfOrder, TrainerRun, allowed_run
-from areal.system.http_guard import RequestGuard
+from areal.system.http_guard import RequestGuard, guarded, read_body
 from areal.system.network import Host
 
 _log = get_logger(__name__)
@@ -57,7 +57,7 @@ def make_app(
     controller: Controller, *, token: str, host: Host | None = None, poll_s: float = POLL_S
 ) -> web.Application:
     """The application. `token` and `host` (None = loopback): see `RequestGuard`."""
-    guard = _guarded(RequestGuard(token, host or Host()))
+    guard = guarded(RequestGuard(token, host or Host()), _error)
     app = web.Application(middlewares=[guard, _errors_as_json], client_max_size=MAX_BODY_BYTES)
     handlers = _Handlers(controller, poll_s)
     app.add_routes(
@@ -85,7 +85,7 @@ class _Handlers:
 
     async def _allowed(self, kind: type[Request], request: web.Request) -> Request:
         """The parsed request, once the state of the run allows it. Nothing may wait between this and the change."""
-        asked = parse_request(kind, await request.read())
+        asked = parse_request(kind, await read_body(request))
         controller = self._controller
         self._run = allowed_run(asked, self._run, controller.state, controller.shape)
         return asked
@@ -155,6 +155,10 @@ def _json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
+def _error(status: int, message: str, code: str) -> web.Response:
+    return _json({"error": message, "code": code}, status)
+
+
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -173,21 +177,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
                 status = 503
             case _:
                 status = 500
-        return _json({"error": str(error), "code": error.code}, status=status)
-    except web.RequestPayloadError as error:
-        return _json({"error": f"the body is not readable: {error}", "code": "request.not_json"}, status=400)
+        return _error(status, str(error), error.code)
     except web.HTTPException:
         raise
     except Exception as error:  # noqa: BLE001 - one request: the process and the other trainers continue
         _log.exception("%s failed", request.path)
-        return _json({"error": f"{type(error).__name__}: {error}", "code": ArealError.code}, status=500)
-
-
-def _guarded(guard: RequestGuard) -> Middleware:
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if refusal := guard.refusal(request.headers, has_body=request.can_read_body):
-            return _json({"error": refusal.message, "code": refusal.code}, status=refusal.status)
-        return await handler(request)
-
-    return check
+        return _error(500, f"{type(error).__name__}: {error}", ArealError.code)

@@ -1,12 +1,29 @@
-"""The rules that every HTTP request to a server of a run must satisfy before its route is called."""
+"""The rules that every HTTP request to a server of a run must satisfy, and how its body is read."""
 
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+
+from areal.api.errors import RequestError
 from areal.system.network import Host, is_loopback
+
+BROKEN_BODY = (web.RequestPayloadError, HttpProcessingError, ConnectionError)
+"""What aiohttp raises for a body that ends early or is not encoded as its headers say."""
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request. RequestError when it ends early or is not encoded as its headers say."""
+    try:
+        return await request.read()
+    except BROKEN_BODY as error:
+        message = f"the body cannot be read: {type(error).__name__}"
+        raise RequestError(message, code="request.broken_body") from error
 
 
 class Refusal(NamedTuple):
@@ -55,3 +72,15 @@ class RequestGuard:
         except ValueError:
             return False
         return True
+
+
+def guarded(guard: RequestGuard, answer: Callable[[int, str, str], web.Response]) -> Middleware:
+    """A middleware that refuses what `guard` refuses. `answer(status, message, code)` makes the answer."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refusal := guard.refusal(request.headers, has_body=request.can_read_body):
+            return answer(*refusal)
+        return await handler(request)
+
+    return check

@@ -19,11 +19,13 @@ FIELDS: dict[str, list[str]] = {
     "/continue_generation": [],
     "/flush_cache": [],
     "/update_weights_from_disk": ["model_path", "weight_version", "flush_cache", "abort_all_requests"],
-    "/init_weights_update_group": ["master_port", "rank_offset", "world_size", "group_name", "backend"],
+    "/init_weights_update_group": [
+        *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+    ],
     "/update_weights_from_distributed": ["names", "dtypes", "shapes", "group_name", "weight_version", "load_format"],
     "/destroy_weights_update_group": ["group_name"],
 }
-"""Path -> fields. `master_address` is left out: with it the server would connect to what the strategy draws."""
+"""Path -> fields."""
 SAMPLING = [
     *("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty"),
     *("stop", "stop_token_ids", "ignore_eos", "sampling_seed", "num_prior_output_tokens", "stream_interval"),
@@ -60,6 +62,17 @@ _GENERATE = st.fixed_dictionaries(
     {"input_ids": _IDS, "sampling_params": _PARAMS},
     optional={"stream": st.booleans(), "group_id": st.sampled_from(["", "g"]), "return_logprob": st.booleans()},
 )
+_GROUP = st.fixed_dictionaries(
+    {
+        "master_address": st.sampled_from(["10.0.0.1", "localhost", "0.0.0.0", "::", "2130706433", "a.example", ""]),
+        "master_port": st.integers(1, 65535),
+        "rank_offset": st.one_of(_NUMBERS, st.integers(1, 4)),
+        "world_size": st.one_of(_NUMBERS, st.integers(2, 4)),
+        "group_name": _TEXTS,
+        "backend": st.one_of(_TEXTS, st.sampled_from(["gloo", "nccl"])),
+    }
+)
+"""No address is that of a trainer: the server must connect to none."""
 
 
 def bodies(path: str) -> st.SearchStrategy[bytes]:
@@ -69,6 +82,8 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
     if path == "/generate":
         wrong = st.dictionaries(st.sampled_from(SAMPLING), _VALUES, max_size=4)
         objects = st.one_of(_GENERATE, fields, st.fixed_dictionaries({"input_ids": _IDS, "sampling_params": wrong}))
+    if path == "/init_weights_update_group":
+        objects = st.one_of(_GROUP, fields)
     deep = st.integers(1, 1500).map(lambda depth: b"[" * depth + b"]" * depth)
     nested = st.builds(
         lambda name, value: b'{"%s":%s}' % (name.encode(), value), st.sampled_from(FIELDS[path] or ["x"]), deep

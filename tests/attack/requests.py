@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 from urllib.parse import urlsplit
 
@@ -38,3 +39,30 @@ def status_of(address: str, path: str, headers: dict[str, str], body: bytes = b"
         return connection.getresponse().status
     finally:
         connection.close()
+
+
+BROKEN_BODIES = [
+    (b"Content-Length: 10\r\n\r\n{}", b""),
+    (b"Transfer-Encoding: chunked\r\n\r\n5\r\n{}", b""),
+    (b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n", b" 400 "),
+    (b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", b" 415 "),
+]
+"""(the last header and the body of a POST, its status). Without a status the body ends early, and with it the
+connection."""
+
+
+async def send_broken(address: str, path: str, rest: bytes, *, is_cut: bool) -> bytes:
+    """The first line of the answer to a POST with a valid head, and `rest` as its last header and its body.
+
+    `is_cut`: the connection ends there.
+    """
+    parts = urlsplit(address)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Authorization: {BEARER['Authorization']}\r\n".encode() + rest)
+    if is_cut:
+        writer.write_eof()
+    async with asyncio.timeout(60):
+        answer = await reader.readline()
+    writer.close()
+    return answer
