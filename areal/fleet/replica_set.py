@@ -2,8 +2,8 @@
 
 One task follows the registry: it adds a slot for each new name and drops the slot of a removed one. One task reads the
 load of every replica, for status reports only. One watch task per slot waits for its interval, or until it is woken by
-a failed request or a weight update; then it runs a health check and gives a stale replica the target weights. No
-watch waits for another replica. `areal.fleet.replica_states` has the transitions.
+a failed request or a weight update; then it runs a health check and lets the weight updater update a stale
+replica. No watch waits for another replica. `areal.fleet.replica_states` has the transitions.
 """
 
 import asyncio
@@ -12,11 +12,10 @@ import json
 import logging
 import re
 import uuid
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.data import WeightUpdate
-from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.api.errors import ArealError, ServerUnavailable
 from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.replica_states import (
     TRANSITIONS,
@@ -31,7 +30,6 @@ from areal.fleet.replica_states import (
 )
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
-from areal.system.durable import is_complete
 from areal.system.loop_lateness import LoopLateness
 
 log = get_logger(__name__)
@@ -40,6 +38,10 @@ CHECK_TIMEOUT_INTERVALS = 10
 """Health-check timeout, in intervals. Requests and weight updates wait for a hung server at most this long plus one
 interval until the next check."""
 _REGISTERED = re.compile(r"servers/(\d+)")
+
+
+async def _no_update(slot: Slot) -> None:
+    """A fleet whose weights nobody updates."""
 
 
 def _report_block(seconds: float, place: str) -> None:
@@ -67,8 +69,8 @@ class ReplicaSet:
         self.slots: list[Slot] = []
         """By index."""
         self.target_version = NO_VERSION
-        self.target: WeightUpdate | None = None
-        """The update that made the target version; None before the first."""
+        self.update_stale: Callable[[Slot], Awaitable[None]] = _no_update
+        """Called after a health check of a stale replica. Set by the weight updater."""
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
@@ -111,7 +113,7 @@ class ReplicaSet:
         if self.target_version == NO_VERSION:
             trusted = (Weights.VALID, Weights.INCOMPLETE)
             versions = [slot.version for slot in self.slots if slot.is_healthy and slot.weights in trusted]
-            self.set_target(max(versions, default=NO_VERSION), None)
+            self.set_target(max(versions, default=NO_VERSION))
 
     async def close(self) -> None:
         self.is_closed = True
@@ -134,20 +136,19 @@ class ReplicaSet:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def set_target(self, version: int, update: WeightUpdate | None) -> None:
-        """From now on replicas serve `version`; `update` is how a replica with other weights gets it."""
+    def set_target(self, version: int) -> None:
+        """From now on replicas serve `version`."""
         if version < self.target_version:
             before = self._abandoned or range(version + 1, 0)
             self._abandoned = range(min(before.start, version + 1), max(before.stop, self.target_version + 1))
             for slot in self.slots:
                 slot.weights = after_target_decreased(slot.weights, slot.version, version)
         self.target_version = version
-        self.target = update
         for slot in self.slots:
-            self._apply(slot, Event.TARGET_CHANGED)
+            self.apply(slot, Event.TARGET_CHANGED)
         self.announce()
 
-    def _apply(self, slot: Slot, event: Event, reason: str = "") -> Replica | None:
+    def apply(self, slot: Slot, event: Event, reason: str = "") -> Replica | None:
         """Change a slot as the table says. The result is the client of a dropped connection, which the caller closes.
 
         `reason` replaces that of the weights, unless the new state is SERVING.
@@ -183,44 +184,13 @@ class ReplicaSet:
     def request_failed(self, slot: Slot, replica: Replica, reason: str) -> None:
         """Send nothing more to `replica` until it has passed a health check."""
         if slot.replica is replica:
-            self._apply(slot, Event.REQUEST_FAILED, reason)
+            self.apply(slot, Event.REQUEST_FAILED, reason)
 
     async def disconnect(self, slot: Slot, event: Event, reason: str) -> None:
         """Drop the connections to a replica: its running requests fail here and continue on other replicas."""
-        dropped = self._apply(slot, event, reason)
+        dropped = self.apply(slot, event, reason)
         if dropped is not None:
             await dropped.close()
-
-    async def update(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
-        """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""
-        replica = slot.replica
-        if replica is None:
-            raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
-        self._apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
-        try:
-            async with self.lateness.timeout(self._config.weight_update_timeout_s):
-                await replica.update_weights(update, rank=rank)
-        except RequestError as error:
-            if update.kind == "collective":
-                await self._failed_midway(slot, replica, str(error))
-            elif slot.replica is replica:  # a folder is checked before the first copy
-                self._apply(slot, Event.UPDATE_REFUSED, str(error))
-            raise
-        except (ServerUnavailable, TimeoutError) as error:
-            reason = str(error) or f"no weights after {self._config.weight_update_timeout_s:g} s"
-            await self._failed_midway(slot, replica, reason)
-            raise ServerUnavailable(f"{slot.name}: {reason}", code="fleet.update_failed") from error
-        if slot.replica is not replica:
-            text = f"{slot.name} was replaced during the update to version {update.version}"
-            raise ServerUnavailable(text, code="fleet.replica_lost")
-        slot.version, slot.weights = update.version, Weights.VALID
-        self._apply(slot, Event.UPDATE_DONE)
-
-    async def _failed_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
-        """Its requests must not continue with a mixture of weights, so they are dropped with the connections."""
-        slot.weights = reported(slot.weights, False)
-        if slot.replica is replica:
-            await self.disconnect(slot, Event.UPDATE_FAILED, f"weight update failed: {reason}")
 
     # The tasks
 
@@ -296,9 +266,9 @@ class ReplicaSet:
         is_news = is_news or (info.version, weights) != (slot.version, slot.weights)
         slot.version, slot.weights = info.version, weights
         if is_news:
-            self._apply(slot, Event.CHECK_PASSED)
+            self.apply(slot, Event.CHECK_PASSED)
         if slot.state is State.STALE:
-            await self._update_stale(slot)
+            await self.update_stale(slot)
 
     async def _connect(self, slot: Slot) -> None:
         """Connect to the registered server. Another registration than before is another server process."""
@@ -339,19 +309,3 @@ class ReplicaSet:
             log.exception("reading the load of %s failed", slot.name)
         if slot.replica is replica:
             slot.load = load
-
-    async def _update_stale(self, slot: Slot) -> None:
-        """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
-        update, before = self.target, slot.reason
-        if update is None or update.kind != "disk":
-            return
-        try:
-            await self.update(slot, update, rank=0)
-        except ArealError as error:
-            if slot.reason != before:  # otherwise the same error was logged before
-                log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)
-            whole = not isinstance(error, RequestError) or await asyncio.to_thread(is_complete, Path(update.path))
-            if not whole and self.target is update:
-                self.target = None  # the folder was deleted: the trainer must publish the version again
-        else:
-            slot.wake.set()  # the target may have changed during the update

@@ -7,14 +7,17 @@ until the health check fails (`CHECK_TIMEOUT_INTERVALS`), and for the others of 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.data import WeightUpdate
-from areal.api.errors import ArealError, RequestError, WeightSyncError
+from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
+from areal.fleet.replica import Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
-from areal.fleet.replica_states import Event, Slot, State
+from areal.fleet.replica_states import Event, Slot, State, Weights, reported
 from areal.observe.log import get_logger
+from areal.system.durable import is_complete
 
 log = get_logger(__name__)
 
@@ -31,10 +34,13 @@ class WeightUpdater:
         self._replicas = replicas
         self._config = config
         self._lock = asyncio.Lock()
+        self._target: WeightUpdate | None = None
+        """The update that made the target version; None before the first."""
         self.updating_to: int | None = None
         """The version that is being installed."""
         self.is_switching = False
         """The whole fleet changes its version: no request may be sent meanwhile."""
+        replicas.update_stale = self._update_stale
 
     async def update(self, update: WeightUpdate) -> None:
         """Update every healthy replica to `update.version`. WeightSyncError when none reached it.
@@ -59,7 +65,7 @@ class WeightUpdater:
         A replica that failed to install the current version waits for the next one, unless none serves.
         """
         replicas = self._replicas
-        by_folder = replicas.target is not None and replicas.target.kind == "disk"
+        by_folder = self._target is not None and self._target.kind == "disk"
         if self.updating_to is not None or not replicas.has_started or by_folder:
             return False
         may_wait = bool(replicas.serving)
@@ -68,10 +74,15 @@ class WeightUpdater:
             for slot in replicas.slots
         )
 
+    def _set_target(self, version: int, update: WeightUpdate | None) -> None:
+        """From now on replicas serve `version`; `update` is how a replica with other weights gets it."""
+        self._target = update
+        self._replicas.set_target(version)
+
     async def _switch(self, update: WeightUpdate) -> None:
         """Update the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
         self.updating_to, self.is_switching = update.version, True
-        before = self._replicas.target_version, self._replicas.target
+        before = self._replicas.target_version, self._target
         try:
             slots = await self._members(update)
             async with self._paused(slots):
@@ -81,11 +92,11 @@ class WeightUpdater:
                     reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
                     text = f"no replica installed version {update.version}: {reasons}"
                     raise WeightSyncError(text, code="fleet.update_failed")
-                self._replicas.set_target(update.version, update)  # before any of them generates a token
+                self._set_target(update.version, update)  # before any of them generates a token
             try:
                 await self._wait_until_served(update)
             except WeightSyncError:
-                self._replicas.set_target(*before)  # no token of the version exists, and none may after this error
+                self._set_target(*before)  # no token of the version exists, and none may after this error
                 raise
         finally:
             self.updating_to, self.is_switching = None, False
@@ -94,7 +105,7 @@ class WeightUpdater:
     async def _supplement(self, update: WeightUpdate) -> None:
         """Give the served version to the replicas that lack it. Failures are logged."""
         if update.kind == "disk":
-            self._replicas.set_target(update.version, update)  # the watch of each stale replica loads the folder
+            self._set_target(update.version, update)  # the watch of each stale replica loads the folder
             return
         serving = {slot.incarnation for slot in self._replicas.serving}
         if serving.issuperset(update.replicas):
@@ -157,7 +168,7 @@ class WeightUpdater:
             raise WeightSyncError(text, code="fleet.replica_lost")
         tasks: list[asyncio.Task[None]] = []
         for index, slot in enumerate(slots):
-            call = self._replicas.update(slot, update, rank=1 + index * update.ranks_per_replica)
+            call = self._update_one(slot, update, rank=1 + index * update.ranks_per_replica)
             tasks.append(asyncio.create_task(call, name=f"update {slot.name}"))
         try:
             if update.kind == "collective":
@@ -205,3 +216,50 @@ class WeightUpdater:
                 text = f"no replica installed version {update.version}: {self._replicas.describe()}"
                 raise WeightSyncError(text, code="fleet.update_failed")
             await self._replicas.wait_for_change(deadline_s - lateness.now_s)
+
+    async def _update_one(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
+        """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""
+        replica = slot.replica
+        if replica is None:
+            raise ServerUnavailable(f"{slot.name} is {slot.state}: {slot.reason}", code="fleet.replica_lost")
+        self._replicas.apply(slot, Event.UPDATE_STARTED, f"installs version {update.version}")
+        try:
+            async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
+                await replica.update_weights(update, rank=rank)
+        except RequestError as error:
+            if update.kind == "collective":
+                await self._failed_midway(slot, replica, str(error))
+            elif slot.replica is replica:  # a folder is checked before the first copy
+                self._replicas.apply(slot, Event.UPDATE_REFUSED, str(error))
+            raise
+        except (ServerUnavailable, TimeoutError) as error:
+            reason = str(error) or f"no weights after {self._config.weight_update_timeout_s:g} s"
+            await self._failed_midway(slot, replica, reason)
+            raise ServerUnavailable(f"{slot.name}: {reason}", code="fleet.update_failed") from error
+        if slot.replica is not replica:
+            text = f"{slot.name} was replaced during the update to version {update.version}"
+            raise ServerUnavailable(text, code="fleet.replica_lost")
+        slot.version, slot.weights = update.version, Weights.VALID
+        self._replicas.apply(slot, Event.UPDATE_DONE)
+
+    async def _failed_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
+        """Its requests must not continue with a mixture of weights, so they are dropped with the connections."""
+        slot.weights = reported(slot.weights, False)
+        if slot.replica is replica:
+            await self._replicas.disconnect(slot, Event.UPDATE_FAILED, f"weight update failed: {reason}")
+
+    async def _update_stale(self, slot: Slot) -> None:
+        """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
+        update, before = self._target, slot.reason
+        if update is None or update.kind != "disk":
+            return
+        try:
+            await self._update_one(slot, update, rank=0)
+        except ArealError as error:
+            if slot.reason != before:  # otherwise the same error was logged before
+                log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)
+            whole = not isinstance(error, RequestError) or await asyncio.to_thread(is_complete, Path(update.path))
+            if not whole and self._target is update:
+                self._target = None  # the folder was deleted: the trainer must publish the version again
+        else:
+            slot.wake.set()  # the target may have changed during the update

@@ -19,6 +19,7 @@ from areal.inference.scheduler import Scheduler
 from areal.inference.sequence import FinishReason, Sequence, Status
 from areal.inference.weight_update import ServedWeights
 from areal.observe.log import get_logger
+from areal.system.threads import run_into
 
 _LOG = get_logger(__name__)
 _T = TypeVar("_T")
@@ -36,18 +37,6 @@ class Detokenizer(Protocol):
     """Converts token ids to text, for stop strings."""
 
     def decode(self, token_ids: list[int]) -> str: ...
-
-
-def run_into(future: Future[_T], command: Callable[[], _T]) -> None:
-    """Run `command` and give its result or its error to `future`, unless the caller has cancelled that."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = command()
-    except Exception as error:  # noqa: BLE001 - one control request fails, the server continues
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 @dataclass(slots=True)

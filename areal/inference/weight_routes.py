@@ -1,7 +1,6 @@
 """HTTP routes for weight updates: from a folder, or from the trainer's broadcast group."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -10,17 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
-from areal.api.data import WeightSpec
+from areal.api.data import MAX_REPLICAS, WeightSpec
 from areal.api.errors import RequestError
-from areal.inference.engine import Engine, run_into
+from areal.inference.engine import Engine
 from areal.inference.json_answers import ok, read_json
 from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
-from areal.inference.weight_update import WeightReceiver
+from areal.system.threads import in_daemon_thread
 
 _FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
 _INIT_GROUP = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", "backend"})
 _DISTRIBUTED = frozenset({"names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version", "load_format"})
 JOIN_TIMEOUT_S = 120.0
+_in_thread = partial(in_daemon_thread, name="weight-update")
 
 
 class WeightRoutes:
@@ -28,7 +28,6 @@ class WeightRoutes:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._receiver = WeightReceiver(engine.weights, engine.runner.device)
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -54,7 +53,7 @@ class WeightRoutes:
                 replace = partial(self._engine.replace_weights, write, version, abort_running=abort_running)
                 self._engine.call(replace).result()
 
-        await self._one_at_a_time(_in_daemon_thread, update)
+        await self._one_at_a_time(_in_thread, update)
         return ok()
 
     async def _init_group(self, request: web.Request) -> web.StreamResponse:
@@ -62,14 +61,14 @@ class WeightRoutes:
         arguments = (
             text_field(body, "master_address"),
             int_field(body, "master_port", None, 1, 65535),
-            int_field(body, "rank_offset", None, 1),
-            int_field(body, "world_size", None, 2),
+            int_field(body, "rank_offset", None, 1, MAX_REPLICAS),
+            int_field(body, "world_size", None, 2, 1 + MAX_REPLICAS),  # a native server is one rank
             text_field(body, "group_name"),
             text_field(body, "backend", "nccl"),
             JOIN_TIMEOUT_S,
         )
         # Joining changes no weight, so the engine continues meanwhile.
-        await self._one_at_a_time(_in_daemon_thread, lambda: self._receiver.join(*arguments))
+        await self._one_at_a_time(_in_thread, lambda: self._engine.weights.join(*arguments))
         return ok()
 
     async def _update_from_distributed(self, request: web.Request) -> web.StreamResponse:
@@ -83,9 +82,9 @@ class WeightRoutes:
         self._check_group(text_field(body, "group_name"))
 
         def write() -> None:
-            self._receiver.receive(specs)
+            self._engine.weights.receive(specs)
             if version is not None:
-                self._receiver.finish()
+                self._engine.weights.finish()
 
         await self._one_at_a_time(
             self._engine.call, lambda: self._engine.replace_weights(write, version, abort_running=False)
@@ -96,7 +95,7 @@ class WeightRoutes:
         body = check_fields(await read_json(request), {"group_name"})
         self._check_group(text_field(body, "group_name"))
         # Without the lock: leaving also ends a receive that waits for a dead trainer.
-        await asyncio.wrap_future(_in_daemon_thread(self._receiver.leave))
+        await asyncio.wrap_future(_in_thread(self._engine.weights.leave))
         await asyncio.wrap_future(self._engine.call(self._engine.weights.roll_back))
         return ok()
 
@@ -115,17 +114,10 @@ class WeightRoutes:
         await asyncio.shield(task)
 
     def _check_group(self, name: str) -> None:
-        if not name or name != self._receiver.group_name:
-            here = self._receiver.group_name or "none"
+        if not name or name != self._engine.weights.group_name:
+            here = self._engine.weights.group_name or "none"
             message = f"this server is not in the update group {name!r} (it is in {here})"
             raise RequestError(message, code="weights.no_group")
-
-
-def _in_daemon_thread(function: Callable[[], None]) -> Future[None]:
-    """Run a function that may wait for minutes. Unlike an executor, the thread does not delay the process's exit."""
-    future: Future[None] = Future()
-    threading.Thread(target=run_into, args=(future, function), name="weight-update", daemon=True).start()
-    return future
 
 
 def _specs(body: Mapping[str, Any]) -> list[WeightSpec]:

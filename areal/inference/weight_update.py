@@ -27,9 +27,10 @@ from areal.weights.update_group import (
 
 
 class ServedWeights:
-    """The tensors of a model that an update may write, by Hugging Face name.
+    """The tensors of a model that an update may write, by Hugging Face name, and the server's end of an update group.
 
-    `is_whole` is false while they are a mixture of two policies.
+    `is_whole` is false while they are a mixture of two policies. Methods block; they are called one at a time, except
+    `leave`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +45,10 @@ class ServedWeights:
         self._kept: dict[int, str] = {}
         """Id and name of the tensors whose backup is the value before the current update."""
         self._was_whole = True
+        self._device = next(iter(self._tensors.values())).device
+        self._group: UpdateGroup | None = None
+        self._buffer: Tensor | None = None
+        self._received: set[str] = set()
 
     def check(self, name: str, shape: list[int]) -> None:
         """Raise RequestError unless the model has weight `name` of this shape."""
@@ -141,17 +146,6 @@ class ServedWeights:
             raise RequestError(f"checkpoint folder {folder} lacks {_listed(missing)}", code="weights.incomplete")
         return weight_files(folder)
 
-
-class WeightReceiver:
-    """A server's end of the update group. Blocking; call it from a thread, one call at a time."""
-
-    def __init__(self, weights: ServedWeights, device: torch.device | str) -> None:
-        self._weights = weights
-        self._device = torch.device(device)
-        self._group: UpdateGroup | None = None
-        self._buffer: Tensor | None = None
-        self._received: set[str] = set()
-
     @property
     def group_name(self) -> str:
         """Name of the current group; empty = none."""
@@ -194,30 +188,30 @@ class WeightReceiver:
             raise RequestError(message, code="weights.no_group")
         try:
             for spec in specs:
-                self._weights.check(spec.name, spec.shape)
+                self.check(spec.name, spec.shape)
             buffer = self._buffer_of(bucket_bytes(specs))
             # `leave` in another thread ends the wait for a dead sender.
             group.broadcast(buffer, give_up=lambda: self._group is not group)
             values = bucket_views(buffer, specs)
             for name, value in values.items():
-                self._weights.check_value(name, value)
+                self.check_value(name, value)
             for name, value in values.items():
-                self._weights.keep(name)
-                self._weights.copy(name, value)
+                self.keep(name)
+                self.copy(name, value)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the engine reads the weights on another stream
         except BaseException:
             self.leave()
-            self._weights.roll_back()
+            self.roll_back()
             raise
         self._received.update(spec.name for spec in specs)
 
     def finish(self) -> None:
         """Call after the last bucket. Unless every weight was received, restores them and raises WeightSyncError."""
-        missing = self._weights.missing(self._received)
+        missing = self.missing(self._received)
         self._received = set()
         if missing:
-            self._weights.roll_back()
+            self.roll_back()
             raise WeightSyncError(f"the update lacks {_listed(missing)}", code="weights.incomplete")
 
     def leave(self) -> None:

@@ -8,11 +8,12 @@ fleet's health checks end the request when a replica dies or hangs, which ends e
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from areal.api.errors import ArealError, WeightSyncError
 from areal.observe.log import get_logger
 from areal.server_side.areal_transfer.layout import widest_first
 from areal.system.network import Host, required_token
+from areal.system.threads import in_daemon_thread
 from areal.weights.control import FleetControl, publish_once
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, open_store, serve_store
 
@@ -70,7 +72,7 @@ class CollectiveChannel:
         self._replicas: list[str] = []
         self._buffer: Tensor | None = None
         self._store: TCPStore | None = None
-        self._joining: threading.Thread | None = None
+        self._joining: Future[UpdateGroup] | None = None
         self._has_failed = False
 
     def publish(self, version: int) -> str:
@@ -91,7 +93,7 @@ class CollectiveChannel:
         if group is not None:
             group.close()
         if self._joining is not None:
-            self._joining.join(JOIN_TIMEOUT_S)  # a thread inside torch at exit would abort the process
+            wait([self._joining], JOIN_TIMEOUT_S)  # a thread inside torch at exit would abort the process
             self._joining = None
 
     def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -100,19 +102,19 @@ class CollectiveChannel:
         Returns without an error when the fleet serves the version, even if a replica missed it: the next update
         includes that replica.
         """
-        request: _UpdateRequest | None = None
+        request: Future[None] | None = None
         try:
             replicas = self._wait_for_replicas(version)
             if not replicas:
                 return
             update = self._update_of(version, replicas)
-            request = _UpdateRequest(self._control, update)
+            request = in_daemon_thread(partial(self._control.publish, update), f"publish version {version}")
             if self._group is None:
                 self._group = self._join(request, update)
                 self._replicas = replicas
             for bucket in self._plan:
-                self._group.broadcast(self._fill(bucket, weights), give_up=request.is_over)
-            request.wait(self._timeout_s)
+                self._group.broadcast(self._fill(bucket, weights), give_up=request.done)
+            self._wait_until_served(request, version)
             self._has_failed = False
         except BaseException as failure:
             self.close()  # replicas that wait for a broadcast fail now, so the request ends soon
@@ -121,10 +123,18 @@ class CollectiveChannel:
                 raise
             if not isinstance(failure, WeightSyncError):  # an error of the trainer: a retry does not help
                 with contextlib.suppress(ArealError):
-                    request.wait(self._timeout_s)
+                    self._wait_until_served(request, version)
                 raise
-            request.wait(self._timeout_s)  # raises the controller's error, which is more precise
+            self._wait_until_served(request, version)  # raises the controller's error, which is more precise
             log.warning("version %d is served, but not by all replicas: %s", version, failure)
+
+    def _wait_until_served(self, request: Future[None], version: int) -> None:
+        """Wait for the request to the controller. Raises its error."""
+        wait([request], self._timeout_s)
+        if not request.done():
+            message = f"version {version} was sent, but is not served after {self._timeout_s:g} s"
+            raise WeightSyncError(message, code="weights.update_ended")
+        request.result()
 
     def _update_of(self, version: int, replicas: list[str]) -> WeightUpdate:
         """Describe the update; opens a new store when the group must be formed again."""
@@ -176,39 +186,29 @@ class CollectiveChannel:
             return False
         return True
 
-    def _join(self, request: _UpdateRequest, update: WeightUpdate) -> UpdateGroup:
+    def _join(self, request: Future[None], update: WeightUpdate) -> UpdateGroup:
         """Form the group, in a thread, so that a failed request to the controller ends the wait."""
-        made: list[UpdateGroup | BaseException] = []
         assert self._store is not None
         # A separate connection: when the channel drops the store, the thread fails at once.
         store = open_store(self._host.advertise, self._store.port, timeout_s=JOIN_TIMEOUT_S)
-
-        def join() -> None:
-            try:
-                group = UpdateGroup(
-                    store,
-                    rank=0,
-                    world_size=update.world_size,
-                    group_name=update.group_name,
-                    backend=self._backend,
-                    timeout_s=self._timeout_s,
-                    join_timeout_s=JOIN_TIMEOUT_S,
-                )
-                made.append(group)
-            except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
-                made.append(failure)
-
-        thread = self._joining = threading.Thread(target=join, name=f"join {update.group_name}", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.002)
-            if request.is_over():
-                request.wait(0.0)
-                message = f"{update.group_name}: the update of the servers ended before all replicas had joined"
-                raise WeightSyncError(message, code="weights.update_ended")
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made[0]
+        join = partial(
+            UpdateGroup,
+            store,
+            rank=0,
+            world_size=update.world_size,
+            group_name=update.group_name,
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+            join_timeout_s=JOIN_TIMEOUT_S,
+        )
+        joining = self._joining = in_daemon_thread(join, f"join {update.group_name}")
+        both: list[Future[Any]] = [joining, request]
+        wait(both, return_when=FIRST_COMPLETED)
+        if not joining.done():
+            request.result()
+            message = f"{update.group_name}: the update of the servers ended before all replicas had joined"
+            raise WeightSyncError(message, code="weights.update_ended")
+        return joining.result()
 
     def _fill(self, bucket: list[WeightSpec], weights: Iterator[tuple[str, Tensor]]) -> Tensor:
         """Copy the next weights into the send buffer."""
@@ -226,37 +226,6 @@ class CollectiveChannel:
                 raise WeightSyncError(message, code="weights.unexpected")
             view.copy_(value.detach())
         return buffer
-
-
-class _UpdateRequest:
-    """The request to the controller, which runs in a thread."""
-
-    def __init__(self, control: FleetControl, update: WeightUpdate) -> None:
-        self._error: BaseException | None = None
-        self._update = update
-        self._thread = threading.Thread(
-            target=self._run, args=(control, update), name=f"publish version {update.version}", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, control: FleetControl, update: WeightUpdate) -> None:
-        try:
-            control.publish(update)
-        except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
-            self._error = failure
-
-    def is_over(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the fleet serves the version. Raises the error of the request."""
-        self._thread.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
-            message = f"version {self._update.version} was sent, but is not served after {timeout_s:g} s"
-            raise WeightSyncError(message, code="weights.update_ended")
 
 
 def plan_buckets(specs: Iterable[WeightSpec], max_bytes: int) -> list[list[WeightSpec]]:

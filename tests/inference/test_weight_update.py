@@ -16,7 +16,7 @@ from torch import nn
 
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.weight_update import ServedWeights, WeightReceiver
+from areal.inference.weight_update import ServedWeights
 from areal.server_side.areal_transfer import group
 from areal.system.durable import publish_folder
 from areal.system.network import TRAINERS_VARIABLE, Host
@@ -159,7 +159,7 @@ def test_a_bucket_that_cannot_be_laid_out_is_refused() -> None:
 class Sender:
     """The trainer's end: rank 0 of a group of two, in a thread."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], receiver: WeightReceiver, timeout_s: float = 10) -> None:
+    def __init__(self, weights: dict[str, torch.Tensor], receiver: ServedWeights, timeout_s: float = 10) -> None:
         store = serve_store(Host(), "secret", timeout_s=timeout_s)
         joined: list[UpdateGroup] = []
         thread = threading.Thread(
@@ -186,7 +186,7 @@ class Sender:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_broadcast_weights_are_copied_in_place(dtype: torch.dtype) -> None:
     model = TiedModel(dtype)
-    receiver = WeightReceiver(ServedWeights(model), "cpu")
+    receiver = ServedWeights(model)
     sender = Sender(new_weights(), receiver)
     for _ in range(2):  # a group lasts over several updates
         thread = sender.send()
@@ -204,19 +204,18 @@ def test_an_update_without_all_weights_is_an_error() -> None:
     model = TiedModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     served = ServedWeights(model)
-    receiver = WeightReceiver(served, "cpu")
     weights = new_weights()
     del weights["middle.bias"]
-    sender = Sender(weights, receiver)
+    sender = Sender(weights, served)
     thread = sender.send()
-    receiver.receive(specs_of(weights))
+    served.receive(specs_of(weights))
     thread.join()
     with pytest.raises(WeightSyncError) as error:
-        receiver.finish()
+        served.finish()
     assert error.value.code == "weights.incomplete"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert served.is_whole
-    receiver.leave()
+    served.leave()
     sender.group.close()
 
 
@@ -225,17 +224,16 @@ def test_a_broadcast_that_is_not_finite_restores_the_weights(bad: float) -> None
     model = TiedModel()
     served = ServedWeights(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    receiver = WeightReceiver(served, "cpu")
-    sender = Sender(new_weights(), receiver)
+    sender = Sender(new_weights(), served)
     thread = sender.send()
-    receiver.receive(specs_of(sender.weights))  # the first bucket
+    served.receive(specs_of(sender.weights))  # the first bucket
     thread.join()
     assert not served.is_whole
     assert not torch.equal(model.embed.weight, before["embed.weight"])
     sender.weights["middle.bias"][2] = bad
     thread = sender.send()
     with pytest.raises(RequestError) as error:
-        receiver.receive(specs_of(sender.weights))
+        served.receive(specs_of(sender.weights))
     thread.join()
     assert error.value.code == "weights.not_finite"
     assert served.is_whole
@@ -245,7 +243,7 @@ def test_a_broadcast_that_is_not_finite_restores_the_weights(bad: float) -> None
 
 def test_a_broadcast_error_does_not_keep_the_group_alive() -> None:
     """A destructor that waits, run by the garbage collector, stops a server's event loop for longer than hang_s."""
-    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
+    receiver = ServedWeights(TiedModel())
     sender = Sender(new_weights(), receiver)
     with pytest.raises(WeightSyncError) as caught:
         sender.group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), give_up=lambda: True)
@@ -261,7 +259,7 @@ def test_a_broadcast_error_does_not_keep_the_group_alive() -> None:
 
 
 def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
-    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
+    receiver = ServedWeights(TiedModel())
     sender = Sender(new_weights(), receiver)
     with pytest.raises(RequestError) as unknown:
         receiver.receive([WeightSpec(name="x", shape=[1], dtype="float32")])
@@ -275,7 +273,7 @@ def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
 
 
 def test_a_receiver_without_a_sender_gives_up() -> None:
-    receiver = WeightReceiver(ServedWeights(TiedModel()), "cpu")
+    receiver = ServedWeights(TiedModel())
     with pytest.raises(WeightSyncError) as nobody:
         receiver.join("127.0.0.1", 9, 1, 2, "g", "gloo", 60)
     store = serve_store(Host(), "secret", timeout_s=1)
@@ -312,5 +310,5 @@ def test_a_server_joins_groups_of_known_trainers_only(monkeypatch, addresses, as
         check_trainer(asked)
         return
     with pytest.raises(RequestError) as error:
-        WeightReceiver(ServedWeights(nn.Linear(1, 1)), "cpu").join(asked, 1, 1, 2, "group", "gloo", 1.0)
+        ServedWeights(nn.Linear(1, 1)).join(asked, 1, 1, 2, "group", "gloo", 1.0)
     assert error.value.code == "weights.unknown_trainer"

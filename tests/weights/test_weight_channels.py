@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, WeightSyncError
-from areal.inference.weight_update import ServedWeights, WeightReceiver
+from areal.inference.weight_update import ServedWeights
 from areal.weights import collective as collective_module
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel, plan_buckets
@@ -67,7 +67,7 @@ class Replicas:
     """The controller and its replicas, without HTTP: each replica takes in an update in a thread of its own."""
 
     def __init__(self, *models: nn.Module) -> None:
-        self.receivers = {f"r{i}": WeightReceiver(ServedWeights(model), "cpu") for i, model in enumerate(models)}
+        self.receivers = {f"r{i}": ServedWeights(model) for i, model in enumerate(models)}
         self.live = list(self.receivers)
         self.updates: list[WeightUpdate] = []
         self.fail: Exception | None = None
@@ -180,7 +180,7 @@ class TwoRanks:
 
     def __init__(self, control: Replicas, *others: nn.Module) -> None:
         self.control = control
-        self.others = [WeightReceiver(ServedWeights(model), "cpu") for model in others]
+        self.others = [ServedWeights(model) for model in others]
 
     def live_replicas(self, version: int) -> list[str]:
         return self.control.live_replicas(version)
@@ -196,7 +196,7 @@ class TwoRanks:
         for thread in threads:
             thread.join()
 
-    def _take_in(self, receiver: WeightReceiver, rank: int, update: WeightUpdate) -> None:
+    def _take_in(self, receiver: ServedWeights, rank: int, update: WeightUpdate) -> None:
         address = update.master_address, update.master_port
         receiver.join(*address, rank, update.world_size, update.group_name, update.backend, 60.0)
         for bucket in update.buckets:
@@ -204,7 +204,7 @@ class TwoRanks:
         receiver.finish()
 
 
-def test_a_replica_of_two_ranks_takes_two_places_in_the_group() -> None:
+def test_a_replica_of_two_ranks_has_two_ranks_of_the_group() -> None:
     models = [make_model(seed) for seed in (1, 2, 3, 4)]
     control = TwoRanks(Replicas(*models[:2]), *models[2:])
     engine = FakeTrainEngine(make_model(5))
@@ -215,7 +215,7 @@ def test_a_replica_of_two_ranks_takes_two_places_in_the_group() -> None:
     channel.close()
 
 
-def test_weights_that_were_not_announced_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_without_a_spec_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
     engine = FakeTrainEngine(make_model(3))
     announced = engine.weight_specs()
@@ -258,7 +258,7 @@ def test_a_new_replica_makes_a_new_group() -> None:
     channel.close()
 
 
-def test_a_replica_that_dies_under_a_broadcast_costs_at_most_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_dies_during_a_broadcast_costs_at_most_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.1)
     monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # nobody may wait for so long
     models = [make_model(1), make_model(2)]
