@@ -170,7 +170,7 @@ def test_final_versions_below_earlier_parts_are_an_error() -> None:
     ],
     ids=str,
 )
-def test_a_server_that_takes_prior_output_for_prompt_goes_on_with_the_same_distribution(gconfig: dict) -> None:
+def test_a_server_that_counts_prior_output_as_prompt_keeps_the_distribution(gconfig: dict) -> None:
     """The native sampler, which counts prior output by itself, is the measure."""
     generator = torch.Generator().manual_seed(1)
     output = torch.randint(0, 12, (7,), generator=generator).tolist()

@@ -28,7 +28,7 @@ UNKNOWN_TOKEN = GenerationRequest(request_id="r", input_ids=[1, 5000], gconfig=G
     ],
     ids=["vocabulary", "length"],
 )
-async def test_what_would_harm_a_server_is_not_sent(
+async def test_requests_that_a_server_cannot_serve_are_not_sent(
     kit: FleetKit, request_: GenerationRequest, code: str, value: str
 ) -> None:
     server = await kit.server(0)
@@ -54,7 +54,7 @@ async def test_every_replica_must_be_able_to_take_a_request(kit: FleetKit) -> No
     assert error.value.code == "request.too_long"
 
 
-async def test_prompts_go_where_they_are_known_until_the_cache_is_gone(kit: FleetKit) -> None:
+async def test_prompts_go_to_the_replica_that_has_their_prefix_cached(kit: FleetKit) -> None:
     servers = [await kit.server(index) for index in range(2)]
     fleet = await kit.fleet(2, schedule_policy="prefix_affinity", health_check_interval_s=0.5)
     prompt = [7] * 300
@@ -86,7 +86,7 @@ async def test_prompts_go_where_they_are_known_until_the_cache_is_gone(kit: Flee
     await until(lambda: len(slot.prefixes) == 0)
 
 
-async def test_the_status_tells_how_busy_the_servers_say_they_are(kit: FleetKit) -> None:
+async def test_the_status_contains_the_loads_that_servers_report(kit: FleetKit) -> None:
     server = await kit.server(0, hold_at=5)
     fleet = await kit.fleet(1)
 

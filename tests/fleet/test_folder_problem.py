@@ -84,13 +84,13 @@ OF_ITSELF: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), OF_ITSELF.values(), ids=OF_ITSELF)
-def test_a_folder_that_is_not_whole_says_so(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
     folder = write(tmp_path / "new", weights(), max_file_bytes=60)
     spoil(folder)
     assert re.search(message, folder_problem(folder, None))
 
 
-def test_an_absent_folder_and_one_unlike_its_marker_are_refused(tmp_path: Path) -> None:
+def test_an_absent_folder_and_a_wrong_marker_are_refused(tmp_path: Path) -> None:
     assert "does not exist" in folder_problem(tmp_path / "none", None)
     publish_folder(write(tmp_path / "new", weights()), tmp_path / "v1")
     (tmp_path / "v1" / "config.json").write_text("{}")
@@ -124,7 +124,7 @@ def test_weights_are_those_of_the_model(
     assert folder_problem(folder, tmp_path) == "", "a folder without safetensors files says nothing"
 
 
-def test_a_tied_head_may_be_there_or_not(tmp_path: Path) -> None:
+def test_a_tied_head_is_optional(tmp_path: Path) -> None:
     without = {name: value for name, value in weights().items() if name != "lm_head.weight"}
     full, short = write(tmp_path / "a", weights(), is_tied=True), write(tmp_path / "b", without, is_tied=True)
     assert folder_problem(full, short) == folder_problem(short, full) == ""

@@ -137,7 +137,7 @@ async def test_a_body_without_a_length_ends_with_its_connection() -> None:
         b"x" * 70000,
     ],
 )
-async def test_what_is_no_answer_fails_the_call(raw: tuple[RawServer, ServerClient], answer: bytes) -> None:
+async def test_an_answer_that_is_not_http_fails_the_call(raw: tuple[RawServer, ServerClient], answer: bytes) -> None:
     server, client = raw
     server.answers = [answer]
     with pytest.raises(ServerUnavailable) as error:

@@ -30,7 +30,7 @@ async def first_versions(server: FakeServer, replica: Any) -> list[int]:
     return [version for chunk in chunks[:-1] for version in chunk.versions]
 
 
-async def test_an_answer_from_before_an_update_is_no_news_after_it(kit: FleetKit) -> None:
+async def test_a_health_check_from_before_an_update_changes_nothing_after_it(kit: FleetKit) -> None:
     server = await kit.server(0, version=3)
     replica: Any = kit.server_class.client("server-0", server.address)
     await replica.info()

@@ -25,12 +25,12 @@ def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
     ("request_", "code", "values"),
     [
         (a_request([]), "request.invalid_field", "empty"),
-        (a_request([3, 100]), "request.token_id", "the prompt has token id 100, .*0 to 99"),
-        (a_request([-1, 3]), "request.token_id", "the prompt has token id -1"),
-        (a_request([3], stop_token_ids=[99, 100]), "request.token_id", "gconfig.stop_token_ids has token id 100"),
-        (a_request([1] * 20), "request.too_long", "20 tokens .* context length of 20"),
-        (a_request([1] * 16), "request.too_long", r"16 tokens.*\(up to 5\).*gconfig.max_new_tokens to at most 4,"),
-        (a_request([1], max_new_tokens=16384), "request.too_long", "at most 19"),  # the default is no exception
+        (a_request([3, 100]), "request.token_id", r"\b100, .*0 to 99"),
+        (a_request([-1, 3]), "request.token_id", r" -1\b"),
+        (a_request([3], stop_token_ids=[99, 100]), "request.token_id", r"gconfig\.stop_token_ids .*\b100\b"),
+        (a_request([1] * 20), "request.too_long", r"\b20 .*\b20\b"),
+        (a_request([1] * 16), "request.too_long", r"\b16 .*\b5\b.*gconfig\.max_new_tokens .*\b4,"),
+        (a_request([1], max_new_tokens=16384), "request.too_long", r"\b19\b"),  # the default is no exception
         (a_request([1] * 4, max_tokens=4), "request.too_long", "gconfig.max_tokens=4"),
     ],
 )

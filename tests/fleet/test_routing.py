@@ -58,7 +58,7 @@ def test_a_group_stays_where_it_is_until_its_replica_is_gone(policy: str) -> Non
     assert len(router._replica_of) == 2
 
 
-def test_a_prompt_goes_to_the_replica_that_knows_the_longest_beginning_of_it() -> None:
+def test_a_prompt_goes_to_the_replica_that_has_its_longest_prefix() -> None:
     router = Router("prefix_affinity")
     fleet = [Candidate(name) for name in "abcd"]
     shared = prompt(1, 3)
@@ -72,7 +72,7 @@ def test_a_prompt_goes_to_the_replica_that_knows_the_longest_beginning_of_it() -
     assert router.pick(fleet, of(input_ids=prompt(2, 2, after=shared), adapter="lora-v1")).num_running == 0
 
 
-def test_of_replicas_that_know_as_much_the_least_loaded_is_taken() -> None:
+def test_the_least_loaded_of_equal_replicas_is_chosen() -> None:
     router = Router("prefix_affinity")
     a, b, c = Candidate("a", 4), Candidate("b", 2), Candidate("c", 0)
     for one in (a, b):
@@ -80,7 +80,7 @@ def test_of_replicas_that_know_as_much_the_least_loaded_is_taken() -> None:
     assert router.pick([a, b, c], of(input_ids=prompt(1, 2))) is b
 
 
-def test_an_overloaded_replica_loses_its_affinity_and_what_all_share_spreads() -> None:
+def test_an_overloaded_replica_loses_its_affinity_and_common_prefixes_spread() -> None:
     router = Router("prefix_affinity")
     fleet = [Candidate(name) for name in "abc"]
     shared = prompt(1, 4)
@@ -102,7 +102,7 @@ def test_affinity_is_forgotten_with_the_cache() -> None:
     assert router.pick([a, b], of(input_ids=prompt(1, 2))) is b
 
 
-def test_only_whole_blocks_count_and_each_stands_for_all_before_it() -> None:
+def test_only_full_blocks_count_and_each_includes_all_before_it() -> None:
     assert prefix_blocks(of(input_ids=[1] * (BLOCK_TOKENS - 1))) == []
     first, second = prompt(1, 1), prompt(2, 1)
     assert prefix_blocks(of(input_ids=first + second))[1] != prefix_blocks(of(input_ids=second + second))[1]

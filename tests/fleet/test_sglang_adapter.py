@@ -140,7 +140,7 @@ async def test_incremental_and_cumulative_streams_bring_the_same_tokens(
     assert plain.token_ids == ids_of(chunks)
 
 
-async def test_versions_come_from_the_server_and_else_from_what_is_known(
+async def test_versions_come_from_the_server_or_else_are_the_last_known(
     server: FakeSGLang, replica: SGLangReplica, tmp_path: Path
 ) -> None:
     server.tells_spans = False
@@ -155,7 +155,7 @@ async def test_versions_come_from_the_server_and_else_from_what_is_known(
     assert (after.versions, after.part_versions) == ([4] * 5, None)
 
 
-async def test_tokens_of_a_stream_never_count_as_newer_than_they_are(
+async def test_tokens_of_a_stream_never_get_a_newer_version_than_their_own(
     server: FakeSGLang, replica: SGLangReplica
 ) -> None:
     server.hold_at = 6
@@ -191,7 +191,7 @@ def test_a_token_that_an_abort_in_the_queue_repeats_counts_once(waiting: list[in
     assert last.finish_reason == "abort"
 
 
-async def test_an_aborted_request_keeps_what_it_has_and_a_queued_one_has_nothing(
+async def test_an_aborted_request_keeps_its_tokens_and_a_queued_one_has_none(
     server: FakeSGLang, replica: SGLangReplica
 ) -> None:
     server.hold_at = 10
@@ -205,9 +205,7 @@ async def test_an_aborted_request_keeps_what_it_has_and_a_queued_one_has_nothing
     assert (queued.token_ids, queued.finish_reason, queued.part_versions) == ([], "abort", None)
 
 
-async def test_a_pause_waits_for_its_requests_before_the_server_would(
-    server: FakeSGLang, replica: SGLangReplica
-) -> None:
+async def test_a_pause_waits_until_running_requests_have_returned(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.hold_at = 3
     running = asyncio.create_task(chunks_of(replica, a_part(20, interval=4)))
     await until(lambda: server.num_held == 1)
@@ -275,7 +273,7 @@ async def test_a_stop_string_across_an_interruption_ends_the_answer(
 # Control
 
 
-async def test_info_tells_version_vocabulary_and_context(server: FakeSGLang, replica: SGLangReplica) -> None:
+async def test_info_contains_version_vocabulary_and_context(server: FakeSGLang, replica: SGLangReplica) -> None:
     server.version = 7
     server.pause("abort")  # by somebody who is gone
     info = await asyncio.wait_for(replica.info(), 60)
@@ -317,7 +315,7 @@ async def test_a_session_left_open_is_closed_before_the_next(server: FakeSGLang,
     assert not server.has_session
 
 
-async def test_a_failed_disk_update_is_no_refusal_but_a_bad_folder_is(
+async def test_a_bad_folder_is_refused_and_a_failed_disk_update_is_a_failure(
     server: FakeSGLang, replica: SGLangReplica, tmp_path: Path
 ) -> None:
     server.settings["model_path"] = "org/model"
@@ -334,7 +332,9 @@ async def test_a_failed_disk_update_is_no_refusal_but_a_bad_folder_is(
     assert len(server.paths) == num_asked
 
 
-async def test_a_check_during_an_update_asks_only_who_can_answer(server: FakeSGLang, replica: SGLangReplica) -> None:
+async def test_a_health_check_during_an_update_asks_only_the_http_process(
+    server: FakeSGLang, replica: SGLangReplica
+) -> None:
     await replica.info()
     server.fail_update = "hang"
     updating = asyncio.create_task(replica.update_weights(update(1), rank=1))

@@ -28,7 +28,7 @@ def problems(
     ],
     ids=str,
 )
-def test_what_sglang_does_exactly_is_taken(changes: dict[str, Any]) -> None:
+def test_settings_that_sglang_honours_exactly_are_accepted(changes: dict[str, Any]) -> None:
     assert problems(**changes) == []
 
 
@@ -44,14 +44,14 @@ def test_what_sglang_does_exactly_is_taken(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_sglang_cannot_honour_is_refused_by_name(changes: dict[str, Any], field: str, value: str) -> None:
+def test_settings_that_sglang_cannot_honour_are_refused(changes: dict[str, Any], field: str, value: str) -> None:
     [(found, sentence)] = problems(**changes)
     assert found == field
     assert value in sentence
     assert problems(needs_logprobs=False, **changes)  # the choice of the token is wrong, not only its number
 
 
-def test_a_flag_that_spoils_the_settings_is_refused() -> None:
+def test_a_flag_that_changes_the_settings_is_refused() -> None:
     assert [name for name, _ in problems({"skip_tokenizer_init": True}, stop=["x"])] == ["stop"]
     assert [name for name, _ in problems({"rl_on_policy_target": "fsdp"})] == ["temperature"]
     assert problems({"rl_on_policy_target": "fsdp"}, needs_logprobs=False) == []

@@ -41,11 +41,11 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(
     assert ended_after(prior, new, stop) == expected
 
 
-def test_a_stop_string_from_when_the_answer_was_too_short_to_end_counts_no_more() -> None:
+def test_a_stop_string_within_min_new_tokens_does_not_count_later() -> None:
     assert ended_after("ab", "cdef", "ab") is None
     assert ended_after("xab", "abcd", "ab") == 2  # it counts when it comes again
 
 
-def test_a_stop_string_ends_no_answer_that_is_still_too_short() -> None:
+def test_a_stop_string_does_not_end_an_answer_below_min_new_tokens() -> None:
     assert ended_after("abc", "def", "cd", min_new_tokens=2) is None
     assert ended_after("abc", "def", "cde", min_new_tokens=2) == 2

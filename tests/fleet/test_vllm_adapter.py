@@ -146,7 +146,7 @@ async def test_tokens_of_an_uncertain_version_wait_for_the_end(
     assert chunks[-1].part_versions == chunks.versions
 
 
-async def test_a_stream_that_ends_with_an_error_is_no_answer(server: FakeVLLM, replica: VLLMReplica) -> None:
+async def test_a_stream_that_ends_with_an_error_fails(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.error_in_stream = True
     with pytest.raises(ServerUnavailable, match="500") as error:
         await replica.generate(a_part(), Chunks().append)
@@ -206,7 +206,7 @@ async def test_a_disk_update_drops_the_cache_before_its_version_counts(
     assert server.version == -1
 
 
-async def test_a_bad_folder_is_not_given_to_the_server(server: FakeVLLM, replica: VLLMReplica, tmp_path: Path) -> None:
+async def test_a_bad_folder_is_not_sent_to_the_server(server: FakeVLLM, replica: VLLMReplica, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
         await replica.update_weights(WeightUpdate(version=1, kind="disk", path=str(tmp_path / "none")), rank=1)
     assert error.value.code == "weights.bad_folder"
@@ -223,7 +223,9 @@ async def test_a_group_is_joined_once_with_the_rank_of_the_first_worker(server: 
     assert server.acts().count("join") == 2
 
 
-async def test_a_server_that_takes_in_weights_is_asked_whether_it_lives(server: FakeVLLM, replica: VLLMReplica) -> None:
+async def test_a_health_check_during_an_update_asks_only_whether_the_server_lives(
+    server: FakeVLLM, replica: VLLMReplica
+) -> None:
     before = await replica.info()
     server.fail_update = "hang"
     updating = asyncio.create_task(replica.update_weights(collective(1), rank=1))
@@ -233,7 +235,9 @@ async def test_a_server_that_takes_in_weights_is_asked_whether_it_lives(server: 
     updating.cancel()
 
 
-async def test_a_failed_update_shows_until_one_succeeds(server: FakeVLLM, replica: VLLMReplica) -> None:
+async def test_weights_are_incomplete_after_a_failed_update_until_one_succeeds(
+    server: FakeVLLM, replica: VLLMReplica
+) -> None:
     server.fail_update = "midway"
     with pytest.raises(ServerUnavailable, match="areal_receive") as error:
         await replica.update_weights(collective(1), rank=1)
@@ -246,7 +250,7 @@ async def test_a_failed_update_shows_until_one_succeeds(server: FakeVLLM, replic
     assert (found.weights_whole, found.version) == (True, 2)
 
 
-async def test_a_server_without_the_extension_is_told_how_to_start(server: FakeVLLM, replica: VLLMReplica) -> None:
+async def test_an_error_names_the_extension_that_a_server_lacks(server: FakeVLLM, replica: VLLMReplica) -> None:
     server.extension_missing = True
     with pytest.raises(ServerUnavailable, match=r"areal_vllm.extension.WorkerExtension") as error:
         await replica.info()

@@ -54,7 +54,7 @@ def test_exact_logprobs_of_vllm_need_the_processed_mode(changes: dict[str, Any],
     ],
     ids=str,
 )
-def test_what_vllm_cannot_honour_is_refused_by_name(changes: dict[str, Any], field: str, value: str) -> None:
+def test_settings_that_vllm_cannot_honour_are_refused(changes: dict[str, Any], field: str, value: str) -> None:
     [(found, sentence)] = problems(**changes)
     assert found == field
     assert value in sentence
@@ -68,7 +68,9 @@ def test_what_vllm_cannot_honour_is_refused_by_name(changes: dict[str, Any], fie
     ],
     ids=str,
 )
-def test_a_flag_that_spoils_the_settings_is_refused(flags: dict[str, Any], changes: dict[str, Any], field: str) -> None:
+def test_a_flag_that_changes_the_settings_is_refused(
+    flags: dict[str, Any], changes: dict[str, Any], field: str
+) -> None:
     assert problems(**changes) == []
     assert [found for found, _ in problems(flags, **changes)] == [field]
 

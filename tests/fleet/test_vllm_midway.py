@@ -28,7 +28,7 @@ async def kit(tmp_path: Path) -> Any:
     await made.close()
 
 
-async def test_weights_that_came_without_their_version_do_not_serve_under_the_one_before(kit: FleetKit) -> None:
+async def test_weights_without_their_version_do_not_serve_as_the_version_before(kit: FleetKit) -> None:
     server = await kit.server(0, version=3)
     fleet = await kit.fleet(1)
     server.fail_cache_reset = True

@@ -25,7 +25,7 @@ def test_a_request_is_the_one_that_was_recorded() -> None:
     assert generate_body(part, stream=True) == asked
 
 
-def test_greedy_and_no_limits_are_said_in_vllms_words() -> None:
+def test_greedy_and_unlimited_sampling_use_the_values_of_vllm() -> None:
     told = sampling(a_part(greedy=True, top_p=0.5, top_k=3))
     assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
     assert sampling(a_part())["top_k"] == 0
@@ -40,7 +40,7 @@ def test_ignore_eos_ignores_every_stop_token_and_masks_none() -> None:
     assert (told["ignore_eos"], told["stop_token_ids"], told["min_tokens"]) == (False, [4], 3)
 
 
-def test_text_is_made_only_for_stop_strings() -> None:
+def test_text_is_requested_only_for_stop_strings() -> None:
     assert sampling(a_part())["detokenize"] is False
     told = sampling(a_part(stop=["<end>"]))
     assert (told["detokenize"], told["stop"], told["skip_special_tokens"]) == (True, ["<end>"], False)
@@ -56,7 +56,7 @@ def test_prior_output_counts_for_the_frequency_penalty() -> None:
     assert error.value.code == "server.unsupported_sampling"
 
 
-def test_a_part_never_gets_the_random_numbers_of_another() -> None:
+def test_each_part_has_a_seed_that_no_other_has() -> None:
     seeds = {part_seed(7, num_prior) for num_prior in range(1000)}
     assert len(seeds) == 1000
     assert part_seed(7, 0) == 7
@@ -91,7 +91,7 @@ def test_versions_and_load_are_read() -> None:
         parse_load("")
 
 
-def test_a_server_is_whole_when_every_worker_is() -> None:
+def test_weights_are_complete_when_those_of_every_worker_are() -> None:
     state = RECORDING["state"]["body"]["results"][0]
     torn = RECORDING["state_torn"]["body"]["results"][0]
     assert parse_worker_state({"results": [state, state]}).weights_whole

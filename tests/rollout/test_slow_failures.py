@@ -32,7 +32,7 @@ def test_the_producer_stops_after_few_failures_when_each_takes_long(limit_s, exp
         controller = rollout_kit.make_controller(ledger, workflow=HangsUntilItsLimit(limit_s))
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-        with pytest.raises(ProducerStopped, match=rf"last {expected} .*test_slow_failures.py:\d+") as error:
+        with pytest.raises(ProducerStopped, match=rf"\b{expected} .*test_slow_failures.py:\d+") as error:
             await controller.ended()
         assert error.value.code == "rollout.all_failed"
         await controller.close()
@@ -54,7 +54,7 @@ def test_an_evaluation_with_only_failures_ends_early():
         )
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-        with pytest.raises(EvaluationFailed, match=r" 8 held-out rows .*TimeoutError: ran past its limit"):
+        with pytest.raises(EvaluationFailed, match=r"\b8 .*TimeoutError"):
             await controller.evaluate(0, "greedy", timeout_s=1e6)
         assert hangs.num_ended == MAX_FIRST_FAILURES
         await controller.close()

@@ -111,7 +111,7 @@ def exchange(port: int, rank: int, buffer: Tensor) -> None:
     group.leave(joined)
 
 
-def test_nobody_to_meet_is_an_error_within_the_limit() -> None:
+def test_a_rank_that_meets_no_other_fails_within_the_limit() -> None:
     store = serve_store(Host(), "secret", timeout_s=200)
     names = {"group_name": "g", "backend": "gloo", "timeout_s": 0.5}
     with pytest.raises(TransferError, match=r"group g: rank 1 of 2 did not meet the others within 0\.5 s"):
@@ -149,7 +149,7 @@ def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
     assert dist.is_initialized() == was_initialized, "torch's own register of groups is left alone"
 
 
-def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_dropped_in_a_separate_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         def abort(self) -> None:
             aborted.append(True)
@@ -172,14 +172,14 @@ def test_leaving_a_group_drops_it_in_the_thread_for_that(monkeypatch: pytest.Mon
     assert aborted == [True], "what waits in it ends"
 
 
-def test_a_store_that_nobody_opened_is_an_error_at_once() -> None:
+def test_an_absent_store_is_an_error_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(TransferError, match=f"no store of an update group at 127.0.0.1:{port}"):
         group.open_store("127.0.0.1", port, timeout_s=200)
 
 
-def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_dies_during_the_connection_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.5)
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -195,7 +195,7 @@ def test_a_master_that_dies_while_it_is_greeted_is_not_waited_for(monkeypatch: p
         group.open_store("127.0.0.1", server.getsockname()[1], timeout_s=1e4)
 
 
-def test_a_greeting_that_torch_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_attempt_that_torch_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     store = serve_store(Host(), "secret", timeout_s=20)
     monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.2)

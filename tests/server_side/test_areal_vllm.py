@@ -292,7 +292,7 @@ def test_an_update_that_lacks_a_weight_is_reported(kit: Kit, buckets: list[dict[
     assert kit.is_whole
 
 
-def test_a_bucket_that_fails_puts_the_weights_back_and_leaves_the_group(kit: Kit) -> None:
+def test_a_failed_bucket_restores_the_weights_and_leaves_the_group(kit: Kit) -> None:
     kit.join()
     kit.fails_to_send = True
     with pytest.raises(RuntimeError, match="closed by peer"):

@@ -75,7 +75,7 @@ def test_kill_9_of_the_leader_leaves_nothing(lead):
     wait_for_end(others)
 
 
-def test_an_end_in_order_leaves_nothing_and_keeps_its_exit_code(lead):
+def test_a_regular_end_leaves_nothing_and_keeps_its_exit_code(lead):
     """The blow comes when the leader's exit code is settled."""
     for code in (0, 3):
         leader, others = lead(f"sys.exit({code})")

@@ -257,5 +257,5 @@ async def test_a_task_is_placed_in_our_own_frame_and_in_the_library_it_waits_in(
     foreign.cancel()
 
 
-def test_the_signal_is_left_alone_by_importing():
+def test_an_import_does_not_change_the_signal():
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
