@@ -6,7 +6,7 @@ request_timeout). `areal.fleet.weight_updater` states what a weight update waits
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
@@ -20,8 +20,6 @@ from areal.fleet.routing import Router
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
-
-_RATE_WINDOW_S = 10.0
 
 
 class Fleet:
@@ -46,7 +44,6 @@ class Fleet:
         self._awaited_versions: Counter[int] = Counter()
         """Number of answers that wait until the fleet serves a version again, by version."""
         self._num_tokens = 0
-        self._rate_samples: deque[tuple[float, int]] = deque()
 
     @property
     def version(self) -> int:
@@ -194,15 +191,4 @@ class Fleet:
             "updating_to": self._updater.updating_to,
             "needs_weights": self._updater.needs_weights(),
             "generated_tokens": self._num_tokens,
-            "tokens_per_s": self._tokens_per_s(),
         }
-
-    def _tokens_per_s(self) -> float:
-        """Over the calls of the last seconds; 0 at the first call."""
-        now = time.monotonic()
-        samples = self._rate_samples
-        samples.append((now, self._num_tokens))
-        while len(samples) > 2 and samples[0][0] < now - _RATE_WINDOW_S:
-            samples.popleft()
-        seconds = now - samples[0][0]
-        return (self._num_tokens - samples[0][1]) / seconds if seconds > 0 else 0.0
