@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
-from areal.observe.http_log import http_logger
-from areal.system.http_guard import RequestGuard
+from areal.api.errors import RequestError
+from areal.observe.http_log import HttpLogger
+from areal.system.http_guard import RequestGuard, guarded, read_body
 from areal.system.network import Host, http_address, listen
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
@@ -31,11 +32,10 @@ async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-        app = web.Application(middlewares=[_guarded(RequestGuard(token, host))], client_max_size=0)
+        app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
         app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
-        runner = web.AppRunner(
-            app, access_log=None, logger=http_logger(), handler_cancellation=True, shutdown_timeout=1.0
-        )
+        http_log = HttpLogger()
+        runner = web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         bound = listen(host, token)
         await web.SockSite(runner, bound).start()
@@ -43,23 +43,20 @@ async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
             yield http_address(bound, host.advertise)
         finally:
             await runner.cleanup()
+            http_log.close()
 
 
-def _guarded(guard: RequestGuard) -> Middleware:
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if refusal := guard.refusal(request.headers, has_body=request.can_read_body):
-            error = {"message": refusal.message, "code": refusal.code}
-            return web.json_response({"error": error}, status=refusal.status)
-        return await handler(request)
-
-    return check
+def _error(status: int, message: str, code: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": code}}, status=status)
 
 
 def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:
     async def pass_on(request: web.Request) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _NOT_PASSED_ON}
-        body = await request.read() if request.can_read_body else None
+        try:
+            body = await read_body(request) if request.can_read_body else None
+        except RequestError as error:
+            return _error(400, str(error), error.code)
         try:
             found = await session.request(
                 request.method, f"{server}{request.raw_path}", headers=headers, data=body, allow_redirects=False
