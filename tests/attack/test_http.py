@@ -11,7 +11,7 @@ from aiohttp import ClientSession
 from hypothesis import given
 
 from areal.ledger.ledger import Ledger
-from areal.observe.http_log import http_logger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.controller_routes import make_app
 from tests.attack.controller import VALID
 from tests.attack.http import exchanges, statuses_of
@@ -32,7 +32,7 @@ async def controller_at(folder):
     controller = rollout_kit.make_controller(Ledger.open(folder))
     await controller.start()
     async with listening(
-        make_app(controller, token=TOKEN, poll_s=0.01), logger=http_logger(), auto_decompress=False
+        make_app(controller, token=TOKEN, poll_s=0.01), logger=HttpLogger(), auto_decompress=False
     ) as address:
         yield address
         async with ClientSession(headers=BEARER) as session, session.get(f"{address}/status") as answer:

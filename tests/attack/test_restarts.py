@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from areal.api.errors import LedgerError
 from areal.ledger.audit import audit
 from areal.ledger.ledger import Ledger
-from areal.observe.http_log import http_logger
+from areal.observe.http_log import HttpLogger
 from areal.rollout.controller_routes import make_app
 from areal.system.run_paths import RunPaths
 from tests.attack.ledger import cut, flip, groups_of, newest
@@ -120,7 +120,7 @@ class Run:
         await controller.start()
         self._parts.push_async_callback(controller.close)
         app = make_app(controller, token=TOKEN, poll_s=0.02)
-        self._address = await self._parts.enter_async_context(listening(app, logger=http_logger()))
+        self._address = await self._parts.enter_async_context(listening(app, logger=HttpLogger()))
         self._session = await self._parts.enter_async_context(ClientSession(headers={**BEARER, **JSON}))
 
     async def stop(self):
