@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these processes, for example trainer-0")
     parser.add_argument("--follow", action="store_true", help="continue until the launcher of the run has ended")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     paths = RunPaths(args.run.absolute())
     existing = sorted(path.stem for path in paths.logs.glob("*.log"))
     if not existing and not args.follow:
