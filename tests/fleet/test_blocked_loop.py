@@ -11,7 +11,7 @@ from areal.api.data import GenerationRequest, WeightUpdate
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import PartChunk, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import ServerClient
-from areal.system.discovery import NameRegistry
+from areal.system.file_registry import FileRegistry
 from areal.system.network import bind_socket, http_address
 from tests.rollout.rollout_kit import VirtualLoop
 
@@ -88,7 +88,7 @@ REQUEST = GenerationRequest(
 
 @pytest.mark.parametrize("call", ["info", "pause", "update_weights", "resume", "generate"])
 def test_a_replica_that_answers_in_time_keeps_its_place(tmp_path, call):
-    registry, replica = NameRegistry(tmp_path), SlowReplica()
+    registry, replica = FileRegistry(tmp_path), SlowReplica()
     registry.add("servers/0", json.dumps({"address": "http://fake:1", "pid": 1}))
 
     async def main():
