@@ -105,7 +105,7 @@ class Child:
     def server_error(self) -> list[str]:
         """The last error that a foreign server printed, which the error of its host does not repeat."""
         lines = self._backend.last_lines(self.name).lines
-        if "areal.fleet.server_host" not in self.planned.argv:
+        if "--backend" not in self.planned.argv:  # a flag of the host of a foreign server only
             return []
         return end_reason([line for line in lines if not line.startswith(ERROR_PREFIX)])
 

@@ -28,6 +28,7 @@ _OTHERS = {
     ),
     "allocation_mode": "a replay has the trainer ranks of the recorded run and no servers",
     "cluster": "a replay runs on this machine, in the folder of the recorded run",
+    "elastic": "a replay has no servers",
     "launcher": "a replay has the threads and the environment of the recorded run",
     "strict_config": "the configuration was checked when the run started",
     **dict.fromkeys(("experiment_name", "trial_name"), "--name names a replay"),

@@ -226,8 +226,9 @@ def _bubblewrap(visible: list[str], folder_bytes: int) -> list[str]:
     """The command that starts Python in namespaces made by bwrap, with the same contents as in `enter_namespaces`."""
     python = os.path.realpath(sys.executable)
     shown = [*visible, python, f"{_ROOT}/areal/__init__.py", f"{_ROOT}/areal/reward"]
-    binds = [word for path in shown for word in ("--ro-bind", path, path)]
-    binds += ["--dev-bind", "/dev/null", "/dev/null", "--size", str(folder_bytes), "--tmpfs", "/tmp"]
+    # /tmp first: Python may be installed below it.
+    binds = ["--size", str(folder_bytes), "--tmpfs", "/tmp", "--dev-bind", "/dev/null", "/dev/null"]
+    binds += [word for path in shown for word in ("--ro-bind", path, path)]
     return ["bwrap", "--unshare-all", "--die-with-parent", "--as-pid-1", *binds, "--remount-ro", "/", python]
 
 

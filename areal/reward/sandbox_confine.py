@@ -108,6 +108,8 @@ def enter_namespaces(folder: str, folder_bytes: int, visible: list[str]) -> None
             file.write(text)
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=1000,mode=0755")
+    os.mkdir(f"{folder}/tmp")  # first: Python may be installed below /tmp
+    mount("tmpfs", f"{folder}/tmp", "tmpfs", _MS_NOEXEC, f"size={folder_bytes},nr_inodes=1000,mode=0700")
     for path in ["/dev/null", *visible]:
         target = folder + path
         if os.path.isdir(path):
@@ -117,12 +119,10 @@ def enter_namespaces(folder: str, folder_bytes: int, visible: list[str]) -> None
             os.close(os.open(target, os.O_CREAT, 0o600))
         mount(path, target, "", _MS_BIND | _MS_REC)
     os.makedirs(f"{folder}/proc", exist_ok=True)
-    os.makedirs(f"{folder}/tmp", exist_ok=True)
     # Devices are blocked too: the user who runs areal may own a disk device.
     set_attributes(folder, _AT_RECURSIVE, set=_ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
     set_attributes(f"{folder}/dev/null", 0, clear=_ATTR_RDONLY | _ATTR_NODEV)
-    size = f"size={folder_bytes},nr_inodes=1000,mode=0700"
-    mount("tmpfs", f"{folder}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, size)
+    set_attributes(f"{folder}/tmp", 0, clear=_ATTR_RDONLY)
     os.chdir(folder)
     check(libc.pivot_root(b".", b"."))  # the old root is now mounted on top of the new one
     check(libc.umount2(b".", _MNT_DETACH))

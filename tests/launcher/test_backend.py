@@ -172,5 +172,5 @@ def test_only_the_backend_touches_processes():
         if isinstance(node, ast.Attribute) and node.attr in ("kill", "killpg") and ast.unparse(node.value) == "os"
     }
     before_a_run = {"orphans.py", "server_check.py", "sandbox_check.py"}  # of no run, or an earlier one
-    backends = {"backend.py", "nodes.py", "node_agent.py"}
+    backends = {"backend.py", "nodes.py", "node_agent.py", "transport.py"}
     assert set(users) | kills <= backends | before_a_run
