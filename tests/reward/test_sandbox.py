@@ -131,13 +131,14 @@ def test_only_the_files_of_python_are_visible(namespaces, tmp_path, isolation):
     (tmp_path / "train.jsonl").write_text('{"answer": 18}')
     mine = [str(tmp_path), str(ROOT / "README.md"), str(Path(module.__file__).parent)]
     hidden = [*mine, "/etc/passwd", "/sys", "/proc/self"]
+    installed = {Path(prefix).parts[2] for prefix in (sys.prefix, sys.base_prefix) if prefix.startswith("/tmp/")}
     source = f"""
 import os
 print([path for path in {hidden!r} if os.path.exists(path)])
 for folder in ("/tmp/..", "/", "/tmp/../..", "/proc/1/root"):
     if os.path.exists(folder):
         print(sorted(set(os.listdir(folder)) & {{"tmp", "proc", "dev", "sys", "boot", "var", "srv"}}))
-print(sorted(os.listdir("/dev")), os.listdir("/tmp"))
+print(sorted(os.listdir("/dev")), sorted(set(os.listdir("/tmp")) - {installed!r}))
 import json, ssl, sqlite3
 """
     wanted = "[]\n" + "['dev', 'proc', 'tmp']\n" * 3 + "['null'] ['program.py']\n"
