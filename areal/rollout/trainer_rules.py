@@ -147,8 +147,10 @@ def _after_publish(request: PublishRequest, run: TrainerRun | None, state: Ledge
         run, is_allowed = TrainerRun(run_id=request.run_id, start=version, is_attached=True), True
     elif run is None or is_new:
         run = TrainerRun(run_id=request.run_id, start=version, is_attached=False)
-        is_allowed = version <= trained
+        is_allowed = version <= (state.newest_step or 0)  # the version of a checkpoint, perhaps of an earlier run
     else:
+        if version > trained + 1:
+            raise LedgerBehind(version, state.newest_step)
         is_current = run.is_attached or run.start == trained
         current = state.version if run.is_attached else run.start
         is_allowed = version == current or (is_current and version == following)
@@ -175,6 +177,8 @@ def _position(request: TrainerRequest, run: TrainerRun | None, state: LedgerStat
         raise LedgerBehind(0, None)
     if run is None:
         return trained, TrainerRun(run_id=request.run_id, start=trained, is_attached=True)
+    if not run.is_attached and run.start > trained:
+        raise LedgerBehind(run.start, state.newest_step)
     if request.run_id > run.run_id or not (run.is_attached or run.start == trained):
         raise OutOfOrder(f"trainer run {request.run_id} is not attached")
     return trained, run

@@ -61,10 +61,8 @@ def purpose_of(listening: Listening, run: Path) -> str:
         path = names / "controller.json" if role == "controller" else names / "servers" / f"{index}.json"
         if _registered_port(path, "address") in (listening.port, None):
             return f"http of a {role}"
-    if (
-        listening.process == "trainer-0"
-        and _registered_port(names / "trainer" / "store.json", "port") == listening.port
-    ):
+    stores = (names / "trainer" / "store").glob("*.json")  # one for each start of the trainers
+    if listening.process == "trainer-0" and listening.port in {_registered_port(path, "port") for path in stores}:
         return "store of the trainers"
     return "collective" if role in COLLECTIVE else ""
 

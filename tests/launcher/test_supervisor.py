@@ -206,7 +206,7 @@ RECORDED = json.loads((Path(__file__).parents[1] / "fleet" / "recordings" / "sta
     ],
 )
 def test_the_error_of_a_foreign_server_is_printed_above_the_error_of_the_run(run, name, first, count):
-    run.words = ("-m", "areal.fleet.server_host")
+    run.words = ("-m", "areal.fleet.server_host", "--backend", "vllm")
     ours = "areal: error: the server ended with exit code 2"
     code = f"print({chr(10).join([*RECORDED[name], ours])!r}, flush=True); sys.exit(1)"
     outcome = run(controller=SERVE, server_0=code, trainer_0=SERVE)
