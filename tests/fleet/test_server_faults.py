@@ -29,6 +29,7 @@ from areal.weights.disk import DiskChannel
 from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit
 from tests.fleet.test_fleet_native import FakeTrainEngine, FleetControl, a_request, make_model
+from tests.run_token import TOKEN
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ class Struck(NativeReplica):
     """A client that counts what it gets, and may strike its server before a call."""
 
     def __init__(self, servers: Servers, name: str, address: str) -> None:
-        super().__init__(name, address)
+        super().__init__(name, address, TOKEN)
         self._servers = servers
         self._client = StrikingClient(servers, name, address)
 
@@ -116,7 +117,7 @@ class StrikingClient(ServerClient):
     """Strikes the server down before the call that is due."""
 
     def __init__(self, servers: Servers, name: str, address: str) -> None:
-        super().__init__(name, address)
+        super().__init__(name, address, token=TOKEN)
         self._servers = servers
         self._calls: Counter[str] = Counter()
 
