@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -31,13 +32,13 @@ def wait_for(condition, limit_s=30.0):
     return found
 
 
-@pytest.fixture
-def link(tmp_path):
+@contextmanager
+def connections(run_dir):
+    """Connects to agents on this machine, and closes the connections at the end."""
     opened = []
 
-    def connect(name="node1", command=AGENT, *, silence_s=10.0, run_dir=tmp_path, **changes):
-        hello = Hello(folder=os.getcwd(), silence_s=silence_s)
-        hello = dataclasses.replace(hello, **changes)
+    def connect(name="node1", command=AGENT, *, silence_s=10.0, **changes):
+        hello = dataclasses.replace(Hello(folder=os.getcwd(), silence_s=silence_s), **changes)
         opened.append(NodeLink(name, CommandTransport(command), hello, connect_limit_s=30.0))
         opened[-1].open(RunPaths(run_dir), {"GREETING": "hello"})
         return opened[-1]
@@ -47,19 +48,36 @@ def link(tmp_path):
         one.close()
 
 
-@pytest.fixture
-def backend(link):
+def backend_of(connect, silence_s):
     """Two nodes."""
-
-    links = {name: link(name, silence_s=1.0) for name in ("node1", "node2")}
+    links = {name: connect(name, silence_s=silence_s) for name in ("node1", "node2")}
 
     def agent_for(planned):
         name = planned.host.node
         if links[name].lost:
-            links[name] = link(name, silence_s=1.0)
+            links[name] = connect(name, silence_s=silence_s)
         return links[name], planned
 
     return NodesBackend(agent_for)
+
+
+@pytest.fixture
+def link(tmp_path):
+    with connections(tmp_path) as connect:
+        yield connect
+
+
+@pytest.fixture
+def backend(link):
+    """Its agents may be killed."""
+    return backend_of(link, silence_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """A backend whose agents all tests of the module share."""
+    with connections(tmp_path_factory.mktemp("run")) as connect:
+        yield backend_of(connect, silence_s=10.0)
 
 
 def program(tmp_path, source, *, name="server-0", node="node1"):
@@ -90,51 +108,51 @@ def test_a_run_folder_that_is_another_one_there_is_refused(link, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_runs_with_the_environment_of_the_launcher_and_reports_its_exit(backend, tmp_path):
+def test_a_process_runs_with_the_environment_of_the_launcher_and_reports_its_exit(lasting, tmp_path):
     source = "import os, sys; print(os.environ['GREETING']); sys.exit(7)"
-    backend.start(program(tmp_path, source))
-    assert wait_for(lambda: backend.poll("server-0")) == 7
-    assert backend.last_lines("server-0").lines == ["hello"]
+    lasting.start(program(tmp_path, source))
+    assert wait_for(lambda: lasting.poll("server-0")) == 7
+    assert lasting.last_lines("server-0").lines == ["hello"]
 
 
-def test_each_node_runs_its_own_processes(backend, tmp_path):
+def test_each_node_runs_its_own_processes(lasting, tmp_path):
     pids = [
-        backend.start(program(tmp_path, SLEEPS, name=f"server-{index}", node=f"node{index + 1}")) for index in (0, 1)
+        lasting.start(program(tmp_path, SLEEPS, name=f"server-{index}", node=f"node{index + 1}")) for index in (0, 1)
     ]
     assert agent_of(pids[0]).pid != agent_of(pids[1]).pid
-    assert [backend.poll(name) for name in ("server-0", "server-1")] == [None, None]
-    assert wait_for(lambda: backend.last_lines("server-1").lines) == ["up"]
+    assert [lasting.poll(name) for name in ("server-0", "server-1")] == [None, None]
+    assert wait_for(lambda: lasting.last_lines("server-1").lines) == ["up"]
 
 
-def test_a_signal_reaches_the_process(backend, tmp_path):
-    backend.start(program(tmp_path, SLEEPS))
-    backend.signal("server-0", signal.SIGKILL)
-    assert wait_for(lambda: backend.poll("server-0")) == -signal.SIGKILL
+def test_a_signal_reaches_the_process(lasting, tmp_path):
+    lasting.start(program(tmp_path, SLEEPS))
+    lasting.signal("server-0", signal.SIGKILL)
+    assert wait_for(lambda: lasting.poll("server-0")) == -signal.SIGKILL
 
 
-def test_stop_ends_processes_on_all_nodes_after_the_grace_period(backend, tmp_path):
+def test_stop_ends_processes_on_all_nodes_after_the_grace_period(lasting, tmp_path):
     ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    backend.start(program(tmp_path, ignores, name="server-0", node="node1"))
-    backend.start(program(tmp_path, SLEEPS, name="server-1", node="node2"))
-    wait_for(lambda: backend.last_lines("server-0").lines)
-    backend.stop(["server-0", "server-1", "never-started"], 0.2, hurry=lambda: False)
-    assert backend.poll("server-0") == -signal.SIGKILL
-    assert backend.poll("server-1") == -signal.SIGTERM
+    lasting.start(program(tmp_path, ignores, name="server-0", node="node1"))
+    lasting.start(program(tmp_path, SLEEPS, name="server-1", node="node2"))
+    wait_for(lambda: lasting.last_lines("server-0").lines)
+    lasting.stop(["server-0", "server-1", "never-started"], 0.2, hurry=lambda: False)
+    assert lasting.poll("server-0") == -signal.SIGKILL
+    assert lasting.poll("server-1") == -signal.SIGTERM
 
 
-def test_hurry_ends_the_grace_period(backend, tmp_path):
+def test_hurry_ends_the_grace_period(lasting, tmp_path):
     ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    backend.start(program(tmp_path, ignores))
-    wait_for(lambda: backend.last_lines("server-0").lines)
-    backend.stop(["server-0"], 3600.0, hurry=lambda: True)
-    assert backend.poll("server-0") == -signal.SIGKILL
+    lasting.start(program(tmp_path, ignores))
+    wait_for(lambda: lasting.last_lines("server-0").lines)
+    lasting.stop(["server-0"], 3600.0, hurry=lambda: True)
+    assert lasting.poll("server-0") == -signal.SIGKILL
 
 
-def test_a_process_may_be_started_again_after_its_end(backend, tmp_path):
-    backend.start(program(tmp_path, "raise SystemExit(3)"))
-    assert wait_for(lambda: backend.poll("server-0")) == 3
-    backend.start(program(tmp_path, SLEEPS))
-    assert backend.poll("server-0") is None
+def test_a_process_may_be_started_again_after_its_end(lasting, tmp_path):
+    lasting.start(program(tmp_path, "raise SystemExit(3)"))
+    assert wait_for(lambda: lasting.poll("server-0")) == 3
+    lasting.start(program(tmp_path, SLEEPS))
+    assert lasting.poll("server-0") is None
 
 
 def test_a_killed_agent_ends_its_processes_and_its_node_is_connected_again(backend, tmp_path):
