@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import selectors
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ from tests.run_token import TOKEN
 settings.register_profile("areal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("areal")
 os.environ[TOKEN_VARIABLE] = TOKEN
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job: its commands would print that they ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: threads of several test processes on the same cores double the CPU time.
