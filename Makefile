@@ -8,7 +8,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-vllm test-sglang test-etcd lint docs clean
+.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -57,12 +57,17 @@ test-attack: .venv/.installed
 
 # Several nodes on this machine, with addresses of their own: needs Linux, root and iproute2 (docs/clusters.md).
 test-cluster: .venv/.installed
-	$(PYTEST) -m 'cluster and not ray' tests/cluster $(ARGS)
+	$(PYTEST) -m 'cluster and not ray and not slurm' tests/cluster $(ARGS)
 
 # The same with a real Ray on the nodes.
 test-ray: .venv/.installed
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(PYTEST) -m ray tests/cluster $(ARGS)
+
+# A real Slurm on three such nodes: needs the Debian packages slurmctld slurmd slurm-client munge. Without them: exit 2.
+test-slurm: .venv/.installed
+	@$(BIN)/python -m tests.cluster.slurm_cluster
+	$(PYTEST) -m slurm tests/cluster $(ARGS)
 
 # The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments

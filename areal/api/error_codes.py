@@ -166,6 +166,10 @@ launch.run_in_use: Another launcher, or processes that one left behind, work on 
     Stop them (the message has the process ids), or change trial_name.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
     Set cluster.n_nodes=1.
+launch.slurm_refused: Slurm refuses the job, or to put it back into the queue; the message quotes its reason.
+    Change cluster.n_nodes, cluster.n_gpus_per_node or the option of launcher.slurm that the reason names.
+launch.slurm_silent: The commands of Slurm are not installed on this machine, or its controller does not answer.
+    Run the command on a login node; try sinfo there.
 launch.token_invalid: The token has characters that cannot be sent in an HTTP header.
     Set AREAL_SERVER_TOKEN to letters, digits and punctuation, without spaces.
 launch.token_mismatch: Two processes of a run, or the run and a server that it uses, have different tokens.

@@ -138,17 +138,13 @@ def launch(request: Launch, cluster: Cluster) -> int:
         cluster.close()
 
 
-def _launch(request: Launch, cluster: Cluster) -> int:
-    config, paths = request.config, RunPaths.of(request.config)
-    rows = count_rows(config)
-    line = StatusLine()
-    machines = cluster.machines()
-    plan = make_plan(config, machines, script=request.script, num_rows=rows)
+def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine) -> LaunchPlan:
+    """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
+    config = request.config
+    plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config))
     for notice in (notice_of(config), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
-    if notice := "" if request.dry_run else interrupts_notice():
-        line.say(notice)
     problems = missing_inputs(config, request.script)
     if isinstance(config, PPOConfig):
         for notice in notices(config):
@@ -160,8 +156,18 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:
         raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
+    return plan
+
+
+def _launch(request: Launch, cluster: Cluster) -> int:
+    config, paths = request.config, RunPaths.of(request.config)
+    line = StatusLine()
+    machines = cluster.machines()
+    rows = checked_plan(request, machines, line).numbers.rows
     if request.dry_run:
         return 0
+    if notice := interrupts_notice():
+        line.say(notice)
     token = required_token("the run") if run_token() else new_token()
     make_run_folder(paths)
     with run_lock(paths):

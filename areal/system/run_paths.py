@@ -54,6 +54,10 @@ class RunPaths:
     """Stack dumps, one file for each process."""
     requests = _Below("requests")
     """Requests of other commands to the running launcher, and its answers."""
+    checkpoint_request = _Below("requests/checkpoint")
+    """While it exists, the trainers write a recovery checkpoint after each step."""
+    slurm = _Below("slurm")
+    """Script, log and number of the Slurm job."""
     replays = _Below("replays")
     """Results of replays of the recorded batches, one folder each."""
 

@@ -90,15 +90,20 @@ class AfterStep:
         ranks: Ranks,
         *,
         checkpoints: Path,
+        checkpoint_request: Path,
         recover: RecoverStore,
         trackers: list[Tracker],
         hooks: StepHooks,
     ) -> None:
-        """`engines`: the trained models by role. `checkpoints`: folder of the exports."""
+        """`engines`: the trained models by role. `checkpoints`: folder of the exports.
+
+        While the file `checkpoint_request` exists, each step is followed by a recovery checkpoint.
+        """
         self._config = config
         self._lead = next(iter(engines.values()))
         self._ranks = ranks
         self._saver = Saver(checkpoints, engines, ranks, keep_last=config.saver.keep_last)
+        self._checkpoint_request = checkpoint_request
         self._recover = recover
         self._trackers = trackers
         self._hooks = hooks
@@ -133,7 +138,14 @@ class AfterStep:
         first_step = point.step + 1 if point else 1
         trackers = build_trackers(config, paths, first_step=first_step) if ranks.rank == 0 else []
         found = cls(
-            config, engines, ranks, checkpoints=paths.checkpoints, recover=recover, trackers=trackers, hooks=hooks
+            config,
+            engines,
+            ranks,
+            checkpoints=paths.checkpoints,
+            checkpoint_request=paths.checkpoint_request,
+            recover=recover,
+            trackers=trackers,
+            hooks=hooks,
         )
         if point is not None:
             found.continue_from(point)
@@ -176,7 +188,10 @@ class AfterStep:
 
     def _actions_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
         names = list(self._cadences)
-        flags = self._any([self._cadences[name].due(info, now_s=elapsed_s) for name in names])
+        due_here = {name for name in names if self._cadences[name].due(info, now_s=elapsed_s)}
+        if self._checkpoint_request.exists():
+            due_here.add("recover")
+        flags = self._any([name in due_here for name in names])
         due = {name for name, flag in zip(names, flags, strict=True) if flag}
         if self._config.recover.mode == "disabled":
             due.discard("recover")

@@ -181,6 +181,7 @@ def train(folder: Path, text: str) -> Run:
             roles.trained,
             mesh,
             checkpoints=paths.checkpoints,
+            checkpoint_request=paths.checkpoint_request,
             recover=recover,
             trackers=[JsonlTracker(paths.metrics)],
             hooks=StepHooks(

@@ -73,6 +73,7 @@ def make(toolbox_group, rank, folder, hooks, **sections):
         engines,
         ranks,
         checkpoints=folder / "checkpoints",
+        checkpoint_request=folder / "checkpoint_request",
         recover=recover,
         trackers=[records] if rank == 0 else [],
         hooks=hooks,
@@ -205,3 +206,16 @@ def test_ranks_whose_clocks_differ_save_together(toolbox, tmp_path, rank_of_cloc
 
     group.run(rank_run)
     assert [path.name for path in (tmp_path / "recover").iterdir()] == ["step-000001"]
+
+
+def test_a_requested_checkpoint_follows_the_step(toolbox, tmp_path):
+    sections = {"recover": RecoverConfig(mode="auto", freq_steps=100)}
+    after, _, _, _ = make(toolbox.RankGroup(1), 0, tmp_path, no_hooks(), **sections)
+    run(after, range(1))
+    assert not (tmp_path / "recover" / "step-000001").exists()
+    (tmp_path / "checkpoint_request").touch()
+    run(after, range(1, 2))
+    assert (tmp_path / "recover" / "step-000002").exists()
+    (tmp_path / "checkpoint_request").unlink()
+    run(after, range(2, 3))
+    assert not (tmp_path / "recover" / "step-000003").exists()

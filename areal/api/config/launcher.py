@@ -55,6 +55,60 @@ class ClusterSpecConfig:
             yield "fileroot", f"{self.fileroot!r} is not expanded: write the full path, or ${{oc.env:HOME}}/areal"
 
 
+_TIME_LIMIT = re.compile(r"\d+|(\d+-)?\d+:\d{1,2}(:\d{1,2})?|\d+-\d+")
+_HAS_IMAGE = given("trainer_image") | given("inference_server_image")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """The job of a run; only areal.launcher.slurm reads these options."""
+
+    partition: str = ""
+    """Partition; empty = the default one."""
+    account: str = ""
+    """Account; empty = the default one of the user."""
+    qos: str = ""
+    """Quality of service; empty = the default one."""
+    reservation: str = ""
+    """Reservation; empty = none."""
+    time_limit: str = ""
+    """Time limit in Slurm's form, for example 30 (minutes), 12:00:00 or 2-00:00:00; empty = that of the partition."""
+    signal_s: int = number(120, low=30, high=65535)
+    """Seconds before the time limit at which the run saves and requeues itself; Slurm may be up to 60 s early."""
+    sbatch_additional_args: str = ""
+    """More options of sbatch, separated by spaces, for example --constraint=a100."""
+    srun_additional_args: str = ""
+    """More options of the srun that starts the agent of a node; $NAME is replaced by the environment variable."""
+    additional_bash_cmds: list[str] | None = None
+    """Shell commands that run on each node before the agent, in the container if there is one; null = none."""
+    container_type: str = choice("apptainer", "apptainer", "pyxis", "none", relevant=_HAS_IMAGE)
+    """How containers are started; pyxis = srun --container-image."""
+    mount: str = option("", relevant=_HAS_IMAGE)
+    """Folders mounted into the container: source:target pairs separated by commas."""
+    trainer_image: str | None = None
+    """Container image in which the agent of a node and all processes of the run start; null = none."""
+    inference_server_image: str | None = None
+    """The same image again, as AReaL files name it; null = the one above."""
+
+    @property
+    def image(self) -> str | None:
+        """The image of the containers; None = no container."""
+        return None if self.container_type == "none" else self.trainer_image or self.inference_server_image
+
+    def problems(self) -> Problems:
+        if self.time_limit and not _TIME_LIMIT.fullmatch(self.time_limit):
+            yield (
+                "time_limit",
+                f"{self.time_limit!r} is not minutes, hours:minutes:seconds or days-hours:minutes:seconds",
+            )
+        images = {self.trainer_image, self.inference_server_image} - {None}
+        if len(images) > 1 and self.container_type != "none":
+            yield (
+                "inference_server_image",
+                "differs from trainer_image: one agent per node starts both, so use one image",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """When the launcher adds and removes inference servers during a run."""
@@ -88,6 +142,10 @@ class LauncherConfig:
     """Maximum CPU threads of a server; on a machine without GPUs the cores are divided between the processes."""
     trainer_cpus_per_gpu: int = number(4, low=1)
     """Maximum CPU threads of a trainer rank; on a machine without GPUs the cores are divided between the processes."""
+    inference_server_mem_per_gpu: int = number(32768, low=1)
+    """Memory in MiB that the Slurm launcher requests for each GPU of a server, or for a server on the CPU."""
+    trainer_mem_per_gpu: int = number(32768, low=1)
+    """Memory in MiB that the Slurm launcher requests for each trainer rank."""
     inference_server_env_vars: str = ""
     """Additional environment variables of servers: K=V pairs separated by commas (\\, is a comma inside a value)."""
     trainer_env_vars: str = ""
@@ -102,3 +160,5 @@ class LauncherConfig:
     """Seconds without a heartbeat after which a process is killed and restarted."""
     stall_s: float = number(300.0, above=0)
     """Seconds without progress of the run after which the launcher logs what each process waits for and all stacks."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """The job of the Slurm launcher."""

@@ -109,11 +109,6 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "drop_last": _accept(False, hint="max_rows leaves rows out"),
     },
     "ClusterSpecConfig": {"cluster_name": _SILENT},
-    "LauncherConfig": {
-        "inference_server_mem_per_gpu": _SILENT,  # a request to a cluster's scheduler; the local launcher has none
-        "trainer_mem_per_gpu": _SILENT,
-        "slurm": _IGNORED,
-    },
     "NameResolveConfig": {
         "ray_actor_name": _accept("ray_kv_store", hint=_ONLY_FILES),
     },

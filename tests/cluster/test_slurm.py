@@ -1,0 +1,211 @@
+"""The Slurm launcher on a real Slurm with three nodes: the run completes, or ends in one line with nothing left."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.launcher.slurm_client import facts_of
+from areal.launcher.slurm_states import meaning_of
+from tests.cluster.nodes import Nodes
+from tests.cluster.slurm_cluster import SlurmCluster, missing
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
+_LIMIT_S = 240.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, limit_s: float = _LIMIT_S) -> Any:
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The quickstart's rows and its model, before any training."""
+    folder = tmp_path_factory.mktemp("data")
+    command = [sys.executable, "examples/quickstart/prepare.py", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+class Run:
+    """Commands of the launcher for one run folder."""
+
+    def __init__(self, slurm: SlurmCluster, data: Path, root: Path) -> None:
+        self.slurm = slurm
+        self.folder = root / "quickstart" / "grpo"
+        self._root = root
+        self._data = data
+
+    def launch(self, *words: str) -> "subprocess.Popen[str]":
+        """Start the launcher on the first node, for a run of few short steps that recovers."""
+        options = {
+            "cluster.fileroot": self._root,
+            "cluster.n_nodes": 3,
+            "train_dataset.path": self._data / "train.jsonl",
+            "valid_dataset.path": self._data / "held_out.jsonl",
+            "train_dataset.batch_size": 4,
+            "gconfig.n_samples": 2,
+            "actor.path": self._data / "model",
+            "rollout.should_accept_fn": "null",
+            "evaluator.eval_before_train": "false",
+            "evaluator.freq_steps": 10000,
+            "evaluator.stop_at": "{}",
+            "recover.mode": "auto",
+            "recover.freq_steps": 2,
+            "launcher.trainer_mem_per_gpu": 1000,
+            "launcher.inference_server_mem_per_gpu": 1000,
+            "launcher.stop_grace_s": 3,
+            "launcher.slurm.time_limit": 30,
+        }
+        given = {word.partition("=")[0] for word in words}
+        overrides = [f"{name}={value}" for name, value in options.items() if name not in given]
+        return self.command("--config", "examples/quickstart/grpo.yaml", *overrides, *words)
+
+    def command(self, *words: str) -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-m", "areal.launcher.slurm", *words]
+        return self.slurm.popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    @property
+    def job(self) -> str:
+        path = self.folder / "slurm" / "job.json"
+        return json.loads(path.read_text())["job"] if path.exists() else ""
+
+    @property
+    def step(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
+    def facts(self):
+        return facts_of(self.slurm.command("scontrol", "show", "job", "--oneliner", self.job).stdout)
+
+    def await_step(self, step: int) -> None:
+        wait_for(lambda: self.step >= step, f"step {step}")
+
+    def assert_clean(self) -> None:
+        """The conservation equation of the ledger holds, and Slurm has no job."""
+        audit = [sys.executable, "-m", "areal.ledger", "audit", str(self.folder)]
+        done = subprocess.run(audit, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_for(lambda: not self.slurm.queue(), "an empty queue")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
+    assert not (problem := missing()), problem
+    with Nodes(3) as nodes:
+        yield SlurmCluster(nodes, tmp_path_factory.mktemp("slurm") / "cluster")
+
+
+@pytest.fixture
+def run(slurm: SlurmCluster, data: Path, tmp_path: Path) -> Iterator[Run]:
+    made = Run(slurm, data, tmp_path)
+    yield made
+    if made.job:
+        slurm.command("scancel", made.job)
+        wait_for(lambda: not slurm.queue(), "an empty queue")
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    _, errors = process.communicate(timeout=_LIMIT_S)
+    return process.returncode, errors
+
+
+def test_a_run_completes_on_three_nodes(run: Run) -> None:
+    status, errors = ended(run.launch("total_train_steps=4"))
+    assert status == 0, errors
+    assert run.step == 4
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert len({process["host"]["node"] for process in plan["processes"]}) > 1
+    assert not any(process["host"]["advertise"].startswith("127.") for process in plan["processes"])
+    run.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [("launcher.slurm.partition=nope", "nope"), ("cluster.n_gpus_per_node=16", "configuration"),
+     ("launcher.trainer_mem_per_gpu=999999", "configuration"), ("cluster.n_nodes=7", "PartitionConfig"),
+     ("launcher.slurm.time_limit=5-0", "Partition")],
+)  # fmt: skip
+def test_a_job_that_cannot_start_ends_in_one_line(run: Run, override: str, word: str) -> None:
+    status, errors = ended(run.launch(override))
+    assert status == 2, errors
+    (line,) = [line for line in errors.splitlines() if "error" in line]
+    assert word in line
+    wait_for(lambda: not run.slurm.queue(), "an empty queue")
+
+
+def test_scancel_ends_the_run_and_its_follower(run: Run) -> None:
+    follower = run.launch()
+    run.await_step(1)
+    run.slurm.command("scancel", run.job)
+    status, errors = ended(follower)
+    assert status == 130, errors
+    run.assert_clean()
+
+
+def test_interrupt_of_the_follower_cancels_the_job(run: Run) -> None:
+    follower = run.launch()
+    run.await_step(1)
+    follower.send_signal(signal.SIGINT)
+    assert ended(follower)[0] == 130
+    run.assert_clean()
+
+
+def test_detach_leaves_a_job_that_is_followed_again(run: Run) -> None:
+    leaves = run.launch("--detach", "total_train_steps=6")
+    output, _ = leaves.communicate(timeout=_LIMIT_S)
+    assert (leaves.returncode, output.strip()) == (0, run.job)
+    second = run.launch()
+    assert ended(second)[0] == 2  # the first job has not ended
+    status, errors = ended(run.command("--attach", str(run.folder)))
+    assert status == 0, errors
+    assert run.step == 6
+    run.assert_clean()
+
+
+def test_the_signal_before_the_time_limit_saves_and_requeues(run: Run) -> None:
+    follower = run.launch("total_train_steps=9", "recover.freq_steps=1000")
+    run.await_step(3)
+    run.slurm.command("scancel", "--signal=USR1", "--batch", run.job)
+    wait_for(lambda: run.facts().restarts == 1, "a requeue")
+    assert [path.name for path in (run.folder / "recover").glob("step-*")]
+    status, errors = ended(follower)
+    assert status == 0, errors
+    assert run.step == 9
+    run.assert_clean()
+
+
+def test_the_time_limit_of_slurm_does_not_end_the_run(run: Run) -> None:
+    """Slurm itself sends the signal. A limit of one minute is the shortest."""
+    limit = ("launcher.slurm.time_limit=1", "launcher.slurm.signal_s=50", "total_train_steps=100000")
+    follower = run.launch(*limit)
+    wait_for(lambda: run.facts().restarts >= 1 if run.job else False, "a requeue")
+    step = run.step
+    run.await_step(step + 1)
+    run.slurm.command("scancel", run.job)
+    assert ended(follower)[0] == 130
+    run.assert_clean()
+
+
+def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster) -> None:
+    follower = run.launch("total_train_steps=30", "cluster.node_silence_s=3")
+    run.await_step(4)
+    slurm.nodes[3].power_off()
+    wait_for(lambda: meaning_of(run.facts()).phase == "pending", "a requeue")
+    slurm.power_on(slurm.nodes[3])
+    status, errors = ended(follower)
+    assert status == 0, errors
+    assert run.step == 30
+    run.assert_clean()

@@ -1,0 +1,160 @@
+"""The script and the resources of a Slurm job, and its turns."""
+
+import dataclasses
+import os
+import shlex
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from areal.api.config import BaseExperimentConfig, ClusterSpecConfig, LauncherConfig, RecoverConfig, TrainDatasetConfig
+from areal.api.config.launcher import SlurmConfig
+from areal.launcher.slurm_inside import TimeLimit, may_requeue
+from areal.launcher.slurm_job import Resources, gpu_hours, limit_s, node_of, resources_of, script_of
+from areal.system.durable import seal_folder
+from areal.system.network import Host
+from areal.system.run_paths import RunPaths
+from tests.launcher.fake_backend import planned_process
+
+NEEDS = Resources(nodes=2, gpus=4, cpus=32, memory_mib=65536)
+
+
+def config_of(*, recover="auto", **slurm):
+    return BaseExperimentConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=TrainDatasetConfig(path="x.jsonl", batch_size=4),
+        cluster=ClusterSpecConfig(n_nodes=2, n_gpus_per_node=4),
+        recover=RecoverConfig(mode=recover, freq_steps=1),
+        launcher=LauncherConfig(slurm=SlurmConfig(**slurm)),
+    )
+
+
+def directives(config):
+    script = script_of(
+        config, NEEDS, folder=Path("/runs/e/t/slurm"), directory=Path("/a b"), words=["--config", "c d"], python="py"
+    )
+    lines = [
+        shlex.split(line.removeprefix("#SBATCH "))[0] for line in script.splitlines() if line.startswith("#SBATCH")
+    ]
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}, script
+
+
+def test_the_script_names_all_that_the_job_needs() -> None:
+    found, script = directives(config_of(time_limit="12:00:00", partition="p", account="a", qos="q", reservation="r"))
+    assert found["--nodes"] == "2"
+    assert found["--gpus-per-node"] == "4"
+    assert found["--cpus-per-task"] == "32"
+    assert found["--mem"] == "65536M"
+    assert found["--time"] == "12:00:00"
+    assert [found[f"--{name}"] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
+    assert found["--signal"] == "B:USR1@120"
+    assert "--requeue" in found
+    assert found["--chdir"] == "/a b"
+    command = shlex.split(script.splitlines()[-1])
+    assert command == ["exec", "py", "-m", "areal.launcher.slurm", "--inside", "--config", "c d"]
+
+
+def test_a_run_that_does_not_recover_is_not_requeued() -> None:
+    found, _ = directives(config_of(recover="disabled"))
+    assert "--no-requeue" in found
+    assert "--signal" not in found
+
+
+def test_resources_are_those_of_the_fullest_node() -> None:
+    processes = (
+        dataclasses.replace(planned_process("server-0"), host=Host(node="node1"), gpus=("0", "1")),
+        dataclasses.replace(planned_process("trainer-0"), host=Host(node="node2"), gpus=("0",)),
+    )
+    launcher = LauncherConfig(inference_server_cpus_per_gpu=3, inference_server_mem_per_gpu=100)
+    found = resources_of(SimpleNamespace(processes=processes), dataclasses.replace(config_of(), launcher=launcher))
+    assert (found.nodes, found.gpus, found.cpus) == (2, 4, 6)
+    assert found.memory_mib == launcher.trainer_mem_per_gpu
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("", None), ("30", 1800), ("2:30", 150), ("1:00:00", 3600), ("1-1", 90000), ("1-0:30", 88200), ("0-0:0:5", 5)],
+)
+def test_time_limits(text, seconds) -> None:
+    assert limit_s(text) == seconds
+
+
+def test_gpu_hours() -> None:
+    assert gpu_hours(NEEDS, "30") == 4.0
+    assert gpu_hours(NEEDS, "") is None
+
+
+def test_commands_of_a_node(monkeypatch) -> None:
+    monkeypatch.setenv("FOLDER", "/work")
+    plain = LauncherConfig(
+        slurm=SlurmConfig(srun_additional_args="--chdir $FOLDER", additional_bash_cmds=["ulimit -n"])
+    )
+    command = node_of("node2", plain, python="py", environ={"SLURM_CPUS_PER_TASK": "5"}).command
+    assert {"--overlap", "--nodelist=node2", "--cpus-per-task=5", "/work"} <= set(command)
+    assert command[-3:-1] == ("bash", "-c")
+    assert command[-1].splitlines()[0] == "ulimit -n"
+    for kind, word in (("apptainer", "apptainer"), ("pyxis", "--container-image=i.sif")):
+        options = LauncherConfig(slurm=SlurmConfig(trainer_image="i.sif", container_type=kind, mount="/a:/b"))
+        command = node_of("node2", options, python="py", environ={}).command
+        assert word in command
+        assert "/a:/b" in " ".join(command)
+        assert command[-1] == "areal.launcher.node_agent"
+
+
+def test_two_images_and_a_wrong_time_limit_are_refused() -> None:
+    assert [path for path, _ in SlurmConfig(trainer_image="a", inference_server_image="b").problems()] == [
+        "inference_server_image"
+    ]
+    assert [path for path, _ in SlurmConfig(time_limit="tomorrow").problems()] == ["time_limit"]
+    assert not list(SlurmConfig(time_limit="2-00:00:00", trainer_image="a", inference_server_image="a").problems())
+
+
+def test_when_a_job_is_requeued() -> None:
+    assert may_requeue(config_of(), has_progress=True, restarts=99)
+    assert may_requeue(config_of(), has_progress=False, restarts=2)
+    assert not may_requeue(config_of(), has_progress=False, restarts=3)
+    assert not may_requeue(config_of(recover="disabled"), has_progress=True, restarts=0)
+
+
+def checkpoint(paths, step) -> None:
+    folder = paths.recover / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    seal_folder(folder)
+
+
+def test_the_signal_saves_before_the_run_ends(tmp_path) -> None:
+    paths, ended, said = RunPaths(tmp_path), threading.Event(), []
+    limit = TimeLimit(paths, save_limit_s=60.0, end=ended.set, say=said.append)
+    with limit.watched():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not paths.checkpoint_request.exists():
+            assert not ended.wait(0.01)
+        checkpoint(paths, 4)
+        assert ended.wait(60.0)
+    assert limit.was_announced
+    assert any("step-000004" in text for text in said)
+
+
+def test_the_run_ends_without_a_checkpoint_when_the_time_is_over(tmp_path) -> None:
+    ended = threading.Event()
+    limit = TimeLimit(RunPaths(tmp_path), save_limit_s=0.0, end=ended.set, say=lambda text: None)
+    with limit.watched():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended.wait(60.0)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_run_that_ends_by_itself_is_not_ended_again(tmp_path, announced) -> None:
+    ended, said = threading.Event(), threading.Event()
+    limit = TimeLimit(RunPaths(tmp_path), save_limit_s=600.0, end=ended.set, say=lambda text: said.set())
+    with limit.watched():
+        if announced:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert said.wait(60.0)
+    assert limit.was_announced is announced
+    assert not ended.is_set()
