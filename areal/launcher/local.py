@@ -151,7 +151,7 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     if request.dry_run:
-        sys.stdout.write(plan_text(plan, earlier_step_s(paths)))
+        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config))))
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:

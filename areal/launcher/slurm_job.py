@@ -107,17 +107,18 @@ def _quoted(text: str) -> str:
 def node_of(name: str, options: LauncherConfig, *, python: str, environ: Mapping[str, str]) -> Node:
     """A node of the allocation. Its agent runs in a step that shares all resources of the job there."""
     slurm = options.slurm
+    image = None if slurm.container_type == "none" else slurm.trainer_image or slurm.inference_server_image
     agent = [python, "-m", "areal.launcher.node_agent"]
     if slurm.additional_bash_cmds:
         agent = ["bash", "-c", "\n".join([*slurm.additional_bash_cmds, f"exec {shlex.join(agent)}"])]
     flags = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}", "--mem=0", "--cpu-bind=none"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):
         flags.append(f"--cpus-per-task={cpus}")  # srun does not take it from the job
-    if slurm.image and slurm.container_type == "pyxis":
-        flags += [f"--container-image={slurm.image}", *([f"--container-mounts={slurm.mount}"] if slurm.mount else [])]
-    elif slurm.image:
+    if image and slurm.container_type == "pyxis":
+        flags += [f"--container-image={image}", *([f"--container-mounts={slurm.mount}"] if slurm.mount else [])]
+    elif image:
         bind = ["--bind", slurm.mount] if slurm.mount else []
-        agent = ["apptainer", "exec", "--nv", *bind, slurm.image, *agent]
+        agent = ["apptainer", "exec", "--nv", *bind, image, *agent]
     more = shlex.split(os.path.expandvars(slurm.srun_additional_args))
     return Node(name=name, address=name, command=("srun", *flags, *more, *agent))
 

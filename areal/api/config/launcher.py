@@ -90,11 +90,6 @@ class SlurmConfig:
     inference_server_image: str | None = None
     """The same image again, as AReaL files name it; null = the one above."""
 
-    @property
-    def image(self) -> str | None:
-        """The image of the containers; None = no container."""
-        return None if self.container_type == "none" else self.trainer_image or self.inference_server_image
-
     def problems(self) -> Problems:
         if self.time_limit and not _TIME_LIMIT.fullmatch(self.time_limit):
             yield (
