@@ -17,6 +17,9 @@ from areal.api.data import WeightSpec
 from areal.system.network import Host
 from areal.weights.update_group import UpdateGroup, bucket_bytes, bucket_views, serve_store
 from tests.attack.native import FIELDS, bodies, check_alive, send
+from tests.inference.test_server import test_bad_requests_are_refused_with_one_line
+
+__all__ = ["test_bad_requests_are_refused_with_one_line"]
 
 STATES = ("generating", "paused with abort", "paused with retract", "in a group", "partial weights")
 SPREAD = [0.0, 0.5, 1.0]
