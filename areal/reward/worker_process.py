@@ -61,9 +61,15 @@ class WorkerProcess:
     async def receive(self, *, limit_s: float) -> list[dict[str, Any]]:
         """The next messages. TimeoutError when no data comes within `limit_s`; WorkerEnded at the channel's end."""
         assert self._streams is not None
+        reader = self._streams[0]
         try:
-            async with asyncio.timeout(limit_s):
-                data = await self._streams[0].read(_READ_BYTES)
+            try:
+                async with asyncio.timeout(limit_s):
+                    data = await reader.read(_READ_BYTES)
+            except TimeoutError:
+                # After the event loop was blocked, the limit ends together with the arrival of data that came in time.
+                async with asyncio.timeout(0):
+                    data = await reader.read(_READ_BYTES)
         except ConnectionError as error:
             raise WorkerEnded from error
         if not data:

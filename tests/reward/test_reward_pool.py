@@ -1,9 +1,11 @@
 import asyncio
 import datetime
 import os
+import select
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -107,6 +109,24 @@ async def test_a_hanging_call_is_killed_and_the_others_of_its_group_are_scored(q
     assert "limit of 3 s" in results[1].message
     assert (await score(pool, "process_id")).value != before.value
     await until_gone(int(before.value))
+
+
+def test_a_result_that_came_while_the_event_loop_was_blocked_counts():
+    async def main():
+        pool = RewardPool(RewardConfig(workers=1, timeout_s=3.0))
+        assert (await score(pool, "length")).status == "ok"  # the function is loaded: the limit is 3 s from here
+        (worker,) = pool._workers
+        scoring = asyncio.create_task(score(pool, "length"))
+        while not pool._workers[worker]:
+            await asyncio.sleep(0)
+        sent = time.monotonic()
+        select.select([worker._socket], [], [], 100)
+        while time.monotonic() < sent + 3.1:
+            pass
+        assert (await scoring).status == "ok"
+        await pool.aclose()
+
+    asyncio.run(main())  # the loop of the other tests discounts the time for which it is blocked
 
 
 async def test_fail_fast_ends_the_other_calls_of_a_group(quick_pool):
