@@ -58,7 +58,8 @@ ReturnToService=2
 SlurmdTimeout=3
 MessageTimeout=2
 TCPTimeout=1
-KillWait=2
+# seconds from SIGTERM to SIGKILL; 30 by default
+KillWait=15
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal.launcher.slurm_client import facts_of
@@ -57,7 +58,7 @@ class Run:
             "train_dataset.batch_size": 4,
             "gconfig.n_samples": 2,
             "actor.path": self._data / "model",
-            "rollout.should_accept_fn": "null",
+            "rollout.should_accept_fn": "''",
             "evaluator.eval_before_train": "false",
             "evaluator.freq_steps": 10000,
             "evaluator.stop_at": "{}",
@@ -117,6 +118,12 @@ def run(slurm: SlurmCluster, data: Path, tmp_path: Path) -> Iterator[Run]:
         wait_for(lambda: not slurm.queue(), "an empty queue")
 
 
+def _of_the_command(entered: "subprocess.Popen[str]") -> psutil.Process:
+    """The process of a command on a node; its parent is the one that entered the node."""
+    (command,) = psutil.Process(entered.pid).children()
+    return command
+
+
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     _, errors = process.communicate(timeout=_LIMIT_S)
     return process.returncode, errors
@@ -158,7 +165,7 @@ def test_scancel_ends_the_run_and_its_follower(run: Run) -> None:
 def test_interrupt_of_the_follower_cancels_the_job(run: Run) -> None:
     follower = run.launch()
     run.await_step(1)
-    follower.send_signal(signal.SIGINT)
+    _of_the_command(follower).send_signal(signal.SIGINT)
     assert ended(follower)[0] == 130
     run.assert_clean()
 
