@@ -35,12 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trainer": ALL,
     "launcher": {"api", "system", "observe", "data", "server_side", "fleet"},
     "replay": ALL | {"trainer", "launcher"},
+    "cli": ALL | {"trainer", "launcher", "replay"},
+    "__main__": {"cli"},
 }
 """Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""
 
 WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher")
 """Packages that never import torch, also not inside a function."""
-TORCH_LATER = ("api", "system", "observe", "reward", *WITHOUT_TORCH)
+TORCH_LATER = ("api", "system", "observe", "reward", "cli", *WITHOUT_TORCH)
 """Packages whose import must not load torch."""
 OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab", "ray")
 """Dependencies of extras: at most one module imports each of them, and names it when it is missing."""

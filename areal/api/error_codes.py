@@ -33,6 +33,9 @@ checkpoint.not_written: A checkpoint or an export could not be written.
 checkpoint.other_run: A recovery checkpoint belongs to another model, allocation_mode or version.
     Use the configuration it was written with, or change trial_name to start a new run.
 
+command.unknown: The command `areal` has no subcommand of this name.
+    Use one of those that `areal --help` lists.
+
 config.bad_override: A word on the command line is no flag, or no override that can be read and applied.
     Write key.sub=value with a YAML value, or ~key to restore the default.
 config.bad_reference: A function or class is not registered, or cannot be found, here or by other processes.
@@ -165,7 +168,7 @@ launch.request_refused: The running launcher refuses to add or remove a replica.
 launch.run_in_use: Another launcher, or processes that one left behind, work on the run folder.
     Stop them (the message has the process ids), or change trial_name.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
-    Set cluster.n_nodes=1.
+    Choose another launcher (--launcher, --hosts or launcher.type), or set cluster.n_nodes=1.
 launch.slurm_refused: Slurm refuses the job, or to put it back into the queue; the message quotes its reason.
     Change cluster.n_nodes, cluster.n_gpus_per_node or the option of launcher.slurm that the reason names.
 launch.slurm_silent: The commands of Slurm are not installed on this machine, or its controller does not answer.

@@ -1,8 +1,87 @@
-"""The command `python -m areal.launcher`: runs a configuration with the launcher that it needs."""
+"""The command `areal run`, also `python -m areal.launcher`: runs a configuration with the launcher that it needs."""
 
-from areal.launcher.local import main
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from areal.api.config.load import load_experiment
+from areal.api.errors import ConfigError
 from areal.system.process import run_main
 
+LAUNCHERS = ("local", "ray", "slurm", "ssh")
+USAGE = """usage: areal run [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
+                 [--launcher local|ray|slurm|ssh] [options of the launcher]
+       areal run --attach RUN --add-replica | --remove-replica NAME
+
+Runs a configuration and waits for the end of the run. SCRIPT.py runs in the
+controller and in every trainer rank; without one the configuration names all
+parts. Exit status: 0 the run completed, 1 it failed, 2 it could not start as
+configured, 130 it was interrupted.
+
+  --config FILE    configuration; several files are merged in order
+  key.sub=value    replaces an option of the file; `areal config KEY` explains it
+  --dry-run        checks everything, prints the plan, starts nothing
+  --launcher NAME  default: launcher.type; if that is auto, ssh with --hosts, else
+                   local. `areal run --launcher NAME --help` lists more options
+  --hosts A,B      machines for ssh
+  --attach RUN     changes a running run; `areal run --attach --help`
+"""
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run the launcher on the words of a command line; returns its exit status."""
+    if list(words) in (["--help"], ["-h"], []):
+        (sys.stdout if words else sys.stderr).write(USAGE)
+        return 0 if words else 2
+    name, rest = launcher_of(words)
+    command: Callable[[Sequence[str]], int] = import_module(f"areal.launcher.{name}").run_command
+    return command(rest)
+
+
+def launcher_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The name of the launcher, and the words without --launcher. ConfigError when none can be chosen."""
+    chosen, rest = _named(words)
+    if not chosen:
+        if any(word == "--hosts" or word.startswith("--hosts=") for word in rest):
+            chosen = "ssh"
+        elif {"--attach", "--help", "-h"} & {*rest}:
+            chosen = "local"
+        else:
+            chosen = _configured(rest)
+    if chosen not in LAUNCHERS:
+        message = f"--launcher {chosen}: there is no such launcher; use one of {', '.join(LAUNCHERS)}"
+        raise ConfigError(message, code="config.bad_override")
+    return chosen, rest
+
+
+def _named(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of --launcher, empty without one, and the other words."""
+    chosen, rest, remaining = "", list[str](), iter(words)
+    for word in remaining:
+        if word == "--launcher" or word.startswith("--launcher="):
+            chosen = word.partition("=")[2] or next(remaining, "")
+            if not chosen:
+                raise ConfigError(f"--launcher needs a name: {', '.join(LAUNCHERS)}", code="config.bad_override")
+        else:
+            rest.append(word)
+    return chosen, rest
+
+
+def _configured(words: Sequence[str]) -> str:
+    """The launcher of the configuration."""
+    has_script = words[0].endswith(".py")
+    known = [word for word in words[has_script:] if word not in ("--dry-run", "--detach")]
+    config = load_experiment(known, allow_unknown_top_level=has_script)
+    if config.launcher.type != "auto":
+        return config.launcher.type
+    if config.cluster.n_nodes > 1:
+        message = (
+            f"cluster.n_nodes={config.cluster.n_nodes}: choose the launcher with --launcher ray, --launcher slurm or "
+            "--hosts HOST,HOST, or set launcher.type"
+        )
+        raise ConfigError(message, code="launch.several_nodes")
+    return "local"
+
+
 if __name__ == "__main__":
-    # The local launcher is the only one so far. It refuses a configuration with several machines.
-    run_main(main)
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

@@ -17,7 +17,7 @@ from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.preflight import has_launcher
 from areal.launcher.status import StatusLine
 from areal.system.durable import write_atomic
-from areal.system.run_paths import RunPaths
+from areal.system.run_paths import RunPaths, run_folder
 
 _TAKEN_LIMIT_S = 20.0
 """A launcher reads requests 20 times a second."""
@@ -103,7 +103,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     what.add_argument("--remove-replica", metavar="NAME", help="stop an inference server, for example server-2")
     # `--attach --help` would take --help for the run folder.
     args = parser.parse_args(["--help"] if {"--help", "-h"} & {*argv} else argv)
-    paths = RunPaths(Path(args.attach).expanduser().absolute())
+    paths = RunPaths(run_folder(args.attach).absolute())
     if not paths.lock.is_file():
         message = f"--attach {args.attach}: not a run folder; give the one that the launcher printed"
         raise ConfigError(message, code="launch.no_run_folder")

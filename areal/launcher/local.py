@@ -271,12 +271,13 @@ def counted_interruptions() -> Iterator[Interruptions]:
             signal.signal(number, handler)
 
 
-def main() -> None:
-    if "--attach" in sys.argv[1:]:
-        sys.stdout.write(attach.ask(*attach.read_command_line(sys.argv[1:]), StatusLine()) + "\n")
-        return
-    sys.exit(launch(read_command_line(sys.argv[1:]), LocalCluster(this_machine())))
+def run_command(words: Sequence[str]) -> int:
+    """Run the words of a command line; returns the exit status."""
+    if "--attach" in words:
+        sys.stdout.write(attach.ask(*attach.read_command_line(words), StatusLine()) + "\n")
+        return 0
+    return launch(read_command_line(words), LocalCluster(this_machine()))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

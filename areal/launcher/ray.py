@@ -1,6 +1,7 @@
 """The command `python -m areal.launcher.ray`: runs a configuration on the nodes of a Ray cluster."""
 
 import sys
+from collections.abc import Sequence
 
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.ray_cluster import RayCluster
@@ -16,10 +17,11 @@ Exit status: 0 the run completed, 1 it failed, 2 it could not start as configure
 """
 
 
-def main() -> None:
-    request = read_command_line(sys.argv[1:], usage=USAGE, on_one_machine=False)
-    sys.exit(launch(request, RayCluster(request.config.cluster)))
+def run_command(words: Sequence[str]) -> int:
+    """Run the words of a command line; returns the exit status."""
+    request = read_command_line(words, usage=USAGE, on_one_machine=False)
+    return launch(request, RayCluster(request.config.cluster))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

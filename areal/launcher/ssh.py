@@ -72,8 +72,9 @@ def _command(target: str, port: str, options: Sequence[str], python: str) -> tup
     return ("ssh", *flags, *where, target.strip("[]"), f"{remote} -m areal.launcher.node_agent")
 
 
-def main() -> None:
-    words = sys.argv[1:]
+def run_command(argv: Sequence[str]) -> int:
+    """Run the words of a command line; returns the exit status."""
+    words = list(argv)
     hosts = take_option(words, "--hosts")
     options = take_option(words, "--ssh-option")
     python = take_option(words, "--python") or [sys.executable]
@@ -82,8 +83,8 @@ def main() -> None:
     if request.config.cluster.n_nodes not in (1, len(nodes)):
         message = f"cluster.n_nodes={request.config.cluster.n_nodes}, but --hosts names {len(nodes)}: make them equal"
         raise ConfigError(message, code="launch.several_nodes")
-    sys.exit(launch(request, NodeCluster(nodes, request.config.cluster)))
+    return launch(request, NodeCluster(nodes, request.config.cluster))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import orjson
 
@@ -12,11 +11,12 @@ from areal.api.errors import LedgerError
 from areal.ledger.audit import audit, ledger_folder
 from areal.ledger.show import show_episode, show_step
 from areal.ledger.stats import ledger_stats
+from areal.system.run_paths import run_folder
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m areal.ledger",
+        prog=prog,
         description="Read the ledger of a run. The run may be in progress.",
         epilog="exit status: 0 = success, 1 = the audit found violations, 2 = no readable ledger",
     )
@@ -24,7 +24,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print the complete result as one JSON object")
     run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("run", type=Path, help="folder of the run, or its ledger folder")
+    run.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its ledger folder")
     commands.add_parser("audit", parents=[run, as_json], help="check that no episode was lost or trained on twice")
     commands.add_parser("stats", parents=[run, as_json], help="histograms, reasons of rejections and failures, rates")
     show = commands.add_parser("show", parents=[run], help="the history of one episode, or the batch of one train step")
@@ -55,8 +55,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(found.lines()), status
 
 
-def main(argv: Sequence[str]) -> int:
-    arguments = _parse(argv)
+def main(argv: Sequence[str], *, prog: str = "python -m areal.ledger") -> int:
+    arguments = _parse(argv, prog)
     try:
         text, status = _run(arguments)
     except LedgerError as error:

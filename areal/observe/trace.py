@@ -6,15 +6,17 @@
 import argparse
 import json
 import os
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.api.config import PerfTracerConfig
 from areal.api.errors import InputError
 from areal.system.process import run_main
-from areal.system.run_paths import RunPaths
+from areal.system.run_paths import RunPaths, run_folder
 
 _FLUSH_EVENTS = 1000
 
@@ -95,15 +97,17 @@ def join_traces(folder: Path) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"skipped_lines": skipped}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m areal.observe.trace", description=__doc__)
-    parser.add_argument("run", type=Path, help="run folder (or its trace folder)")
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"))
-    arguments = parser.parse_args()
+def run_command(words: Sequence[str], *, prog: str = "python -m areal.observe.trace") -> int:
+    """Join the traces of a run; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=prog, description="Join the traces of a run in one file for chrome://tracing")
+    parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its trace folder")
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
+    arguments = parser.parse_args(words)
     # Not the run folder itself, which contains other .jsonl files.
     folder = arguments.run if arguments.run.name == "trace" else RunPaths(arguments.run).trace
     arguments.output.write_text(json.dumps(join_traces(folder)))
+    return 0
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

@@ -18,6 +18,7 @@ from areal.replay.recorded import RecordedRun
 from areal.replay.report import Report
 from areal.replay.runner import plan_ranks, run_ranks
 from areal.system.process import interrupts_notice, run_main
+from areal.system.run_paths import run_folder
 
 DESCRIPTION = """Train again from the recorded batches of a run: no server, no controller, the same update.
 
@@ -41,11 +42,11 @@ class Request(argparse.Namespace):
     overrides: list[str]
 
 
-def read_command_line(argv: Sequence[str]) -> Request:
+def read_command_line(argv: Sequence[str], *, prog: str = "python -m areal.replay") -> Request:
     parser = argparse.ArgumentParser(
-        prog="python -m areal.replay", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", type=Path, required=True, help="folder of the recorded run")
+    parser.add_argument("--run", type=run_folder, required=True, help="folder of the recorded run")
     parser.add_argument("--until", type=int, metavar="STEP", help="last train step (default: all)")
     parser.add_argument(
         "--from-checkpoint",
@@ -117,9 +118,5 @@ def replay(request: Request) -> int:
     return report.end()
 
 
-def main() -> None:
-    sys.exit(replay(read_command_line(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    run_main(lambda: sys.exit(replay(read_command_line(sys.argv[1:]))))

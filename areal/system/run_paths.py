@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from areal.api.config import BaseExperimentConfig
+from areal.api.config import BaseExperimentConfig, ClusterSpecConfig
 
 
 class _Below:
@@ -17,6 +17,16 @@ class _Below:
 
     def __get__(self, run: RunPaths, owner: type[RunPaths]) -> Path:
         return run.root / self._name
+
+
+DEFAULT_FILEROOT = Path(ClusterSpecConfig().fileroot)
+
+
+def run_folder(text: str) -> Path:
+    """The folder that a command line names: a path, or else experiment_name/trial_name below the default fileroot."""
+    given = Path(text).expanduser()
+    named = DEFAULT_FILEROOT / text
+    return named if not given.exists() and named.is_dir() else given
 
 
 @dataclass(frozen=True, slots=True)

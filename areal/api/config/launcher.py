@@ -133,6 +133,8 @@ class ElasticConfig:
 class LauncherConfig:
     """How processes are started and monitored."""
 
+    type: str = choice("auto", "auto", "local", "ray", "slurm", "ssh")
+    """Launcher of `areal run`; auto = local, or ssh if the command line has --hosts."""
     inference_server_cpus_per_gpu: int = number(4, low=1)
     """Maximum CPU threads of a server; on a machine without GPUs the cores are divided between the processes."""
     trainer_cpus_per_gpu: int = number(4, low=1)

@@ -1,0 +1,1 @@
+"""The command `areal`: one table of subcommands, which wrap the other packages."""

@@ -1,0 +1,69 @@
+"""The table of subcommands of `areal`, its help, and the call of the one that the command line names."""
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from areal.api.errors import ConfigError
+from areal.system.process import run_main
+
+
+class Command(NamedTuple):
+    """One subcommand: `areal NAME WORDS` calls `function(WORDS)`, which returns the exit status."""
+
+    name: str
+    help: str
+    """What it does, at most 60 characters."""
+    function: str
+    """module:function. The module is imported when the subcommand is called, so that `areal --help` loads little."""
+
+
+COMMANDS = (
+    Command(
+        "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
+    ),
+    Command("audit", "check that no episode was lost or trained on twice", "areal.cli.wrapped:audit"),
+    Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.cli.wrapped:stats"),
+    Command("replay", "train again from the recorded batches of a run", "areal.cli.wrapped:replay"),
+    Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
+    Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),
+)
+"""All subcommands in the order of the help. A new one is one row."""
+
+
+def help_text() -> str:
+    """The text of `areal --help`. It fits one screen of 24 lines with 80 columns."""
+    rows = [f"  {command.name:<14} {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: areal COMMAND [arguments]      (areal COMMAND --help explains one)",
+            "",
+            *rows,
+            "",
+            "RUN is a run folder, or experiment_name/trial_name below the default fileroot.",
+            "The run may be running, finished or dead. --json prints facts as JSON.",
+            "Exit status: 0 success, 1 failed or different, 2 wrong usage, 130 Ctrl-C.",
+        ]
+    )
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Call the subcommand of `argv`; returns the exit status. ConfigError when there is no such subcommand."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        (sys.stdout if argv else sys.stderr).write(help_text() + "\n")
+        return 0 if argv else 2
+    for command in COMMANDS:
+        if command.name == argv[0]:
+            module, _, name = command.function.partition(":")
+            function: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+            return function(argv[1:])
+    near = difflib.get_close_matches(argv[0], [command.name for command in COMMANDS], n=1)
+    advice = f"did you mean {near[0]}?" if near else "areal --help lists them"
+    raise ConfigError(f"{argv[0]}: there is no such command; {advice}", code="command.unknown")
+
+
+def console() -> None:
+    """The console script."""
+    run_main(lambda: sys.exit(run_command(sys.argv[1:])))

@@ -1,0 +1,141 @@
+"""The command `areal`: its table, help, exit status, and the choice of the launcher."""
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from areal.api.errors import ArealError, ConfigError
+from areal.cli.main import COMMANDS, help_text, run_command
+from areal.launcher.__main__ import launcher_of
+from areal.system.run_paths import run_folder
+
+QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml")
+
+
+def test_the_help_fits_one_screen_and_names_every_subcommand():
+    lines = help_text().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert [name for line in lines if line.startswith("  ") for name in line.split()[:1]] == [c.name for c in COMMANDS]
+
+
+def test_the_help_does_not_import_torch():
+    code = (
+        "import sys; sys.argv = ['areal', '--help']\n"
+        "import runpy\n"
+        "try: runpy.run_module('areal', run_name='__main__')\n"
+        "except SystemExit as ended: assert not ended.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout) == (0, help_text() + "\n"), done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_subcommand_has_a_help(command, capsys):
+    module, _, name = command.function.partition(":")
+    assert len(inspect.signature(getattr(import_module(module), name)).parameters) == 1
+    try:
+        status = run_command([command.name, "--help"])
+    except SystemExit as ended:
+        status = ended.code
+    assert status in (0, None)
+    assert f"areal {command.name}" in capsys.readouterr().out
+
+
+def test_wrong_usage_has_a_code_and_a_status(capsys):
+    with pytest.raises(ConfigError) as unknown:
+        run_command(["adit"])
+    assert unknown.value.code == "command.unknown"
+    assert run_command([]) == run_command(["run"]) == 2
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit) as ended:
+        run_command(["config"])
+    assert ended.value.code == 2
+
+
+def test_a_run_is_a_folder_or_a_name_below_the_default_fileroot(tmp_path, monkeypatch):
+    assert run_folder(str(tmp_path)) == tmp_path
+    assert run_folder("no/such") == Path("no/such")
+    (tmp_path / "experiment" / "trial").mkdir(parents=True)
+    monkeypatch.setattr("areal.system.run_paths.DEFAULT_FILEROOT", tmp_path)
+    assert run_folder("experiment/trial") == tmp_path / "experiment" / "trial"
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        (["--config", QUICKSTART, "--dry-run"], "local"),
+        (["my.py", "--config", QUICKSTART], "local"),
+        (["--config", QUICKSTART, "launcher.type=slurm"], "slurm"),
+        (["--config", QUICKSTART, "--hosts", "a,b"], "ssh"),
+        (["--config", QUICKSTART, "--hosts=a,b", "--launcher=ray"], "ray"),
+        (["--launcher", "slurm", "--attach", "RUN"], "slurm"),
+        (["--attach", "--help"], "local"),
+        (["--help", "actor"], "local"),
+    ],
+)
+def test_the_launcher_is_named_or_follows_from_the_configuration(words, launcher):
+    found, rest = launcher_of(words)
+    assert found == launcher
+    assert not [word for word in rest if word.startswith("--launcher")]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--config", QUICKSTART, "cluster.n_nodes=2"], "launch.several_nodes"),
+        (["--config", QUICKSTART, "--launcher"], "config.bad_override"),
+        (["--config", QUICKSTART, "--launcher", "k8s"], "config.bad_override"),
+        (["--config", QUICKSTART, "actor.eps_clib=1"], "config.unknown_key"),
+    ],
+)
+def test_a_launcher_that_cannot_be_chosen_is_an_error(words, code):
+    with pytest.raises(ConfigError) as error:
+        launcher_of(words)
+    assert error.value.code == code
+
+
+def test_run_passes_the_words_to_the_launcher(capsys):
+    words = ["run", "--config", QUICKSTART, "--dry-run", "actor.path=/no/such/model"]
+    with pytest.raises(ConfigError) as error:
+        run_command(words)
+    assert error.value.code == "launch.missing_inputs"
+    assert "trainer-0" in capsys.readouterr().out
+
+
+def test_config_prints_what_a_run_would_use_without_secrets(capsys, tmp_path):
+    words = ["config", "--config", QUICKSTART, "actor.eps_clip=0.3", "stats_logger.wandb.wandb_api_key=geheim"]
+    assert run_command([*words, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)["actor"]["eps_clip"] == 0.3
+    assert "geheim" not in text
+    assert run_command(words) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    assert run_command(["config", str(tmp_path), "seed=7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["seed"], found["actor"]["eps_clip"]) == (7, 0.3)
+
+
+def test_config_explains_an_option(capsys):
+    assert run_command(["config", "rollout.on_stale", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["default"], found["choices"]) == ("train", ["train", "mask", "drop", "wait"])
+    with pytest.raises(ConfigError) as error:
+        run_command(["config", "rollout.on_stail"])
+    assert error.value.code == "config.unknown_key"
+
+
+def test_a_run_without_a_ledger_is_one_error_of_each_reader(tmp_path, capsys):
+    for words in (["audit"], ["stats"]):
+        assert run_command([*words, str(tmp_path)]) == 2
+        assert capsys.readouterr().err.endswith("[ledger.not_found]\n")
+    for words, code in ((["trace"], "data.no_traces"), (["replay"], "replay.no_run")):
+        with pytest.raises(ArealError) as error:
+            run_command([*words, str(tmp_path)])
+        assert error.value.code == code
