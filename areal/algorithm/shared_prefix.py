@@ -35,9 +35,9 @@ def contested_prefixes(
 
     Per tokens input_ids, sequence_index [T] int64, loss_mask [T] bool; per sequence group_ids [S] int64, rewards [S].
     For each answer: the longest prefix that it shares with an answer of its group to the same prompt with another
-    reward (cosmos-rl, min_filter_prefix_tokens). Tokens inside it that are not trained on must be equal too, but are
-    neither counted nor returned. A prefix of fewer than min_tokens, or of all trained tokens of the answer, does not
-    count. Groups may be interleaved.
+    reward (cosmos-rl compares only the answers that share the longest prefix). Tokens inside it that are not trained on
+    must be equal too, but are neither counted nor returned. A prefix of fewer than min_tokens, or of all trained tokens
+    of the answer, does not count. Groups may be interleaved.
     """
     require_same_shape(input_ids=input_ids, loss_mask=loss_mask, sequence_index=sequence_index)
     prompts: dict[tuple[int, bytes], list[_Answer]] = {}

@@ -9,13 +9,12 @@ The lists were recorded by running these functions (float64 on the CPU, torch 2.
   compute_prox_logp_approximations, and of compute_advantages the statements on reward_bias to reward_clip and
   mask_no_eos_with_zero; areal/utils/data.py: Normalization.
 - cosmos-rl 0.4.7 (PyPI), cosmos_rl/policy/trainer/llm_trainer/grpo_trainer.py: compute_loss up to its KL term.
-- ROLL, roll/pipeline/agentic/agentic_actor_pg_worker.py: the statements of _compute_tis_loss, _compute_topr_loss,
+- jingyushen/ROLL 581046ab (a public copy; alibaba/ROLL is not on PyPI, and its stored tree lacks this file),
+  roll/pipeline/agentic/agentic_actor_pg_worker.py: the statements of _compute_tis_loss, _compute_topr_loss,
   _compute_vanilla_pg_loss, _compute_kimi15_loss and _compute_cispo_loss without their metrics;
-  roll/pipeline/agentic/utils.py: compute_segment_masked_mean. ROLL is not on PyPI and these files are not in the stored
-  tree of alibaba/ROLL: they come from public copies (jingyushen/ROLL 581046ab has the
-  same statements of the losses).
+  roll/pipeline/agentic/utils.py: compute_segment_masked_mean.
 
-Not compared here: AReaL's dynamic_sampling and recipe/AEnt, which AReaL 1.0.4 does not contain.
+`test_named_systems` lists which rows of the page these and other tests are for.
 """
 
 from dataclasses import replace

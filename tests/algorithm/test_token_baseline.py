@@ -89,27 +89,48 @@ def on(gain, norm, weight=1.0):
 TOOL = (False, 5.0, 5.0, 5.0)
 
 
-def test_three_numbers_of_verl():
-    """compute_optimal_token_baseline_advantage on two answers of one prompt, returns 1 and 0.
+P = [0.5, 0.25, 0.8, 0.4, 0.6, 0.9, 0.3, 0.2, 0.7, 0.55, 0.35, 0.45]
+SQUARES = [0.4, 0.3, 0.7, 0.3, 0.5, 0.85, 0.25, 0.2, 0.6, 0.4, 0.3, 0.35]
+"""Probabilities of twelve tokens, and the sums of squares of their distributions."""
 
-    Norms .5, .3, .2 and .1, .7: W = .5, .8, 1 and .1, .8. B_1 = .5 / .6, B_2 = .8 / 1.6, and B_3 = 0, since only the
-    longest answer has a third token.
+
+def answers_of(lengths, gains, weights=None):
+    """Answers of these many tokens, each with one return for all of its tokens."""
+    norms = score_norms(torch.tensor(P, dtype=torch.float64).log(), torch.tensor(SQUARES)).tolist()
+    tokens = iter(zip(norms, weights or [1.0] * len(P), strict=True))
+    return [[on(gain, *next(tokens)) for _ in range(n)] for n, gain in zip(lengths, gains, strict=True)]
+
+
+def test_token_baselines_equal_verl():
+    """verl 0.9.1, compute_optimal_token_baseline_advantage, without and with rollout_is_weights.
+
+    Answers of 3, 2, 4, 1 and 2 tokens with returns 1, 0, 5, 20 and 32, the first three to one prompt.
     """
-    answers = [[on(1.0, 0.5), on(1.0, 0.3), on(1.0, 0.2)], [on(0.0, 0.1), on(0.0, 0.7)]]
-    expected = [1 - 5 / 6, 0.5, 1.0, -5 / 6, -0.5]
-    assert packed(answers, [3, 3]) == pytest.approx(expected, abs=1e-6)
-    # rollout_is_weights: squared norms times w^2, here 4 for the first token: W = 2, 2.3, ... -> B_1 = 2 / 2.1
-    answers[0][0] = on(1.0, 0.5, 2.0)
-    assert packed(answers, [3, 3], weighted=True)[:2] == pytest.approx([1 - 2 / 2.1, 1 - 2.3 / 3.1], abs=1e-6)
+    place = ([3, 2, 4, 1, 2], [1.0, 0.0, 5.0, 20.0, 32.0])
+    expected = [0.315789153969, -0.740740817691, -2.142857174968, -0.684210846031, -1.740740817691, 4.315789153969]
+    expected += [3.259259182309, 1.857142825032, 5.0, -7.999999953798, 4.000000046202, 32.0]
+    assert packed(answers_of(*place), [0, 0, 0, 1, 1]) == pytest.approx(expected, abs=1e-6)
+    weights = [1.0, 0.5, 1.5, 1.0, 2.0, 1.0, 0.8, 1.2, 1.0, 1.0, 0.7, 1.0]
+    expected = [0.315789153969, -0.059291562367, -2.649201949905, -0.684210846031, -1.059291562367, 4.315789153969]
+    expected += [3.940708437633, 1.350798050095, 5.0, -5.939393698528, 6.060606301472, 32.0]
+    assert packed(answers_of(*place, weights), [0, 0, 0, 1, 1], weighted=True) == pytest.approx(expected, abs=1e-6)
 
 
-def test_tool_outputs_shift_positions_only_without_over_trained():
-    """compute_multi_turn_optimal_token_baseline_advantage lines up the n-th trained tokens of the answers."""
-    answers = [[on(1.0, 0.5), TOOL, on(1.0, 0.3)], [on(0.0, 0.1), on(0.0, 0.7)]]
-    by_trained = packed(answers, [0, 0], over_trained=True)
-    assert by_trained == pytest.approx([1 - 5 / 6, 0, 0.5, -5 / 6, -0.5], abs=1e-6)
-    by_place = packed(answers, [0, 0])
-    assert by_place == pytest.approx([1 - 5 / 6, 0, 1.0, -5 / 6, 0.0], abs=1e-6)
+def test_token_baselines_around_tool_outputs_equal_verl():
+    """verl 0.9.1, compute_multi_turn_optimal_token_baseline_advantage: it lines up the n-th trained tokens of answers.
+
+    Masks 101, 11 and 10011, returns 1, 0 and 5. compute_optimal_token_baseline_advantage lines up positions.
+    """
+    first, second, third = answers_of([2, 2, 3], [1.0, 0.0, 5.0])
+    answers = [[first[0], TOOL, first[1]], second, [third[0], TOOL, TOOL, *third[1:]]]
+
+    def trained(found):
+        return [x for x, (is_on, *_) in zip(found, [t for answer in answers for t in answer], strict=True) if is_on]
+
+    expected = [-1.374999909777, -0.372093076833, -2.374999909777, -1.372093076833, 2.625000090223, 3.627906923167, 5.0]
+    assert trained(packed(answers, [0] * 3, over_trained=True)) == pytest.approx(expected, abs=1e-6)
+    expected = [-1.374999909777, 8.333e-09, -2.374999909777, 0.0, 2.625000090223, 5.0, 5.0]
+    assert trained(packed(answers, [0] * 3)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_group_of_one_answer_has_no_baseline():

@@ -33,11 +33,14 @@ async def score(scorer, *answers, **row):
 
 
 async def test_the_reward_is_the_weighted_sum_and_every_function_is_a_metric(scorer_of):
+    """The rewards are those of cosmos-rl 0.4.7, cosmos_rl/dispatcher/algo/reward.py Reward.compute_reward."""
     scorer = scorer_of(fns={LENGTH: 0.5, BANGS: -2.0})
-    scores = await score(scorer, "ab", "abc!")
-    assert [found.reward for found in scores] == [1.0, 0.5 * 4 - 2.0 * 1]  # by hand: 2 letters; 4 characters, 1 bang
-    assert [found.metrics for found in scores] == [{"length": 2.0, "bangs": 0.0}, {"length": 4.0, "bangs": 1.0}]
-    assert scorer.stats({}, scores, reward=0.5) == {"reward/length": 3.0, "reward/bangs": 0.5}
+    scores = await score(scorer, "ab", "abc!", "!!a")
+    assert [found.reward for found in scores] == [1.0, 0.0, -2.5]
+    lengths, bangs = (2.0, 4.0, 3.0), (0.0, 1.0, 2.0)
+    expected = [{"length": length, "bangs": count} for length, count in zip(lengths, bangs, strict=True)]
+    assert [found.metrics for found in scores] == expected
+    assert scorer.stats({}, scores, reward=-0.5) == {"reward/length": 3.0, "reward/bangs": 1.0}
 
 
 async def test_the_short_form_is_one_function_of_weight_one_without_metrics_of_its_own(scorer_of):
@@ -137,6 +140,8 @@ async def test_a_failing_function_is_named_and_fails_the_episode_or_counts_zero(
     assert [found.reward for found in scores] == [4.0 + 110.0, 3.0, 4.0 + 110.0]
     assert [found.num_errors for found in scores] == [0, 2, 0]
     assert scores[1].metrics == {"length": 3.0, "fails_on_bad": 0.0, "hangs_on_bad": 0.0}
+    # verl 0.9.1, verl/workers/reward_manager/prime.py run_reward_scoring of a function that fails like fails_on_bad
+    assert [found.metrics["fails_on_bad"] for found in scores] == [1.0, 0.0, 1.0]
     warnings = [text for text in caplog.messages if "count as 0" in text]
     assert sum("fails_on_bad" in text for text in warnings) == 1
     assert sum("hangs_on_bad" in text and "3 s" in text for text in warnings) == 1
