@@ -7,13 +7,16 @@ nothing about that code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import importlib
 import math
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +35,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch is imported: threads of several test processes on the same cores double the CPU time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_ROOT = Path(__file__).parents[1]
 _HEAVY = {"slow", "gpu", "cluster", "vllm", "sglang"}
 _HEAVY_LIMIT_S = 1800
-_FIRST = "test_end_to_end.py"
-"""The longest tests run first: at the end of a parallel run the other processes would wait for them."""
+_FIRST = (
+    "test_end_to_end.py", "test_rows_split.py", "test_fsdp_two_ranks.py", "test_loss_two_ranks.py", "test_dp_layout.py",
+    "test_resume.py", "test_math_symbolic.py", "test_server_process.py",
+)  # fmt: skip
+"""The longest tests run first: at the end of a parallel run the other processes would wait for them. Neighbours run in
+the same process, so that those which start several ranks share the server of tests/rank_processes.py."""
 _ITERATION_S = 0.002
 """Limit of the time that the callbacks of one round of a loop add to its clock."""
 _SLICE_S = 0.02
@@ -99,9 +107,22 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import this process's share of the test modules first: the processes of a parallel run then compile each module
+    once, and read the others from the cache."""
+    workers = getattr(session.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    index, count = int(workers["workerid"].removeprefix("gw")), workers["workercount"]
+    folders = [Path(argument).absolute() for argument in session.config.args if Path(argument).is_dir()]
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py") if _ROOT in file.parents)
+    for file in files[index::count] if count > 1 else []:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # reported when pytest collects the module
+            importlib.import_module(".".join(file.relative_to(_ROOT).with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests, and give heavy ones a longer time limit than the one of pyproject.toml."""
-    items.sort(key=lambda item: item.path.name != _FIRST)
+    items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
     for item in items:
         if any(mark.name in _HEAVY for mark in item.iter_markers()):
             item.add_marker(pytest.mark.timeout(_HEAVY_LIMIT_S))

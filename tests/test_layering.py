@@ -1,9 +1,10 @@
 """The house rules that a test can check: allowed imports, what an import loads, sizes, names."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,54 @@ LONG_ON_PURPOSE: dict[str, str] = {"areal/api/error_codes.py": "one table with a
 """path or path:function -> why it may be longer. At most three."""
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+@dataclass(frozen=True)
+class Facts:
+    """What the rules need to know of one module, found in one walk over its syntax tree."""
+
+    has_docstring: bool
+    num_lines: int
+    imports: tuple[tuple[int, str], ...]
+    """Every module that it imports, anywhere in it: (line, absolute dotted name)."""
+    functions: tuple[tuple[int, str, int], ...]
+    """(first line, name, lines)"""
+    globals_and_evals: tuple[tuple[int, str], ...]
+    distributed: tuple[int, ...]
+    """Lines with an attribute `distributed`."""
+
+
+@functools.cache
+def facts(path: Path) -> Facts:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text, filename=str(path))
+    imports: list[tuple[int, str]] = []
+    functions: list[tuple[int, str, int]] = []
+    forbidden: list[tuple[int, str]] = []
+    distributed: list[int] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                imports += imported_names(path, node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if node.end_lineno is not None:
+                functions.append((node.lineno, node.name, node.end_lineno - node.lineno + 1))
+            case ast.Global():
+                forbidden.append((node.lineno, f"global {', '.join(node.names)}"))
+            case ast.Attribute(attr="distributed"):
+                distributed.append(node.lineno)
+            case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
+                forbidden.append((node.lineno, f"{name}()"))
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                imports.append((node.lineno, name))
+    return Facts(
+        has_docstring=bool(ast.get_docstring(tree)),
+        num_lines=len(text.splitlines()),
+        imports=tuple(imports),
+        functions=tuple(functions),
+        globals_and_evals=tuple(forbidden),
+        distributed=tuple(distributed),
+    )
 
 
 def package_of(path: Path) -> str:
@@ -63,23 +110,12 @@ def package_of(path: Path) -> str:
     return "areal" if parts == ("__init__",) else parts[0]
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module that `path` imports, anywhere in it: (line, absolute dotted name)."""
-    here = [*path.relative_to(ROOT).with_suffix("").parts]
-    for node in ast.walk(parse(path)):
-        match node:
-            case ast.Import():
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            case ast.ImportFrom(level=0, module=str(module)):
-                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-            case ast.ImportFrom(level=level, module=module):
-                base = [*here[:-level], *(module.split(".") if module else [])]
-                yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
-            case ast.Call(
-                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
-                args=[ast.Constant(value=str(name)), *_],
-            ):
-                yield node.lineno, name
+def imported_names(path: Path, node: ast.Import | ast.ImportFrom) -> list[tuple[int, str]]:
+    if isinstance(node, ast.Import):
+        return [(node.lineno, alias.name) for alias in node.names]
+    here = path.relative_to(ROOT).with_suffix("").parts
+    base = [*(here[: -node.level] if node.level else ()), *(node.module.split(".") if node.module else ())]
+    return [(node.lineno, ".".join([*base, alias.name])) for alias in node.names]
 
 
 def test_every_import_follows_the_table() -> None:
@@ -89,7 +125,7 @@ def test_every_import_follows_the_table() -> None:
         if package not in MAY_IMPORT:
             broken.append(f"{path.relative_to(ROOT)}: package {package!r} is not in the table")
             continue
-        for line, name in imported_modules(path):
+        for line, name in facts(path).imports:
             parts = name.split(".")
             if parts[0] == "areal" and len(parts) > 1 and parts[1] not in MAY_IMPORT[package] | {package}:
                 broken.append(f"{path.relative_to(ROOT)}:{line}: {package} may not import {name}")
@@ -102,7 +138,7 @@ def test_some_packages_never_import_torch() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in MODULES
         if package_of(path) in WITHOUT_TORCH
-        for line, name in imported_modules(path)
+        for line, name in facts(path).imports
         if name.split(".")[0] in ("torch", "transformers")
     ]
     assert not broken, "\n".join(broken)
@@ -130,23 +166,19 @@ def test_algorithms_do_not_use_torch_distributed() -> None:
     for path in MODULES:
         if package_of(path) != "algorithm":
             continue
-        broken += [f"{path.name}:{line}" for line, name in imported_modules(path) if "distributed" in name]
-        broken += [
-            f"{path.name}:{node.lineno}"
-            for node in ast.walk(parse(path))
-            if isinstance(node, ast.Attribute) and node.attr == "distributed"
-        ]
+        lines = [line for line, name in facts(path).imports if "distributed" in name]
+        broken += [f"{path.name}:{line}" for line in [*lines, *facts(path).distributed]]
     assert not broken, f"torch.distributed in areal/algorithm: {broken}"
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_an_optional_dependency_is_imported_in_one_module(name: str) -> None:
-    users = {path.name for path in MODULES for _, module in imported_modules(path) if module.split(".")[0] == name}
+    users = {path.name for path in MODULES for _, module in facts(path).imports if module.split(".")[0] == name}
     assert len(users) <= 1, f"{name} is imported by {sorted(users)}"
 
 
 def test_every_module_has_a_docstring() -> None:
-    silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(parse(path))]
+    silent = [str(path.relative_to(ROOT)) for path in MODULES if not facts(path).has_docstring]
     assert not silent, f"without a docstring: {silent}"
 
 
@@ -154,12 +186,8 @@ def test_no_global_state_pickle_or_eval() -> None:
     broken: list[str] = []
     for path in MODULES:
         where = path.relative_to(ROOT)
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Global):
-                broken.append(f"{where}:{node.lineno}: global {', '.join(node.names)}")
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
-                broken.append(f"{where}:{node.lineno}: {node.func.id}()")
-        for line, name in imported_modules(path):
+        broken += [f"{where}:{line}: {what}" for line, what in facts(path).globals_and_evals]
+        for line, name in facts(path).imports:
             if name.split(".")[0] in ("pickle", "cloudpickle", "dill"):
                 broken.append(f"{where}:{line}: {name}")
     assert not broken, "\n".join(broken)
@@ -179,13 +207,10 @@ def test_files_and_functions_stay_small() -> None:
     too_long: list[str] = []
     for path in sources:
         where = str(path.relative_to(ROOT))
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_FILE_LINES and where not in LONG_ON_PURPOSE:
-            too_long.append(f"{where}: {lines} lines")
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                length = node.end_lineno - node.lineno + 1
-                if length > MAX_FUNCTION_LINES and f"{where}:{node.name}" not in LONG_ON_PURPOSE:
-                    too_long.append(f"{where}:{node.lineno}: {node.name} has {length} lines")
+        if facts(path).num_lines > MAX_FILE_LINES and where not in LONG_ON_PURPOSE:
+            too_long.append(f"{where}: {facts(path).num_lines} lines")
+        for line, name, length in facts(path).functions:
+            if length > MAX_FUNCTION_LINES and f"{where}:{name}" not in LONG_ON_PURPOSE:
+                too_long.append(f"{where}:{line}: {name} has {length} lines")
     assert not too_long, "\n".join(too_long)
     assert len(LONG_ON_PURPOSE) <= 3

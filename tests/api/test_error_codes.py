@@ -1,6 +1,7 @@
 """Every error that areal raises has a code, every code is in the table, and the table's page is up to date."""
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,17 +9,23 @@ from pathlib import Path
 from areal.api.error_codes import ERROR_CODES, errors_page
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "areal").rglob("*.py"))
-    if path.name != "error_codes.py"
-}
 
 
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """Path below the repository -> the parsed module."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "areal").rglob("*.py"))
+        if path.name != "error_codes.py"
+    }
+
+
+@functools.cache
 def error_classes() -> dict[str, bool]:
     """Every subclass of ArealError -> whether its body, or that of a base other than ArealError, sets the code."""
     classes = {
-        node.name: node for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name: node for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     }
     found = {"ArealError": False}
     while True:
@@ -52,7 +59,7 @@ def name_of(function: ast.expr) -> str:
 def codes_given() -> Iterator[tuple[str, str]]:
     """Each code that is passed as `code=` or set in the body of an error class: (file:line, code)."""
     classes = error_classes()
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         for node in ast.walk(tree):
             values: list[ast.expr] = []
             if isinstance(node, ast.Call) and name_of(node.func) in {*classes, "__init__"}:
@@ -71,7 +78,7 @@ def test_every_error_has_a_code() -> None:
     classes = error_classes()
     without = [
         f"{path}:{node.lineno}: {name_of(node.func)}"
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and classes.get(name_of(node.func)) is False
         if not any(keyword.arg in ("code", "problems") for keyword in node.keywords)
@@ -87,7 +94,7 @@ def test_every_code_is_in_the_table() -> None:
 def test_every_entry_of_the_table_is_used() -> None:
     texts = {
         node.value
-        for tree in SOURCES.values()
+        for tree in sources().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }

@@ -1,8 +1,6 @@
 """Four ranks, of which two and two hold the same share: reductions count each share once; training equals one rank."""
 
 import json
-import multiprocessing
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from safetensors.torch import load_file
 
 from areal.engine.mesh import TrainerMesh
 from tests.engine import dp_cases
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +17,7 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that four ranks have filled."""
     folder = tmp_path_factory.mktemp("dp_ranks")
     cases.write_models(folder / "models")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.build"])
-    script = str(Path(dp_cases.__file__))
-    ranks = [
-        context.Process(target=runpy.run_path, args=(script, {"RANK": rank, "FOLDER": str(folder)}, "areal_dp_ranks"))
-        for rank in range(dp_cases.NUM_RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=250)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0] * dp_cases.NUM_RANKS
+    run_ranks(dp_cases.__file__, "areal_dp_ranks", folder, dp_cases.NUM_RANKS)
     return folder
 
 

@@ -1,8 +1,6 @@
 """One rank against two: outputs, losses, gradients, checkpoints. Both ranks run `two_rank_scenarios` once."""
 
 import json
-import multiprocessing
-import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal.data.balance import balanced_parts
 from areal.system.durable import is_complete
 from tests.expect import raises_code
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +23,7 @@ def folder(cases, tmp_path_factory) -> Path:
     (folder / "names" / "trainer" / "store").mkdir(parents=True)
     # an older attempt's store must not be taken for this one's
     (folder / "names" / "trainer" / "store" / "0.json").write_text(json.dumps({"host": "127.0.0.1", "port": 1}))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
-    script = str(Path(__file__).with_name("engine_cases.py"))
-    ranks = [
-        context.Process(target=runpy.run_path, args=(script, {"RANK": rank, "FOLDER": str(folder)}, "areal_two_ranks"))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=250)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(Path(__file__).with_name("engine_cases.py"), "areal_two_ranks", folder)
     return folder
 
 

@@ -1,8 +1,6 @@
 """The policy's update through the FSDP engine: one process against two ranks with unequal and empty shares."""
 
 import json
-import multiprocessing
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from safetensors.torch import load_file
 
 from areal.api.config.loss_assembly import AGGREGATIONS
 from tests.engine import loss_cases
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +17,7 @@ def folder(cases, tmp_path_factory) -> Path:
     """The folder that two ranks have filled."""
     folder = tmp_path_factory.mktemp("loss_ranks")
     cases.write_models(folder / "models")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
-    script = str(Path(__file__).with_name("loss_cases.py"))
-    ranks = [
-        context.Process(target=runpy.run_path, args=(script, {"RANK": rank, "FOLDER": str(folder)}, "areal_loss_ranks"))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=250)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(Path(__file__).with_name("loss_cases.py"), "areal_loss_ranks", folder)
     return folder
 
 

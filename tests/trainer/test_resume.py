@@ -2,17 +2,13 @@
 that is reset, and random numbers, with dropout."""
 
 import json
-import multiprocessing
-import runpy
 import signal
-from pathlib import Path
 
 import pytest
 
 from areal.engine.mesh import TrainerMesh
+from tests import rank_processes
 from tests.trainer import resume_cases
-
-CASES = Path(resume_cases.__file__)
 
 
 def check(found: dict[str, list[dict]], num_steps: int) -> None:
@@ -52,12 +48,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
     """SIGKILL after the update of a step and before its checkpoint, with a reset of the reference behind it."""
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
     arguments = ("kl", tmp_path / "model", tmp_path / "recover")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
-    process = context.Process(
-        target=runpy.run_path, args=(str(CASES), {"LIFE": tuple(map(str, arguments))}, "areal_until_killed")
-    )
-    process.start()
+    process = rank_processes.start(resume_cases.__file__, "areal_until_killed", LIFE=tuple(map(str, arguments)))
     process.join(timeout=250)
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step-000002", "step-000003"]
@@ -74,22 +65,7 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
 
 def test_two_ranks(tmp_path):
     resume_cases.write_model(tmp_path / "model", dropout=0.2)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path, args=(str(CASES), {"RANK": rank, "FOLDER": str(tmp_path)}, "areal_two_ranks")
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=250)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    rank_processes.run_ranks(resume_cases.__file__, "areal_two_ranks", tmp_path)
     both = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
     for kind in resume_cases.KINDS:
         for found in both:

@@ -1,8 +1,6 @@
 """Training on rows through the real engine: values and gradients by the papers' formulas, however the rows are cut."""
 
 import json
-import multiprocessing
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ from safetensors.torch import load_file
 
 from areal.engine.mesh import TrainerMesh
 from tests.expect import raises_code
+from tests.rank_processes import run_ranks
 from tests.trainer import row_cases as cases
-
-CASES = Path(cases.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +58,7 @@ def test_micro_batches_do_not_matter(folder, whole, kind, cut):
 @pytest.fixture(scope="module")
 def two_ranks(folder) -> list[dict]:
     """What two processes found."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "areal.engine.fsdp_builder"])
-    ranks = [
-        context.Process(
-            target=runpy.run_path, args=(str(CASES), {"RANK": rank, "FOLDER": str(folder)}, "areal_two_ranks")
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=280)
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(cases.__file__, "areal_two_ranks", folder)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,0 +1,34 @@
+"""Processes for scripts of several ranks, forked from one server per test process that has imported torch."""
+
+import multiprocessing
+import runpy
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_LIMIT_S = 250.0
+_IMPORTED = ["torch", "transformers", "areal.engine.fsdp_builder"]
+
+
+def start(script: str | Path, run_name: str, **variables: object) -> BaseProcess:
+    """Start a process that runs `script` under the module name `run_name` with the given global variables."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    process = context.Process(target=runpy.run_path, args=(str(script), variables, run_name))
+    process.start()
+    return process
+
+
+def run_ranks(script: str | Path, run_name: str, folder: Path, world_size: int = 2) -> None:
+    """Run `script` as `world_size` ranks, with the variables RANK and FOLDER, until all have ended without an error."""
+    ranks = [start(script, run_name, RANK=rank, FOLDER=str(folder)) for rank in range(world_size)]
+    assert _exit_codes(ranks) == [0] * world_size
+
+
+def _exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(timeout=_LIMIT_S)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    return [process.exitcode for process in processes]
