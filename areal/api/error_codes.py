@@ -402,6 +402,8 @@ workflow.missing_column: A dataset row lacks a column that the workflow needs.
     Add the column to the dataset, or add it with train_dataset.map_fn.
 workflow.missing_parameter: An option needs a parameter that the constructor of the workflow does not have.
     Use a built-in workflow, add the parameter, or remove the option.
+workflow.no_answer: A conversation ended, or is to be scored, before the policy has answered in it.
+    Call generate(episode, conversation) first.
 workflow.no_evaluation: The workflow does not define for_evaluation, and the run evaluates.
     Define for_evaluation(gconfig), pass an eval_workflow to PPOTrainer.train, or remove valid_dataset.
 workflow.not_a_workflow: The class or function at `workflow` does not create a RolloutWorkflow.
@@ -420,6 +422,8 @@ workflow.rollout_logprobs: A value is not a log-probability, or is not 0.0 where
     Copy output_logprobs of the response and use 0.0 for all other tokens.
 workflow.trajectory_lengths: A workflow returned an empty group or trajectory, or columns of different lengths.
     Return one value per token in each column, one filter_reward per trajectory, or None to reject the episode.
+workflow.wrong_reward: The method converse of a workflow returned something else than a Score or a number.
+    Return the result of score(episode, conversation), or a number.
 workflow.wrong_type: A trajectory holds a value of the wrong type or outside the range of its column.
     Fix the types of the trajectory that the workflow returns.
 """

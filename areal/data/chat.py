@@ -18,14 +18,23 @@ class EncodedPrompt:
     token_ids: list[int]
 
 
-def encode_prompt(row: dict[str, Any], tokenizer: Tokenizer, *, enable_thinking: bool = False) -> EncodedPrompt:
+def encode_prompt(
+    row: dict[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    enable_thinking: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> EncodedPrompt:
     """Encode the prompt of a row: its `messages` with the chat template, or its `prompt` as plain text.
 
-    A template writes its own special tokens; for plain text the tokenizer adds them. Raises InputError.
+    A template writes its own special tokens; for plain text the tokenizer adds them. `tools`: JSON schemas that the
+    template shows to the model. Raises InputError.
     """
     if "messages" in row:
         messages = checked_messages(row["messages"])
-        text = render_chat(tokenizer, messages, add_generation_prompt=True, enable_thinking=enable_thinking)
+        text = render_chat(
+            tokenizer, messages, add_generation_prompt=True, enable_thinking=enable_thinking, tools=tools
+        )
         ids = tokenizer.encode(text, add_special_tokens=False)
     elif "prompt" in row:
         text = row["prompt"]
@@ -55,14 +64,20 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], *, add_generation_prompt: bool, enable_thinking: bool
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    enable_thinking: bool,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Render a conversation with the tokenizer's chat template."""
     if not tokenizer.chat_template:
         message = "the tokenizer has no chat template: use that of a chat model, or rows with 'prompt', not 'messages'"
         raise InputError(message, code="data.chat_template")
+    more = {} if tools is None else {"tools": tools}
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking, **more
     )
 
 

@@ -22,6 +22,7 @@ import orjson
 
 from areal.api.errors import ArealError, InputError
 from areal.api.functions import REWARD_CALL, FunctionRef, load_function
+from areal.observe.episode_metrics import logged_metrics
 from areal.system.process import watch_parent
 
 _TRACEBACKS_SHOWN = 3
@@ -123,7 +124,10 @@ class Worker:
     def _scored(self, call: Callable[[], Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
         try:
-            result = parsed_result(call())
+            with logged_metrics() as logged:
+                result = parsed_result(call())
+            if result["status"] == "ok" and (means := logged.means()):
+                result["metrics"] = means | result.get("metrics", {})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
             result = {"status": "error", "value": 0.0, "message": f"raised {self._explained(error)}"}
         result["seconds"] = time.perf_counter() - began_s

@@ -16,6 +16,7 @@ from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
+from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, check_stats
 
@@ -161,7 +162,8 @@ class Evaluations:
         """Record reward and length of one row, or a failure when its episode failed or returned None."""
         engine = EpisodeEngine(self._engine, self._count_tokens)
         try:
-            group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
+            with logged_metrics() as logged:
+                group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
             episode = None if group is None else encode_episode(position, group)
             if group is not None:
                 check_stats(group)
@@ -173,7 +175,7 @@ class Evaluations:
         if group is None or episode is None:
             results.fail("the workflow returned None")
             return
-        stats = {f"episode/{name}": float(value) for name, value in group.stats.items()}
+        stats = {f"episode/{name}": float(value) for name, value in (logged.means() | group.stats).items()}
         results.scored.append(
             stats | {"reward": episode.reward, "generated": episode.num_generated / episode.num_trajectories}
         )

@@ -18,6 +18,7 @@ from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import EncodedEpisode
+from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
 from areal.rollout.gate import GateLimits, room, why_closed
@@ -139,7 +140,8 @@ class Executor:
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
-                group = await self._workflow.arun_episode(engine, row)
+                with logged_metrics() as logged:
+                    group = await self._workflow.arun_episode(engine, row)
                 check_format = self._options.check_trajectory_format
                 verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)
             except asyncio.CancelledError:
@@ -153,7 +155,8 @@ class Executor:
             else:
                 if task.cancelling():
                     return  # the workflow ignored the cancellation; the episode runs again
-                stats = {} if group is None else {name: float(value) for name, value in group.stats.items()}
+                stats = logged.means() | ({} if group is None else group.stats)
+                stats = {name: float(value) for name, value in stats.items()}
                 self._ended(episode_id, verdict, stats, engine, loop.time() - start_s)
             del self._tasks[episode_id]
             self.admit()

@@ -11,14 +11,8 @@ from areal.api.engine import InferenceEngine
 from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.generate import (
-    answer_text,
-    gather_or_cancel,
-    group_stats,
-    new_request,
-    settings_for_length,
-    single_turn_trajectory,
-)
+from areal.workflow.conversation import Conversation
+from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length
 from areal.workflow.scored import ScoredWorkflow
 
 InputIdsFn = Callable[[dict[str, Any], Tokenizer, bool], list[int]]
@@ -50,7 +44,7 @@ class RLVRWorkflow(ScoredWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         """One group of answers to the prompt of row `data`."""
-        prompt = self._prompt(data)
+        prompt = self.prompt(data)
         prompt_ids = prompt.token_ids
         settings = settings_for_length(self._settings, len(prompt_ids), list(data))
         group_id = uuid4().hex
@@ -63,13 +57,15 @@ class RLVRWorkflow(ScoredWorkflow):
                 for number, settings in enumerate(each)
             ]
         )
-        answers = [(answer_text(response, self._tokenizer), response.output_ids) for response in responses]
+        conversations = [Conversation(self.tokenizer, prompt) for _ in responses]
+        texts = [conversation.add_answer(one) for conversation, one in zip(conversations, responses, strict=True)]
+        answers = [(text, response.output_ids) for text, response in zip(texts, responses, strict=True)]
         scores = await self._scorer.score(prompt.text, prompt_ids, answers, data)
         greedy = scores.pop() if self._greedy_baseline else None
         baseline = None if greedy is None else greedy.reward
         trajectories = [
-            single_turn_trajectory(response, prompt_ids, score.reward, reward_parts=score.parts, baseline=baseline)
-            for response, score in zip(responses, scores, strict=False)  # the greedy answer is not trained on
+            conversation.to_trajectory(score.reward, reward_parts=score.parts, baseline=baseline)
+            for conversation, score in zip(conversations, scores, strict=False)  # the greedy answer is not trained on
         ]
         stats = group_stats(trajectories, num_errors=sum(score.num_errors for score in scores))
         stats |= self._scorer.stats(data, scores, reward=stats["reward"])
@@ -78,11 +74,11 @@ class RLVRWorkflow(ScoredWorkflow):
         filter_rewards = [score.filter_reward for score in scores]
         return TrajectoryGroup(trajectories=trajectories, stats=stats, filter_rewards=filter_rewards)
 
-    def _prompt(self, row: dict[str, Any]) -> EncodedPrompt:
+    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
         if self._get_input_ids_fn is None:
-            return encode_prompt(row, self._tokenizer, enable_thinking=self._enable_thinking)
-        token_ids = self._get_input_ids_fn(row, self._tokenizer, self._enable_thinking)
-        return EncodedPrompt(self._tokenizer.decode(token_ids), token_ids)
+            return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking)
+        token_ids = self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking)
+        return EncodedPrompt(self.tokenizer.decode(token_ids), token_ids)
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         clone = super().for_evaluation(gconfig)

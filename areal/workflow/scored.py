@@ -10,7 +10,7 @@ from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt
 from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.generate import request_settings, settings_for_length
+from areal.workflow.sampling import request_settings, settings_for_length
 from areal.workflow.scoring import Scorer
 
 
@@ -34,16 +34,17 @@ class ScoredWorkflow(RolloutWorkflow):
         self._owns_scorer = True
         self._num_samples = gconfig.n_samples
         self._settings = request_settings(gconfig, tokenizer)
-        self._tokenizer = tokenizer
-        self._enable_thinking = enable_thinking
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
 
     @abstractmethod
-    def _prompt(self, row: dict[str, Any]) -> EncodedPrompt: ...
+    def prompt(self, row: dict[str, Any]) -> EncodedPrompt:
+        """The prompt of a row."""
 
     def check_row(self, row: dict[str, Any]) -> None:
         """InputError when `row` has no prompt, no room for an answer, or no reward function."""
         self._scorer.check_row(row)
-        settings_for_length(self._settings, len(self._prompt(row).token_ids), list(row))
+        settings_for_length(self._settings, len(self.prompt(row).token_ids), list(row))
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """InputError when the first row cannot be run, or any row has no usable prompt or no reward function."""
@@ -56,7 +57,7 @@ class ScoredWorkflow(RolloutWorkflow):
         clone = copy.copy(self)
         clone._owns_scorer = False
         clone._num_samples = 1
-        clone._settings = request_settings(gconfig, self._tokenizer)
+        clone._settings = request_settings(gconfig, self.tokenizer)
         return clone
 
     async def aclose(self) -> None:

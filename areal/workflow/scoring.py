@@ -3,8 +3,10 @@
 The reward pool starts at the first answer, because trainer ranks also create workflows and score nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from areal.api.config import RewardConfig
@@ -16,7 +18,7 @@ from areal.observe.log import get_logger
 from areal.reward.pool import RewardPool, RewardResult
 from areal.reward.sandbox_backends import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
-from areal.workflow.generate import gather_or_cancel
+from areal.workflow.sampling import gather_or_cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,11 @@ class Score:
     """The score of each function without weight; empty in the short form."""
     metrics: Mapping[str, float]
     """The score of each function without weight (not in the short form), and its further results as name/key."""
+
+    def scaled(self, factor: float) -> Score:
+        """With rewards and parts times `factor`, for example a discount over turns. The metrics stay."""
+        parts = {name: part * factor for name, part in self.parts.items()}
+        return replace(self, reward=self.reward * factor, filter_reward=self.filter_reward * factor, parts=parts)
 
 
 class Scorer:

@@ -16,6 +16,7 @@ from areal.ledger.payload import (
     join_columns,
     payload_sizes,
 )
+from areal.observe.episode_metrics import log_metric
 from areal.rollout.batching import build_shares
 from areal.rollout.episode import verdict_on
 from areal.rollout.share_codec import decode_share, encode_share
@@ -164,6 +165,28 @@ async def test_a_workflow_that_raises_returns_nan_or_cancels_itself_fails_only_i
     reasons = set(ledger.state.reasons)
     assert reasons == {"failed: RuntimeError", "failed: KeyError", "failed: TrajectoryError"}
     ledger.state.check_integrity()
+
+
+async def test_what_an_episode_logs_is_in_the_stats_of_its_batch_and_evaluation():
+    class Workflow(rollout_kit.ScriptedWorkflow):
+        async def arun_episode(self, engine, data):
+            log_metric("depth", data["index"] % 2)
+            log_metric("depth", 3)
+            log_metric("num_turns", 9)  # the statistic of the group has precedence
+            return await super().arun_episode(engine, data)
+
+    blob = await run_one_batch(Workflow(), rollout_kit.memory_ledger())
+    stats = decode_share(blob).stats
+    assert 1.5 <= stats["episode/depth"] <= 2.0
+    assert stats["episode/num_turns"] == 1.0
+    controller = rollout_kit.make_controller(
+        rollout_kit.memory_ledger(), eval_rows=[{"index": 0}, {"index": 1}], eval_workflows={"greedy": Workflow()}
+    )
+    await controller.start()
+    await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
+    result = await controller.evaluate(0, "greedy", timeout_s=200.0)
+    assert (result["episode/depth"], result["episode/num_turns"]) == (1.75, 1.0)
+    await controller.close()
 
 
 async def test_results_of_a_cancelled_attempt_are_ignored():

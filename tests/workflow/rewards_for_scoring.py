@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from areal.observe.episode_metrics import log_metric
+
 
 def length(prompt, completion, prompt_ids, completion_ids, **row):
     return len(completion)
@@ -14,6 +16,11 @@ def bangs(prompt, completion, prompt_ids, completion_ids, **row):
 
 def detailed(prompt, completion, prompt_ids, completion_ids, **row):
     return {"score": len(completion), "bangs": completion.count("!"), "loud": completion.isupper(), "pred": completion}
+
+
+def logging(prompt, completion, prompt_ids, completion_ids, **row):
+    log_metric("spaces", completion.count(" "))
+    return len(completion)
 
 
 def fails_on_bad(prompt, completion, prompt_ids, completion_ids, **row):

@@ -60,6 +60,11 @@ async def test_a_mapping_gives_the_score_and_further_numbers(scorer_of):
     assert (await score(short, "HO!"))[0].metrics == {"detailed/bangs": 1.0, "detailed/loud": 1.0}
 
 
+async def test_what_a_function_logs_is_a_metric(scorer_of):
+    (found,) = await score(scorer_of(f"{FILE}:logging"), "a b c")
+    assert (found.reward, found.metrics) == (5.0, {"logging/spaces": 2.0})
+
+
 async def test_filters_look_at_the_functions_named_for_them(scorer_of):
     filtered = await score(scorer_of(fns={LENGTH: 0.5, BANGS: 2.0}, filter_on=[BANGS]), "ab", "abc!")
     assert [found.reward for found in filtered] == [1.0, 4.0]

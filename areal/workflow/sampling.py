@@ -1,4 +1,4 @@
-"""Functions that the workflows share: sampling settings, request ids, and trajectories from responses."""
+"""Functions that the workflows share: sampling settings, requests, statistics."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from areal.api.config import GenerationHyperparameters
-from areal.api.data import GenerationRequest, GenerationResponse, Trajectory
+from areal.api.data import GenerationRequest, Trajectory
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer
 
@@ -57,33 +57,6 @@ async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def answer_text(response: GenerationResponse, tokenizer: Tokenizer) -> str:
-    """The text of the answer, without special tokens."""
-    return tokenizer.decode(response.output_ids, skip_special_tokens=True)
-
-
-def single_turn_trajectory(
-    response: GenerationResponse,
-    prompt_ids: list[int],
-    reward: float,
-    *,
-    reward_parts: dict[str, float],
-    baseline: float | None = None,
-) -> Trajectory:
-    """A prompt with one answer. `baseline`: reward of the greedy answer, if there is one."""
-    num_prompt, num_output = len(prompt_ids), len(response.output_ids)
-    return Trajectory(
-        token_ids=prompt_ids + response.output_ids,
-        loss_mask=[0] * num_prompt + [1] * num_output,
-        rollout_logprobs=[0.0] * num_prompt + response.output_logprobs,
-        output_versions=[-1] * num_prompt + response.output_versions,
-        reward=reward,
-        reward_parts=reward_parts,
-        finished=response.stop_reason == "stop",
-        baseline=baseline,
-    )
 
 
 def group_stats(trajectories: Sequence[Trajectory], *, num_errors: int) -> dict[str, float]:

@@ -1,0 +1,144 @@
+"""The tokens of one dialogue. They are only appended, and what the policy generated is never encoded again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal.api.data import GenerationResponse, Trajectory
+from areal.api.errors import InputError
+from areal.data.chat import EncodedPrompt, tokens_after_answer
+from areal.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer of the policy."""
+
+    text: str
+    """Without special tokens."""
+    token_ids: list[int]
+    """Including a generated end token."""
+    position: int
+    """Number of tokens of the conversation before it."""
+    finished: bool
+    """False if a length limit cut it."""
+
+
+class Conversation:
+    """Tokens with, for each, its loss mask, log-probability and policy version.
+
+    A token is *fixed* (given from outside, not trained on) or *generated* (by the policy, trained on). The tokens
+    of a request are a prefix of those of every later request of the same conversation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: EncodedPrompt | None = None,
+        *,
+        max_tokens: int | None = None,
+        enable_thinking: bool = False,
+    ) -> None:
+        """`prompt`: the first fixed tokens. `max_tokens`: limit of all tokens together; None = none."""
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._enable_thinking = enable_thinking
+        self._token_ids: list[int] = []
+        self._loss_mask: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._texts: list[tuple[int, str]] = []  # with the number of tokens before each
+        self._answers: list[Answer] = []
+        if prompt is not None:
+            self._add_fixed(prompt.token_ids, prompt.text)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of all tokens so far: the context of the next answer."""
+        return list(self._token_ids)
+
+    @property
+    def text(self) -> str:
+        """Fixed tokens with, answers without their special tokens."""
+        return "".join(text for _, text in self._texts)
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        return self._answers
+
+    @property
+    def last_answer(self) -> Answer:
+        """InputError when there is none."""
+        if not self._answers:
+            message = "this conversation has no answer yet: call generate(episode, conversation) first"
+            raise InputError(message, code="workflow.no_answer")
+        return self._answers[-1]
+
+    def context_of(self, answer: Answer) -> EncodedPrompt:
+        """Everything before an answer: what the policy answered."""
+        text = "".join(text for position, text in self._texts if position < answer.position)
+        return EncodedPrompt(text, self._token_ids[: answer.position])
+
+    def add_answer(self, response: GenerationResponse) -> str:
+        """Append generated tokens. Returns their text without special tokens."""
+        text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        position, finished = len(self._token_ids), response.stop_reason == "stop"
+        self._answers.append(Answer(text=text, token_ids=response.output_ids, position=position, finished=finished))
+        self._append(response.output_ids, text, 1, response.output_logprobs, response.output_versions)
+        return text
+
+    def add_messages(self, messages: list[dict[str, Any]]) -> bool:
+        """Append messages after an answer, for example results of tools, and the header of the next answer.
+
+        They are rendered with the chat template; the rest is as in `add_turn`.
+        """
+        return self.add_turn(tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking))
+
+    def add_turn(self, token_ids: list[int]) -> bool:
+        """Append the tokens of a chat template between two answers, as `areal.data.chat.tokens_after_answer` has them.
+
+        They begin with the end token of the answer before, which is left out when the policy generated it.
+        Returns False and appends nothing when `max_tokens` would leave no room for another answer.
+        """
+        if not self._has_room(token_ids):
+            return False
+        if self._loss_mask[-1:] == [1] and self._token_ids[-1:] == token_ids[:1]:
+            token_ids = token_ids[1:]
+        self._add_fixed(token_ids, self._tokenizer.decode(token_ids))
+        return True
+
+    def add_text(self, text: str) -> bool:
+        """Append plain text, encoded without special tokens. False, and no change, as in `add_turn`."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not self._has_room(token_ids):
+            return False
+        self._add_fixed(token_ids, text)
+        return True
+
+    def to_trajectory(
+        self, reward: float, *, reward_parts: dict[str, float] | None = None, baseline: float | None = None
+    ) -> Trajectory:
+        """The conversation as a training sample. `baseline`: reward of a greedy answer, if there is one."""
+        return Trajectory(
+            token_ids=list(self._token_ids),
+            loss_mask=list(self._loss_mask),
+            rollout_logprobs=list(self._logprobs),
+            output_versions=list(self._versions),
+            reward=reward,
+            reward_parts=reward_parts or {},
+            finished=self.last_answer.finished,
+            baseline=baseline,
+        )
+
+    def _has_room(self, token_ids: list[int]) -> bool:
+        return self._max_tokens is None or len(self._token_ids) + len(token_ids) < self._max_tokens
+
+    def _add_fixed(self, token_ids: list[int], text: str) -> None:
+        self._append(token_ids, text, 0, [0.0] * len(token_ids), [-1] * len(token_ids))
+
+    def _append(self, token_ids: list[int], text: str, mask: int, logprobs: list[float], versions: list[int]) -> None:
+        self._texts.append((len(self._token_ids), text))
+        self._token_ids += token_ids
+        self._loss_mask += [mask] * len(token_ids)
+        self._logprobs += logprobs
+        self._versions += versions

@@ -1,0 +1,90 @@
+"""Writes a tokenizer of single characters, a small random model and the data of the calculator example. No network.
+
+python examples/workflows/prepare.py runs/calculator/data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+=?"]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    model = models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def build_model(seed: int) -> Qwen2ForCausalLM:
+    """2 layers of width 64."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(TOKENS),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def problems(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Pairs of a sum such as `31+15` and its value."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        one, other = rng.randrange(10, 50), rng.randrange(10, 50)
+        yield f"{one}+{other}", str(one + other)
+
+
+def warm_up_rows(count: int, seed: int) -> Iterator[dict[str, str]]:
+    """A third calls the calculator, a third guesses, and a third copies the result of a call."""
+    rng = random.Random(seed)
+    for index, (text, value) in enumerate(problems(count, seed)):
+        guess = str(rng.randrange(20, 100))
+        yield [
+            {"prompt": f"{text}=", "answer": f"{text}?"},
+            {"prompt": f"{text}=", "answer": guess},
+            {"prompt": f"{text}={text}?<eos>{value}=", "answer": value},
+        ][index % 3]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where model/ and the .jsonl files are written")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    build_tokenizer().save_pretrained(args.folder / "model")
+    build_model(args.seed).save_pretrained(args.folder / "model")
+    rows = {
+        "warm_up": list(warm_up_rows(120 * 256, args.seed + 1)),
+        "train": [{"prompt": f"{text}=", "answer": value} for text, value in problems(4096, args.seed + 2)],
+        "held_out": [{"prompt": f"{text}=", "answer": value} for text, value in problems(128, args.seed + 3)],
+    }
+    for name, found in rows.items():
+        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+if __name__ == "__main__":
+    main()
