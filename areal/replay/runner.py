@@ -12,7 +12,7 @@ from pathlib import Path
 from areal.api.errors import LaunchError
 from areal.launcher.backend import LocalBackend
 from areal.launcher.job import PlannedProcess
-from areal.system.network import TOKEN_VARIABLE, new_token, run_token
+from areal.system.network import TOKEN_VARIABLE, Host, new_token, run_token
 from areal.system.process import ERROR_PREFIX, ProcessContext
 from areal.system.run_paths import RunPaths
 
@@ -22,8 +22,10 @@ _COMMAND = (sys.executable, "-m", "areal.replay.rank")
 
 
 def plan_ranks(recorded: Sequence[tuple[ProcessContext, dict[str, str]]], folder: Path) -> list[PlannedProcess]:
-    """The ranks of the recorded run, in the folder of a replay."""
-    contexts = [(replace(context, run_dir=str(folder), run_id=0, recover=False), env) for context, env in recorded]
+    """The ranks of the recorded run, in the folder of a replay. All run on this machine."""
+    contexts = [
+        (replace(context, host=Host(), run_dir=str(folder), run_id=0, recover=False), env) for context, env in recorded
+    ]
     return [
         PlannedProcess(
             name=context.name,

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -107,10 +108,13 @@ def test_ranks_have_the_recorded_environment_and_work_in_their_own_folder(record
     from areal.system.process import ProcessContext
 
     found = RecordedRun.read(recorded.folder).ranks()
-    [rank] = plan_ranks([(context, env | {"OMP_NUM_THREADS": "7"}) for context, env in found], tmp_path)
+    on_node = Host(bind="10.255.0.1", advertise="10.255.0.1", node="node1")
+    changed = [(replace(context, host=on_node), env | {"OMP_NUM_THREADS": "7"}) for context, env in found]
+    [rank] = plan_ranks(changed, tmp_path)
     context = ProcessContext.from_env(rank.env)
     assert context is not None
     assert context.run_dir == str(tmp_path)
+    assert rank.host == context.host == Host(), "a replay runs here, also of a run on other machines"
     assert (context.num_threads, context.world_size, context.device) == (1, 1, "cpu")
     assert rank.env["OMP_NUM_THREADS"] == "7"
     assert Path(rank.log_path).parent == tmp_path / "logs"
