@@ -152,7 +152,7 @@ launch.no_ray: The Ray launcher cannot connect to a Ray cluster.
 launch.no_run_folder: The folder given to a command is not a run folder.
     Give the folder that the launcher printed at its start.
 launch.node_lost: A node of the run stopped answering, or its connection closed.
-    Look at the node: the message has the last error line of its connection. The run recovers when the node returns.
+    Look at the node: the message has its last error line. Its processes start on other nodes that have room for them.
 launch.node_unreachable: The agent of a node cannot be started, or a node cannot resolve the name of another one.
     Correct the name or address of the node, its login, or the path of Python; the message has the last error line.
 launch.other_version: A node has another version of areal than the launcher.

@@ -67,8 +67,8 @@ class LaunchPlan:
     recover: bool
     allocation: str
     processes: tuple[PlannedProcess, ...]
-    spare_gpus: tuple[str, ...]
-    """GPUs that no process uses, for replicas that are added later."""
+    spare_gpus: tuple[tuple[Host, tuple[str, ...]], ...]
+    """By machine, the GPUs that no process uses, for replicas that are added later."""
     attached: tuple[str, ...]
     """URLs of servers that already run and replace planned ones."""
     numbers: RunNumbers
@@ -105,7 +105,8 @@ def make_plan(
     computing = Counter[Host]()
     for (role, _), own in places.items():
         computing[own.machine.host] += {"controller": 0, "server": server_size, "trainer": 1}[role]
-    trainers = ",".join(dict.fromkeys(own.machine.host.advertise for own in placed.trainers))
+    # All machines: a trainer whose machine is lost starts again on another one.
+    trainers = ",".join(dict.fromkeys(machine.host.advertise for machine in machines))
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
     for (role, index), own in places.items():
@@ -127,7 +128,7 @@ def make_plan(
         recover=recover,
         allocation=str(mode),
         processes=tuple(processes),
-        spare_gpus=tuple(gpu for machine, gpus in placed.spare_gpus for gpu in gpus if machine == machines[0]),
+        spare_gpus=tuple((machine.host, gpus) for machine, gpus in placed.spare_gpus),
         attached=attached,
         numbers=_run_numbers(config, num_rows),
         warning="; ".join(_shortages(machines, computing)),
@@ -148,12 +149,19 @@ def start_again(
     return dataclasses.replace(planned, env=planned.env | context.to_env())
 
 
-def another_server(like: PlannedProcess, index: int, *, gpus: tuple[str, ...]) -> PlannedProcess:
+def another_server(like: PlannedProcess, index: int, *, host: Host, gpus: tuple[str, ...]) -> PlannedProcess:
     """One more server of the same kind."""
     context = dataclasses.replace(_context(like), index=index)
-    env = like.env | context.to_env() | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     log_path = str(Path(like.log_path).with_name(f"{context.name}.log"))
-    return dataclasses.replace(like, name=context.name, index=index, env=env, log_path=log_path, gpus=gpus)
+    new = dataclasses.replace(like, name=context.name, index=index, env=like.env | context.to_env(), log_path=log_path)
+    return moved(new, host, gpus)
+
+
+def moved(planned: PlannedProcess, host: Host, gpus: tuple[str, ...]) -> PlannedProcess:
+    """The same process on another machine, or on other GPUs."""
+    context = dataclasses.replace(_context(planned), host=host)
+    env = planned.env | context.to_env() | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    return dataclasses.replace(planned, host=host, env=env, gpus=gpus)
 
 
 def _context(planned: PlannedProcess) -> ProcessContext:

@@ -44,6 +44,7 @@ from areal.launcher.node_messages import (
     ToAgent,
 )
 from areal.system.device import cpu_count, visible_gpus
+from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK, is_loopback
 from areal.system.process import run_main, watch_parent
 from areal.system.run_paths import RunPaths
@@ -107,8 +108,10 @@ class NodeAgent:
         while not self._is_abandoned:
             for message in self._receive(_LOOK_S):
                 if isinstance(message, Open):
+                    began_s = time.monotonic()
                     error = _folder_problem(message)
-                    self._send(Reply(id=message.id, error=error, code="launch.folder_not_shared" if error else ""))
+                    code, seconds = "launch.folder_not_shared" if error else "", time.monotonic() - began_s
+                    self._send(Reply(id=message.id, error=error, code=code, seconds=seconds))
                     if not error:
                         return LocalBackend(RunPaths(Path(message.run_dir)), message.secrets)
             self._show_life(None)
@@ -214,7 +217,7 @@ def _folder_problem(run: Open) -> str:
     advice = "cluster.fileroot must be a folder that all nodes share"
     try:
         found = (folder / run.probe).read_text()
-        (folder / f"{run.probe}.{socket.gethostname()}").write_text(run.probe_text)
+        write_atomic(folder / f"{run.probe}.{socket.gethostname()}", run.probe_text.encode())
     except OSError as error:
         return f"{socket.gethostname()}: {error.filename or folder}: {error.strerror or error}: {advice}"
     return "" if found == run.probe_text else f"{socket.gethostname()}: {folder} is another folder there: {advice}"

@@ -111,6 +111,8 @@ class Reply:
     lines: tuple[str, ...] = ()
     written_ns: int = 0
     done: bool = True
+    seconds: float = 0.0
+    """To Open: how long one synced write and rename in the run folder took there."""
     error: str = ""
     code: str = ""
 

@@ -1,6 +1,7 @@
 """Which node each process of a run is placed on, and which of its GPUs it gets. Pure rules."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from areal.api.errors import ConfigError
@@ -88,6 +89,29 @@ def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu
     placed_trainers = tuple(take(index, trainers.gpus) for index in slots)
     spare = tuple((machines[index], tuple(gpus)) for index, gpus in free.items() if gpus)
     return Placement(placed_servers, placed_trainers, spare)
+
+
+def place_again(wanted: Place, alive: Sequence[Machine], in_use: Iterable[Place], *, gpu_limit: int) -> Place | None:
+    """A place for one process of a run: the wanted one while it is free, else another machine that is alive.
+
+    `in_use`: the places of the other processes. The first machine with enough free GPUs; without GPUs the machine with
+    the fewest processes per core. None when no machine has room.
+    """
+    load, used = Counter[str](), set[tuple[str, str]]()
+    for place in in_use:
+        node = place.machine.host.node
+        load[node] += 1
+        used |= {(node, gpu) for gpu in place.gpus}
+    if wanted.machine in alive and not any((wanted.machine.host.node, gpu) in used for gpu in wanted.gpus):
+        return wanted
+    if not wanted.gpus:
+        machine = min(alive, key=lambda machine: (load[machine.host.node] + 1) / machine.cores, default=None)
+        return None if machine is None else Place(machine=machine)
+    for machine in alive:
+        free = [gpu for gpu in machine.gpus[:gpu_limit] if (machine.host.node, gpu) not in used]
+        if len(free) >= len(wanted.gpus):
+            return Place(machine=machine, gpus=tuple(free[: len(wanted.gpus)]))
+    return None
 
 
 def _too_few(

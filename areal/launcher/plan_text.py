@@ -40,6 +40,9 @@ def _table(plan: LaunchPlan) -> list[str]:
             memory = bytes_text(process.memory_bytes) if process.memory_bytes != 0 else "-"
             gpus = ",".join(process.gpus) or "-"
             rows.append((host.node, host.advertise, process.name, gpus, str(process.num_threads), memory))
+        rows += [
+            (host.node, host.advertise, "free", ",".join(gpus), "", "") for at, gpus in plan.spare_gpus if at == host
+        ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

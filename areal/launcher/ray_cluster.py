@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import os
 import socket
 import threading
@@ -15,14 +16,13 @@ from typing import Any
 
 from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import ConfigError, LaunchError
-from areal.launcher.job import LaunchPlan, PlannedProcess
+from areal.launcher.job import LaunchPlan, PlannedProcess, moved
+from areal.launcher.node_link import NodeLink
 from areal.launcher.node_messages import Hello
-from areal.launcher.nodes import NodeLink, NodesBackend
-from areal.launcher.placement import Machine
+from areal.launcher.nodes import NodesBackend
+from areal.launcher.placement import Machine, Place, place_again
 from areal.launcher.ray_actor import AgentActor
-from areal.launcher.ssh import FORWARDED
 from areal.system.network import TRAINERS_VARIABLE, Host
-from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 _POLL_S = 0.2
@@ -31,22 +31,22 @@ _CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayNode:
-    """A living node of the Ray cluster."""
+class _Bundle:
+    """What Ray reserved for one process: a bundle of a placement group."""
 
-    id: str
-    machine: Machine
+    node_id: str
+    place: Place
     """Its GPUs are numbered; Ray chooses the real ones."""
+    resources: dict[str, float]
+    group: Any
+    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seat:
-    """The actor of one process, and the bundle of the placement group that it runs in."""
+    """The actor of one process."""
 
-    node: RayNode
-    resources: dict[str, float]
-    group: Any
-    bundle: int
+    bundle: _Bundle
     transport: ActorTransport
     link: NodeLink
 
@@ -54,10 +54,10 @@ class _Seat:
 class ActorTransport:
     """Messages to and from the agent in an actor. Implements `Transport`."""
 
-    def __init__(self, ray: Any, actor: Any, node: RayNode) -> None:
+    def __init__(self, ray: Any, actor: Any, bundle: _Bundle) -> None:
         self._ray = ray
         self._actor = actor
-        self._node = node
+        self._node_id = bundle.node_id
         output, self._output = os.pipe()
         errors, self._errors = os.pipe()
         self._files = os.fdopen(output, "rb", 0), os.fdopen(errors, "rb", 0)  # closed with this object
@@ -65,7 +65,7 @@ class ActorTransport:
         self._certain = False
         self._ended = threading.Event()
         self._was_killed = False
-        threading.Thread(target=self._receive, name=f"actor on {node.machine.host.node}", daemon=True).start()
+        threading.Thread(target=self._receive, name=f"actor on {bundle.place.machine.host.node}", daemon=True).start()
 
     def write(self, data: bytes) -> None:
         self._actor.send.options(concurrency_group="input").remote(data)
@@ -94,7 +94,7 @@ class ActorTransport:
                     time.sleep(_POLL_S)
                     continue
                 except exceptions.ActorDiedError:
-                    self._certain = any(node.id == self._node.id for node in _living(self._ray))
+                    self._certain = self._node_id in _living(self._ray)
                     cause = "the process of its Ray actor died" if self._certain else "Ray lost the node"
                 except exceptions.RayTaskError as error:
                     self._certain = True
@@ -120,7 +120,7 @@ class RayCluster:
     def __init__(self, config: ClusterSpecConfig) -> None:
         self._config = config
         self._ray: Any = None
-        self._nodes: Sequence[RayNode] = ()
+        self._planned: Mapping[str, Machine] = {}
         self._groups: list[Any] = []
         self._seats: dict[str, _Seat] = {}
         self._run: tuple[RunPaths, Mapping[str, str]] | None = None
@@ -131,22 +131,28 @@ class RayCluster:
         deadline = time.monotonic() + self._config.node_connect_s
         while len(nodes := _living(self._ray)) < self._config.n_nodes:
             if time.monotonic() > deadline:
-                names = ", ".join(node.machine.host.node for node in nodes) or "none"
+                names = ", ".join(machine.host.node for machine in nodes.values()) or "none"
                 message = f"cluster.n_nodes={self._config.n_nodes}, but the living Ray nodes with CPUs are: {names}"
                 raise LaunchError(message, code="launch.ray_too_small")
             time.sleep(_POLL_S)
-        self._nodes = nodes[: self._config.n_nodes]
-        return [node.machine for node in self._nodes]
+        self._planned = dict(itertools.islice(nodes.items(), self._config.n_nodes))
+        return list(self._planned.values())
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
         """Reserve the resources of all processes in one placement group, and start their actors."""
         self._run = paths, secrets
-        by_name = {node.machine.host.node: node for node in self._nodes}
-        wanted = [(by_name[planned.host.node], resources) for planned, resources in demands(plan, self._nodes)]
+        ids = {machine.host.node: node_id for node_id, machine in self._planned.items()}
+        wanted = [
+            (ids[planned.host.node], resources) for planned, resources in demands(plan, list(self._planned.values()))
+        ]
         group = self._reserve(wanted)
-        actors = [self._actor(group, index, resources) for index, (_, resources) in enumerate(wanted)]
-        for index, (planned, (node, resources)) in enumerate(zip(plan.processes, wanted, strict=True)):
-            self._seats[planned.name] = self._open(actors[index], node, resources, group, index)
+        bundles = [
+            _Bundle(node_id=node_id, place=self._planned_place(one), resources=resources, group=group, index=index)
+            for index, (one, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
+        ]
+        actors = [self._actor(bundle) for bundle in bundles]
+        for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):
+            self._seats[planned.name] = self._open(actor, bundle)
         return NodesBackend(self._agent_for)
 
     def close(self) -> None:
@@ -164,47 +170,58 @@ class RayCluster:
     def _agent_for(self, planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
         seat = self._seats.get(planned.name)
         if seat is None or seat.link.lost:
-            seat = self._seats[planned.name] = self._new_seat(planned, seat)
-        host = seat.node.machine.host
-        context = ProcessContext.from_env(planned.env)
-        assert context is not None
-        forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        env = forwarded | planned.env | dataclasses.replace(context, host=host).to_env()
-        if planned.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(seat.link.facts.gpus)
-        if planned.role == "server":  # a trainer that moves connects from another node
-            known = (*planned.env[TRAINERS_VARIABLE].split(","), *self._addresses())
-            env[TRAINERS_VARIABLE] = ",".join(dict.fromkeys(known))
-        return seat.link, dataclasses.replace(planned, host=host, env=env)
+            actor_died = seat is not None and seat.transport.agent_ended(0.0)
+            before = None if seat is None else seat.bundle
+            seat = self._seats[planned.name] = self._new_seat(planned, before, actor_died=actor_died)
+        gpus = seat.link.facts.gpus if planned.gpus else ()
+        placed = moved(planned, seat.bundle.place.machine.host, gpus)
+        if planned.role == "server":  # a trainer may move to a node that joined the cluster later
+            nodes = [machine.host.advertise for machine in _living(self._ray).values()]
+            known = ",".join(dict.fromkeys((*placed.env[TRAINERS_VARIABLE].split(","), *nodes)))
+            placed = dataclasses.replace(placed, env=placed.env | {TRAINERS_VARIABLE: known})
+        return seat.link, placed
 
-    def _addresses(self) -> list[str]:
-        return [node.machine.host.advertise for node in _living(self._ray)]
+    def _planned_place(self, planned: PlannedProcess) -> Place:
+        machine = next(one for one in self._planned.values() if one.host.node == planned.host.node)
+        return Place(machine=machine, gpus=planned.gpus)
 
-    def _new_seat(self, planned: PlannedProcess, before: _Seat | None) -> _Seat:
-        """An actor on the same node when only the last one died there, else on the node with the most room."""
+    def _new_seat(self, planned: PlannedProcess, before: _Bundle | None, *, actor_died: bool) -> _Seat:
+        """An actor in the same bundle when only the last actor died there, else on a node with room."""
         living = _living(self._ray)
-        if before is not None and before.transport.agent_ended(0.0) and any(one.id == before.node.id for one in living):
-            actor = self._actor(before.group, before.bundle, before.resources)
-            return self._open(actor, before.node, before.resources, before.group, before.bundle)
-        resources = {"CPU": 1.0} if before is None else before.resources
-        if planned.gpus:
-            resources = resources | {"GPU": float(len(planned.gpus))}
-        others = [seat for name, seat in self._seats.items() if name != planned.name]
-        node = with_room(living, resources, [(seat.node.id, seat.resources) for seat in others], before)
-        if node is None:
-            message = f"no living Ray node has room for {planned.name}: it needs {_text(resources)}"
-            raise LaunchError(message, code="launch.node_unreachable")
+        if before is not None and actor_died and before.node_id in living:
+            return self._open(self._actor(before), before)
+        others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
+        others = [bundle for bundle in others if bundle.node_id in living]
+        node_id, place = self._room(planned, before, living, others)
+        free = living[node_id].cores - sum(one.resources["CPU"] for one in others if one.node_id == node_id)
+        resources = _resources(min(1.0 if before is None else before.resources["CPU"], free), len(place.gpus))
         if before is not None:
             self._give_back(before.group)
         try:
-            group = self._reserve([(node, resources)])
+            group = self._reserve([(node_id, resources)])
         except LaunchError as error:
             raise LaunchError(str(error), code="launch.node_unreachable") from error
+        bundle = _Bundle(node_id=node_id, place=place, resources=resources, group=group, index=0)
         try:
-            return self._open(self._actor(group, 0, resources), node, resources, group, 0)
+            return self._open(self._actor(bundle), bundle)
         except LaunchError:
             self._give_back(group)
             raise
+
+    def _room(
+        self, planned: PlannedProcess, before: _Bundle | None, living: Mapping[str, Machine], others: Sequence[_Bundle]
+    ) -> tuple[str, Place]:
+        """A node for a process, if possible not the one that it lost. LaunchError when none has room."""
+        in_use = [Place(machine=living[one.node_id], gpus=one.place.gpus) for one in others]
+        kept = {one: machine for one, machine in living.items() if before is None or one != before.node_id}
+        limit = self._config.n_gpus_per_node
+        for nodes in (kept, living):
+            place = place_again(self._planned_place(planned), list(nodes.values()), in_use, gpu_limit=limit)
+            if place is not None:
+                return next(one for one, machine in nodes.items() if machine == place.machine), place
+        gpus = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
+        message = f"{planned.name} needs a Ray node{gpus}, and no living one has room"
+        raise LaunchError(message, code="launch.node_unreachable")
 
     def _give_back(self, group: Any) -> None:
         """Remove the placement group of one process; nothing when it is the one that the run began with."""
@@ -212,11 +229,11 @@ class RayCluster:
             self._groups = [one for one in self._groups if one is not group]
             self._ray.util.remove_placement_group(group)
 
-    def _reserve(self, wanted: Sequence[tuple[RayNode, dict[str, float]]]) -> Any:
-        """A placement group with one bundle for each (node, resources). LaunchError when it does not get them."""
+    def _reserve(self, wanted: Sequence[tuple[str, dict[str, float]]]) -> Any:
+        """A placement group with one bundle for each (node id, resources). LaunchError when it does not get them."""
         group = self._ray.util.placement_group(
             [resources for _, resources in wanted],
-            bundle_label_selector=[{"ray.io/node-id": node.id} for node, _ in wanted],
+            bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in wanted],
         )
         limit_s = self._config.node_connect_s
         if not group.wait(limit_s):
@@ -225,7 +242,8 @@ class RayCluster:
             for _, resources in wanted:
                 needed.update(resources)
             free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
-            nodes = ", ".join(sorted({node.machine.host.node for node, _ in wanted}))
+            known = _living(self._ray)
+            nodes = ", ".join(sorted({known[one].host.node if one in known else one for one, _ in wanted}))
             message = (
                 f"Ray did not reserve {_text(needed)} on {nodes} in {limit_s:g} s; free in the cluster: {_text(free)}"
             )
@@ -233,33 +251,34 @@ class RayCluster:
         self._groups.append(group)
         return group
 
-    def _actor(self, group: Any, bundle: int, resources: Mapping[str, float]) -> Any:
+    def _actor(self, bundle: _Bundle) -> Any:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        where = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        where = strategies.PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
         actor = self._ray.remote(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
+            num_cpus=bundle.resources["CPU"],
+            num_gpus=bundle.resources.get("GPU", 0),
             concurrency_groups={"input": 1, "output": 1},
             scheduling_strategy=where,
         )(AgentActor)
         return actor.remote()
 
-    def _open(self, actor: Any, node: RayNode, resources: dict[str, float], group: Any, bundle: int) -> _Seat:
+    def _open(self, actor: Any, bundle: _Bundle) -> _Seat:
         """The seat of an actor that has been created, connected to the run."""
         assert self._run is not None
-        transport = ActorTransport(self._ray, actor, node)
+        transport = ActorTransport(self._ray, actor, bundle)
         hello = Hello(folder=os.getcwd(), silence_s=self._config.node_silence_s)
-        link = NodeLink(node.machine.host.node, transport, hello, connect_limit_s=self._config.node_connect_s)
+        name, limit_s = bundle.place.machine.host.node, self._config.node_connect_s
+        link = NodeLink(name, transport, hello, connect_limit_s=limit_s)
         try:
             link.open(*self._run)
         except LaunchError:
             link.close()
             transport.kill()
             raise
-        return _Seat(node=node, resources=resources, group=group, bundle=bundle, transport=transport, link=link)
+        return _Seat(bundle=bundle, transport=transport, link=link)
 
 
-def demands(plan: LaunchPlan, nodes: Sequence[RayNode]) -> list[tuple[PlannedProcess, dict[str, float]]]:
+def demands(plan: LaunchPlan, machines: Sequence[Machine]) -> list[tuple[PlannedProcess, dict[str, float]]]:
     """The CPUs and GPUs that Ray reserves for each process.
 
     A process with GPUs gets the CPUs of its threads, others one; less when they exceed the CPUs of their node.
@@ -268,31 +287,17 @@ def demands(plan: LaunchPlan, nodes: Sequence[RayNode]) -> list[tuple[PlannedPro
     total = Counter[str]()
     for planned in plan.processes:
         total[planned.host.node] += cpus[planned.name]
-    cores = {node.machine.host.node: node.machine.cores for node in nodes}
-    found: list[tuple[PlannedProcess, dict[str, float]]] = []
-    for planned in plan.processes:
-        node = planned.host.node
-        share = int(min(1.0, cores[node] / total[node]) * cpus[planned.name] * 1000) / 1000  # Ray counts in 0.0001
-        found.append((planned, {"CPU": share} | ({"GPU": float(len(planned.gpus))} if planned.gpus else {})))
-    return found
+    cores = {machine.host.node: machine.cores for machine in machines}
+    shares = {node: min(1.0, cores[node] / total[node]) for node in total}
+    return [
+        (planned, _resources(shares[planned.host.node] * cpus[planned.name], len(planned.gpus)))
+        for planned in plan.processes
+    ]
 
 
-def with_room(
-    living: Sequence[RayNode],
-    resources: Mapping[str, float],
-    used: Sequence[tuple[str, Mapping[str, float]]],
-    before: _Seat | None,
-) -> RayNode | None:
-    """The living node with the most free CPUs that has `resources`; the node of `before` only if no other has them."""
-    free = {
-        node.id: Counter({"CPU": float(node.machine.cores), "GPU": float(len(node.machine.gpus))}) for node in living
-    }
-    for node_id, taken in used:
-        if node_id in free:
-            free[node_id].subtract(taken)
-    fitting = [node for node in living if all(free[node.id][name] >= count for name, count in resources.items())]
-    lost = None if before is None else before.node.id
-    return max(fitting, key=lambda node: (node.id != lost, free[node.id]["CPU"]), default=None)
+def _resources(cpus: float, gpus: int) -> dict[str, float]:
+    """Resources of a bundle. At least some of a CPU, which need not be free: Ray counts in 0.0001."""
+    return {"CPU": max(0.001, int(cpus * 1000) / 1000)} | ({"GPU": float(gpus)} if gpus else {})
 
 
 def connect() -> Any:
@@ -320,18 +325,17 @@ def connect() -> Any:
     return ray
 
 
-def _living(ray: Any) -> list[RayNode]:
-    """Nodes that run processes: those with GPUs first, then by address."""
+def _living(ray: Any) -> dict[str, Machine]:
+    """Nodes that run processes, by their ids: those with GPUs first, then by address."""
     found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     found.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
     names = Counter(node["NodeManagerHostname"] for node in found)
-    nodes: list[RayNode] = []
+    nodes: dict[str, Machine] = {}
     for node in found:
         name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
         host = Host(bind=address, advertise=address, node=name if names[name] == 1 else f"{name}-{node['NodeID'][:6]}")
         gpus = tuple(str(index) for index in range(int(node["Resources"].get("GPU", 0))))
-        machine = Machine(cores=int(node["Resources"]["CPU"]), gpus=gpus, host=host)
-        nodes.append(RayNode(id=node["NodeID"], machine=machine))
+        nodes[node["NodeID"]] = Machine(cores=int(node["Resources"]["CPU"]), gpus=gpus, host=host)
     return nodes
 
 

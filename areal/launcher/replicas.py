@@ -5,7 +5,8 @@ registry, so that the fleet sends it nothing more, and stopped a few seconds lat
 other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from areal.api.config import ElasticConfig, LauncherConfig
@@ -16,6 +17,7 @@ from areal.launcher.elastic_rules import ElasticRule, server_load
 from areal.launcher.job import another_server
 from areal.launcher.units import Unit
 from areal.system.discovery import NameRegistry
+from areal.system.network import Host
 
 _UNREGISTERED_S = 3.0
 """From the removal of the registry entry to SIGTERM: the fleet reads the registry about once a second."""
@@ -31,7 +33,7 @@ class ReplicaChanges:
         units: list[Unit],
         backend: ProcessBackend,
         *,
-        spare_gpus: tuple[str, ...],
+        spare_gpus: Iterable[tuple[Host, tuple[str, ...]]],
         num_attached: int,
         config: LauncherConfig,
         elastic: ElasticConfig,
@@ -44,7 +46,7 @@ class ReplicaChanges:
         self._box = box
         self._units = units
         self._backend = backend
-        self._spare_gpus = list(spare_gpus)
+        self._spare_gpus = {host: list(gpus) for host, gpus in spare_gpus}
         self._num_attached = num_attached
         self._config = config
         self._elastic = ElasticRule(elastic)
@@ -89,6 +91,11 @@ class ReplicaChanges:
         self._drop(unit)
         self._finish(unit, cause, refused=True)
 
+    def give_up(self, unit: Unit, cause: str) -> None:
+        """A server that cannot be restarted: the run continues on the others."""
+        self._drop(unit)
+        self._say(f"areal: {cause}")
+
     def _scale(self, now_s: float, status: dict[str, Any] | None) -> None:
         """Begin the change that the load asks for. Why it is impossible is printed once."""
         change = self._elastic.decide(server_load(self.num_servers, status), now_s)
@@ -114,14 +121,15 @@ class ReplicaChanges:
 
     def _add(self, request: Request) -> str:
         like = self._servers[0].children[0].planned
-        size, spare = len(like.gpus), len(self._spare_gpus)
-        if size > spare:
+        host = self._host_with(len(like.gpus))
+        if host is None:
+            spare = max(map(len, self._spare_gpus.values()), default=0)
             fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
-            return f"another replica needs {size} GPUs, and {spare} are free: {fix}"
+            return f"another replica needs {len(like.gpus)} GPUs of one machine, and {spare} are free: {fix}"
         taken = {unit.children[0].planned.index for unit in self._units if unit.role == "server"}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        gpus = tuple(self._spare_gpus.pop(0) for _ in range(size))
-        unit = Unit([another_server(like, index, gpus=gpus)], self._backend, self._clock)
+        gpus = tuple(self._spare_gpus[host].pop(0) for _ in like.gpus)
+        unit = Unit([another_server(like, index, host=host, gpus=gpus)], self._backend, self._clock)
         unit.phase = "joining"
         self._units.append(unit)
         try:
@@ -131,6 +139,14 @@ class ReplicaChanges:
             return str(error)
         self._accept(request, unit, f"{unit.name} starts", self._config.ready_timeout_s)
         return ""
+
+    def _host_with(self, num_gpus: int) -> Host | None:
+        """The first machine with enough free GPUs; for a server on the CPU the one with the fewest servers."""
+        if num_gpus:
+            return next((host for host, gpus in self._spare_gpus.items() if len(gpus) >= num_gpus), None)
+        hosts = dict.fromkeys(child.planned.host for unit in self._units for child in unit.children)
+        servers = Counter(unit.children[0].planned.host for unit in self._servers)
+        return min(hosts, key=lambda host: servers[host])
 
     def _remove(self, request: Request, now_s: float) -> str:
         members = {unit.name: unit for unit in self._servers if unit.phase == "member"}
@@ -166,7 +182,9 @@ class ReplicaChanges:
         self._units.remove(unit)
         unit.kill_descendants()
         self._removed(unit)
-        self._spare_gpus += unit.children[0].planned.gpus
+        planned = unit.children[0].planned
+        if planned.gpus:
+            self._spare_gpus.setdefault(planned.host, []).extend(planned.gpus)
 
     def _finish(self, unit: Unit, text: str, *, refused: bool = False) -> None:
         self._say(f"areal: {text}")

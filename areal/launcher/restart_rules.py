@@ -40,13 +40,24 @@ class Decision:
     """The death that caused the others, or that ends the run."""
     ends_run: bool
     reason: str = ""
-    """Why the run ends; empty when the exit of the process is reason enough."""
+    """Why the run ends, or the server is given up; empty when the exit of the process is reason enough."""
+    gives_up: bool = False
+    """The run continues without this server."""
 
 
 def decide(
-    role: Role, deaths: Sequence[Death], *, num_restarts: int, recover: RecoverConfig, disk_problem: str
+    role: Role,
+    deaths: Sequence[Death],
+    *,
+    num_restarts: int,
+    recover: RecoverConfig,
+    disk_problem: str,
+    others_serve: bool = False,
 ) -> Decision:
-    """Restart the unit, or end the run. `deaths` in order of time; `num_restarts` since the last progress."""
+    """Restart the unit, continue without it, or end the run.
+
+    `deaths` in order of time; `num_restarts` since the last progress; `others_serve`: other servers are ready.
+    """
     first = deaths[0]
     # When two ranks end together, one reports the error and the other only that it lost the first.
     cause = first if first.exit_code < 0 else next((death for death in deaths if not death.is_transient), first)
@@ -58,7 +69,8 @@ def decide(
         return Decision(cause=cause, ends_run=True, reason="recover.mode=disabled: trainers are not restarted")
     if num_restarts >= recover.retries:
         reason = f"no train step was completed in {num_restarts} restarts (recover.retries={recover.retries})"
-        return Decision(cause=cause, ends_run=True, reason=reason)
+        gives_up = role == "server" and others_serve
+        return Decision(cause=cause, ends_run=not gives_up, reason=reason, gives_up=gives_up)
     return Decision(cause=cause, ends_run=False)
 
 

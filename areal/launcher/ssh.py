@@ -21,8 +21,6 @@ working directory, cluster.fileroot and the Python environment must be at the sa
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
-FORWARDED = ("HF_", "NCCL_", "WANDB_", "SWANLAB_", "PYTHONPATH")
-"""Environment variables of the launcher that processes on other machines also get, by the beginning of their names."""
 _OPTIONS = ("BatchMode=yes", "ServerAliveInterval=5", "ServerAliveCountMax=2", "ConnectTimeout=10")
 
 
@@ -65,10 +63,9 @@ def nodes_of(hosts: str, options: Sequence[str], python: str) -> list[Node]:
 def _command(target: str, port: str, options: Sequence[str], python: str) -> tuple[str, ...]:
     flags = [word for option in (*options, *_OPTIONS) for word in ("-o", option)]  # ssh uses the first of equal ones
     where = ["-p", port] if port else []
-    forwarded = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(FORWARDED)]
-    # A variable with a secret must not be in a command line, which every user of the machine can read.
-    public = [text for text in forwarded if not text.partition("=")[0].endswith(("KEY", "TOKEN"))]
-    remote = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(public)} {shlex.quote(python)}"
+    # Every user of the machine can read a command line, so it has no variable that processes get through the agent.
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    remote = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join(path)} {shlex.quote(python)}"
     return ("ssh", *flags, *where, target.strip("[]"), f"{remote} -m areal.launcher.node_agent")
 
 

@@ -237,11 +237,22 @@ class Supervisor:
         count = self._counts.of(unit.name)
         self._disk_problem = disk_problem(self._paths)
         deaths = [Death(name=child.name, exit_code=child.exit_code or 0, was_ready=child.was_ready) for child in dead]
-        decision = decide(unit.role, deaths, num_restarts=count, recover=self._recover, disk_problem=self._disk_problem)
+        decision = decide(
+            unit.role,
+            deaths,
+            num_restarts=count,
+            recover=self._recover,
+            disk_problem=self._disk_problem,
+            others_serve=any(one.role == "server" and one is not unit and one.is_ready for one in self._units),
+        )
         first = next(child for child in dead if child.name == decision.cause.name)
         if unit.phase == "joining":
             text = f"{unit.name} could not join the run, which continues without it: {self._failure_text(first)}"
             self._replicas.failed(unit, text)
+            return None
+        if decision.gives_up:
+            text = f"the run continues without {unit.name} ({decision.reason}): {self._failure_text(first)}"
+            self._replicas.give_up(unit, text)
             return None
         if decision.ends_run:
             return self._cause(first, decision.reason)

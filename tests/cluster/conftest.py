@@ -1,11 +1,14 @@
 """Marks every test of this folder as `cluster`, and makes the nodes that the tests run on."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import Nodes, Ssh, missing, ssh_missing
+from tests.faults.driver import ROOT
 
 HERE = Path(__file__).parent
 
@@ -35,6 +38,14 @@ def make_nodes(can_have_nodes: None) -> Iterator[Callable[..., Nodes]]:
     yield make
     for nodes in made:
         nodes.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data and random model."""
+    folder = tmp_path_factory.mktemp("cluster") / "data"
+    subprocess.run([sys.executable, "examples/quickstart/prepare.py", str(folder)], cwd=ROOT, check=True)
+    return folder
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Each node has a private /dev/shm and /run, and shares all other files. Everything ends with the process that made it,
 also after SIGKILL. Root, Linux and iproute2 are needed. As a command it runs another one on the first node:
 
-    python -m tests.cluster.nodes 3 [--ssh FOLDER] -- COMMAND...
+    python -m tests.cluster.nodes 3 [--ssh FOLDER] [--ray] -- COMMAND...
 """
 
 import argparse
@@ -26,6 +26,13 @@ from areal.system.process import tied_to_this_process
 NETWORK = "10.255.0"
 SSH_PORT = 2222
 _LIMIT_S = 20.0
+RAY_HEALTH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "300",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""Health checks of Ray that notice the loss of a node in a second."""
 _NO_MAC = "02:00:00:00:ff:ff"
 """Of no interface: what is sent to it is lost."""
 _FIRST = """
@@ -47,26 +54,9 @@ def missing() -> str:
     for program, package in {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}.items():
         if shutil.which(program) is None:
             return f"nodes on one machine need the program {program} (Debian package {package})"
-    made = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--pid",
-            "--fork",
-            "ip",
-            "link",
-            "add",
-            "br0",
-            "type",
-            "bridge",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    spaces = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork")
+    bridge = ("ip", "link", "add", "br0", "type", "bridge")
+    made = subprocess.run(["unshare", *spaces, *bridge], capture_output=True, text=True, check=False)
     return f"nodes on one machine need namespaces and bridges: {made.stderr.strip()}" if made.returncode else ""
 
 
@@ -95,6 +85,11 @@ class Node:
     @property
     def is_on(self) -> bool:
         return self._first is not None
+
+    @property
+    def network(self) -> str:
+        """The file of its network namespace."""
+        return f"/proc/{self._pid}/ns/net"
 
     def power_on(self) -> None:
         """Start the node, without processes."""
@@ -269,8 +264,19 @@ class Ssh:
         server = (str(_sshd()), "-D", "-f", "/dev/null", "-h", str(self.folder / "host"), *flags)
         log = str(self.folder / f"{node.name}.log")
         node.popen(["sh", "-c", prepared, "sh", *server, "-E", log], stdin=subprocess.DEVNULL)
-        _await(lambda: (node.address, port) in node.listening(), f"sshd on {node.name}")
+        wait_for(lambda: (node.address, port) in node.listening(), _LIMIT_S)
         return f"{node.address}:{port}"
+
+
+def start_ray(node: Node, head: Node | None = None, *, cpus: int = 4) -> None:
+    """Start Ray on a node, also after a power cut. Without `head` it is the head of the cluster."""
+    main = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+    first = ("--head", "--port=6379", "--include-dashboard=false")
+    where = first if head is None else (f"--address={head.address}:6379",)
+    own = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
+    argv = [sys.executable, "-c", main, "start", *where, *own, "--object-store-memory=100000000"]
+    done = node.run(argv, env={**os.environ, **RAY_HEALTH})
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _sshd() -> str | None:
@@ -307,27 +313,32 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-def _await(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not condition():
+def wait_for(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    """What `condition` returns once that is true. TimeoutError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(what)
+            raise TimeoutError(f"not within {limit_s:g} s")
         time.sleep(0.01)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int, help="number of nodes")
     parser.add_argument("--ssh", type=Path, metavar="FOLDER", help="an ssh server on each node, with its keys there")
+    parser.add_argument("--ray", action="store_true", help="a Ray cluster of all nodes, with 4 CPUs each")
     parser.add_argument("command", nargs="+", help="runs on node1; all nodes end with it")
     args = parser.parse_args()
     if problem := missing() or (ssh_missing() if args.ssh else ""):
         sys.exit(problem)
-    with Nodes(args.count) as nodes:
+    with Nodes(args.count, private=("/tmp/ray",) if args.ray else ()) as nodes:
         if args.ssh:
             ssh = Ssh(args.ssh.absolute())
             print("--hosts", ",".join([ssh.serve(node) for node in nodes]), file=sys.stderr)  # noqa: T201
             print("".join(f"--ssh-option {option} " for option in ssh.options), file=sys.stderr)  # noqa: T201
+        for node in nodes if args.ray else ():
+            start_ray(node, None if node is nodes[1] else nodes[1])
         code = nodes[1].popen(args.command).wait()
     sys.exit(code)
 

@@ -3,22 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 
-from tests.cluster.nodes import NETWORK
+from tests.cluster.nodes import NETWORK, wait_for
 
 SERVES = "import socket, sys\nwith socket.create_server((sys.argv[1], 80)) as server:\n  while True: server.accept()"
 CONNECTS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1).close()"
-
-
-def wait_for(condition, limit_s=30.0):
-    deadline = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 def serve(node):

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,7 +16,7 @@ from areal.launcher.job import LaunchPlan, RunNumbers
 from areal.launcher.ray_cluster import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
-from tests.cluster.nodes import Node
+from tests.cluster.nodes import RAY_HEALTH, start_ray, wait_for
 from tests.launcher.fake_backend import planned_process
 
 ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
@@ -29,27 +27,17 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parent.parent.parent
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-FAST = {"initial_delay_ms": "1000", "period_ms": "300", "timeout_ms": "1000", "failure_threshold": "3"}
-"""Health checks of Ray that notice the loss of a node in a second."""
 NUMBERS = RunNumbers(
     episodes_per_step=1, samples_per_step=1, optimizer_steps_per_train_step=1, max_concurrent_episodes=1,
     max_staleness=None, on_stale="train", rows=None, steps_per_epoch=None, total_steps=None,
 )  # fmt: skip
 
 
-def wait_for(condition, limit_s=60.0):
-    deadline = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 @pytest.fixture
 def ray_cluster(monkeypatch):
     """Two nodes with 4 CPUs each; the second also has 2 GPUs, which exist in Ray only."""
-    for name, value in FAST.items():
-        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    for name, value in RAY_HEALTH.items():
+        monkeypatch.setenv(name, value)
     made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
     made.add_node(num_cpus=4, num_gpus=2)
     monkeypatch.setenv("RAY_ADDRESS", made.address)
@@ -166,22 +154,12 @@ def test_resources_that_others_use_are_one_clear_error(ray_cluster, tmp_path):
         run.cluster.close()
 
 
-def ray_start(node: Node, *flags: str, cpus: int = 4) -> None:
-    """Start Ray on a node of tests/cluster/nodes.py."""
-    health = {f"RAY_health_check_{name}": value for name, value in FAST.items()}
-    main = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
-    common = (f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats")
-    argv = [sys.executable, "-c", main, "start", *flags, *common, "--object-store-memory=100000000"]
-    done = node.run(argv, env={**os.environ, **health})
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture
 def three(make_nodes):
     nodes = make_nodes(3, private=("/tmp/ray",))
-    ray_start(nodes[1], "--head", "--port=6379", "--include-dashboard=false")
+    start_ray(nodes[1])
     for number in (2, 3):
-        ray_start(nodes[number], f"--address={nodes[1].address}:6379")
+        start_ray(nodes[number], nodes[1])
     return nodes
 
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-_STATUS_TIMEOUT_S = 0.5
+STATUS_TIMEOUT_S = 0.5
 _SCAN_S = 0.2
 
 
@@ -91,7 +91,7 @@ class Run:
             return None
         if record["address"] != self._address or self._connection is None:
             self._address = record["address"]
-            self._connection = http.client.HTTPConnection(urlsplit(self._address).netloc, timeout=_STATUS_TIMEOUT_S)
+            self._connection = self.connection(urlsplit(self._address).netloc, STATUS_TIMEOUT_S)
         try:
             token = (self.folder / "token").read_text()
             self._connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
@@ -103,11 +103,15 @@ class Run:
         self.highest_step = max(self.highest_step, found["step"])
         return found
 
+    def connection(self, netloc: str, timeout_s: float) -> http.client.HTTPConnection:
+        """To a process of the run."""
+        return http.client.HTTPConnection(netloc, timeout=timeout_s)
+
     def is_ready(self, name: str, pid: int) -> bool:
         """Whether this very process has given its ready sign."""
         try:
             text = (self.folder / "names" / "ready" / f"{name}.json").read_text()
-            return json.loads(text)["pid"] == pid
+            return json.loads(text)["pid"] == own_pid(pid)
         except (OSError, ValueError, KeyError):
             return False
 
@@ -200,6 +204,12 @@ def process_name(process: psutil.Process, folder: Path) -> str:
     if context["run_dir"] != str(folder):
         return ""
     return context["role"] if context["role"] == "controller" else f"{context['role']}-{context['index']}"
+
+
+def own_pid(pid: int) -> int:
+    """The id of a process as the process itself sees it, which differs on a node of tests/cluster/nodes.py."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])
 
 
 def alive(process: psutil.Process, run: Run) -> str:

@@ -210,7 +210,7 @@ def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
     servers = [process for process in plan.processes if process.role == "server"]
     assert [server.gpus for server in servers] == [("0", "1"), ("2", "3")]
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
-    assert plan.spare_gpus == ("5", "7")
+    assert [gpus for _, gpus in plan.spare_gpus] == [("5", "7")]
     at = servers[0].argv.index("--")
     assert servers[0].argv[1:at] == (
         "-m",
@@ -221,7 +221,7 @@ def test_plan_starts_hosts_with_gpus_of_their_own(monkeypatch):
         "/runs/e/t/config.yaml",
     )
     assert servers[0].argv == servers[1].argv, "the host puts the port and the index in"
-    joins = another_server(servers[0], 2, gpus=("5", "7"))
+    joins = another_server(servers[0], 2, host=machine.host, gpus=("5", "7"))
     assert (joins.env["CUDA_VISIBLE_DEVICES"], joins.argv) == ("5,7", servers[0].argv)
     assert ProcessContext.from_env(joins.env).index == 2
     trainer = plan.processes[-1]

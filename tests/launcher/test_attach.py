@@ -12,6 +12,7 @@ from areal.launcher import attach, replicas
 from areal.launcher.attach import Request
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
+from areal.system.network import Host
 from tests.launcher.fake_run import SERVE, alive
 
 ADD = ["--add-replica"]
@@ -134,23 +135,23 @@ def test_a_run_without_servers_refuses(run):
 
 def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
     run.gpus = {"server-0": ("0",)}
-    run.spare_gpus = ("4",)
+    run.spare_gpus = ((Host(), ("4",)),)
     shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
     session = Session(run, [ADD, ADD, ["--remove-replica", "server-1"], ADD])
     joined, refused, _, again = session(server_0=shows)
     assert "server-1 is ready" in joined
-    assert "needs 1 GPUs, and 0 are free" in str(refused)
+    assert "needs 1 GPUs of one machine, and 0 are free" in str(refused)
     assert "server-1 is ready" in again, "its GPU is free again"
     assert run.notes()[1:] == ["server-1 4", "server-1 4"]
 
 
 def test_a_replica_takes_as_many_gpus_as_the_others_have(run):
     run.gpus = {"server-0": ("0", "1")}
-    run.spare_gpus = ("4", "6", "7")
+    run.spare_gpus = ((Host(), ("4", "6", "7")),)
     shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
     joined, refused = Session(run, [ADD, ADD])(server_0=shows)
     assert "server-1 is ready" in joined
-    assert "needs 2 GPUs, and 1 are free" in str(refused)
+    assert "needs 2 GPUs of one machine, and 1 are free" in str(refused)
     assert run.notes()[1:] == ["server-1 4,6"]
 
 

@@ -106,8 +106,8 @@ def test_every_process_gets_its_own_gpu(tmp_path):
 
 def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8"))])
-    assert plan.spare_gpus == ("7", "8")
-    joins = another_server(plan.processes[1], 2, gpus=("7",))
+    assert plan.spare_gpus == ((Host(), ("7", "8")),)
+    joins = another_server(plan.processes[1], 2, host=Host(), gpus=("7",))
     assert (joins.name, joins.gpus, joins.env["CUDA_VISIBLE_DEVICES"]) == ("server-2", ("7",), "7")
     assert joins.num_threads == plan.processes[1].num_threads
     assert joins.log_path.endswith("server-2.log")
@@ -266,17 +266,31 @@ def test_processes_of_several_nodes_listen_on_their_node_and_share_its_cores(tmp
     assert [context.host for context in contexts] == [p.host for p in plan.processes]
 
 
-def test_the_text_of_a_plan_over_nodes_shows_each_node_with_its_processes(tmp_path):
+def test_a_replica_that_joins_may_run_on_another_machine(tmp_path):
+    hosts = [Host(bind=f"10.0.0.{number}", advertise=f"10.0.0.{number}", node=f"node{number}") for number in (1, 2)]
+    sizes = (("0", "1", "2", "3"), ("0", "1"))
+    plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=g, host=h) for g, h in zip(sizes, hosts, strict=True)])
+    joins = another_server(plan.processes[1], 2, host=hosts[1], gpus=("1",))
+    assert (joins.host, joins.gpus) == (hosts[1], ("1",))
+    assert ProcessContext.from_env(joins.env).host == hosts[1]
+    assert joins.env["AREAL_TRAINER_ADDRESSES"] == "10.0.0.1,10.0.0.2", "a trainer may move to any machine of the run"
+
+
+def test_the_text_of_a_plan_over_nodes_shows_each_node_with_its_processes_and_free_gpus(tmp_path):
     hosts = [Host(bind=f"10.0.0.{number}", advertise=f"10.0.0.{number}", node=f"node{number}") for number in (1, 2)]
     sizes = (("0", "1", "2"), ("0", "1"))
     plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=g, host=h) for g, h in zip(sizes, hosts, strict=True)])
     rows = [line.split() for line in plan_text(plan, None).partition("placement:")[2].splitlines()]
-    shown = {(row[0], row[2]) for row in rows if row and row[0] in ("node1", "node2")}
-    assert shown == {(process.host.node, process.name) for process in plan.processes}
+    shown = {(row[0], row[2]): row[3] for row in rows if row and row[0] in ("node1", "node2")}
+    assert set(shown) >= {(process.host.node, process.name) for process in plan.processes}
+    assert {(host.node, ",".join(gpus)) for host, gpus in plan.spare_gpus} == {
+        (node, gpus) for (node, name), gpus in shown.items() if name == "free"
+    }
 
 
 def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):
-    plan = make_plan(rl_config(tmp_path), [Machine(cores=8, gpus=tuple("01234567"))], num_rows=400)
+    config = rl_config(tmp_path)
+    plan = make_plan(config, [Machine(cores=8, gpus=tuple("01234567"))], num_rows=400)
     used = sum(len(process.gpus) for process in plan.processes)
     hours = used * plan.numbers.total_steps * 90.0 / 3600
     assert f"about {hours:.1f}" in plan_text(plan, 90.0)

@@ -12,24 +12,22 @@ import psutil
 import pytest
 
 from areal.api.errors import LaunchError
+from areal.launcher.job import moved
 from areal.launcher.node_agent import own_address
+from areal.launcher.node_choice import NodeChoice
+from areal.launcher.node_link import NodeLink
 from areal.launcher.node_messages import TO_AGENT, Hello, Open, Start
-from areal.launcher.nodes import NodeLink, NodesBackend
+from areal.launcher.nodes import NodesBackend
+from areal.launcher.placement import Machine
 from areal.launcher.transport import CommandTransport
 from areal.system.network import Host
+from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from tests.cluster.nodes import wait_for
 from tests.launcher.fake_backend import planned_process
 
 AGENT = (sys.executable, "-m", "areal.launcher.node_agent")
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
-
-
-def wait_for(condition, limit_s=30.0):
-    deadline = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @contextmanager
@@ -234,3 +232,69 @@ def test_a_node_that_stays_unreachable_counts_as_the_death_of_the_process(tmp_pa
     assert backend.start(program(tmp_path, SLEEPS)) == 0
     assert backend.poll("server-0") == 75
     assert "launch.node_unreachable" in backend.last_lines("server-0").lines[-1]
+
+
+@pytest.fixture
+def choice(link, tmp_path):
+    """Two nodes, of which `connect` reaches those in the list `reachable`."""
+    reachable = ["node1", "node2"]
+    links = {name: link(name, silence_s=10.0) for name in reachable}
+    hosts = {name: Host(bind="127.0.0.1", advertise=f"10.0.0.{name[-1]}", node=name) for name in links}
+    attempts = []
+
+    def connect(name):
+        attempts.append(name)
+        command = AGENT if name in reachable else ("sleep", "600")
+        hello = Hello(folder=os.getcwd(), silence_s=10.0)
+        return NodeLink(name, CommandTransport(command), hello, connect_limit_s=30.0, waits=False)
+
+    made = NodeChoice(
+        links,
+        [Machine(cores=4, host=host) for host in hosts.values()],
+        gpu_limit=0,
+        connect=connect,
+        open_run=lambda link: link.open(RunPaths(tmp_path), {}),
+    )
+    made.reachable, made.hosts, made.attempts, made.links = reachable, hosts, attempts, links
+    yield made
+    for one in (*links.values(), *made.pending):
+        one._transport.kill()
+        one.close()
+
+
+def test_a_process_of_a_lost_node_starts_on_another_one_and_returns_with_its_node(choice, tmp_path):
+    backend = NodesBackend(choice.agent_for)
+    shows_host = f"import os; print(os.environ['AREAL_PROCESS'], flush=True); {SLEEPS}"
+    planned = moved(program(tmp_path, shows_host), choice.hosts["node1"], ())
+
+    def address():
+        lines = wait_for(lambda: backend.last_lines("server-0").lines)
+        return ProcessContext.from_env({"AREAL_PROCESS": lines[0]}).host.advertise
+
+    def start_again():
+        backend.signal("server-0", signal.SIGKILL)
+        wait_for(lambda: backend.poll("server-0") is not None)
+        backend.start(planned)
+
+    choice.reachable.remove("node1")
+    agent_of(backend.start(planned)).kill()
+    assert wait_for(lambda: backend.poll("server-0")) == 75
+    backend.start(planned)
+    assert address() == "10.0.0.2"
+    start_again()
+    assert choice.attempts == ["node1"], "one attempt to connect at a time"
+    choice.reachable.append("node1")
+    for one in choice.pending:
+        one._transport.kill()  # as if ssh gave up
+    wait_for(lambda: start_again() or address() == "10.0.0.1")
+
+
+def test_without_a_node_that_is_alive_a_start_counts_as_a_death(choice, tmp_path):
+    backend = NodesBackend(choice.agent_for)
+    choice.reachable.clear()
+    for one in choice.links.values():
+        one._transport.kill()
+    wait_for(lambda: all(one.lost for one in choice.links.values()))
+    assert backend.start(program(tmp_path, SLEEPS)) == 0
+    assert backend.poll("server-0") == 75
+    assert "launch.node_lost" in backend.last_lines("server-0").lines[-1]

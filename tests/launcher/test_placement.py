@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal.api.errors import ConfigError
 from areal.launcher import placement
-from areal.launcher.placement import Demand, Machine
+from areal.launcher.placement import Demand, Machine, Place, place_again
 from areal.system.network import Host
 
 NONE = Demand(count=0, gpus=0)
@@ -91,3 +91,34 @@ def test_no_gpu_is_used_twice_and_ranks_of_a_machine_follow_each_other(sizes, nu
     assert sorted(used + spare) == [(f"node{i}", str(gpu)) for i, count in enumerate(sizes, 1) for gpu in range(count)]
     nodes = [one.machine.host.node for one in placed.trainers]
     assert len([1 for a, b in itertools.pairwise(nodes) if a != b]) == max(0, len(set(nodes)) - 1)
+
+
+def again(wanted, alive, in_use, gpu_limit=8):
+    found = place_again(wanted, alive, in_use, gpu_limit=gpu_limit)
+    return None if found is None else (found.machine.host.node, ",".join(found.gpus))
+
+
+def test_a_process_starts_again_where_it_was_if_that_machine_is_alive():
+    one, two = machines(4, 4)
+    assert again(Place(machine=two, gpus=("1",)), [one, two], [Place(machine=two, gpus=("0",))]) == ("node2", "1")
+    assert again(Place(machine=two), [one, two], [Place(machine=two)]) == ("node2", "")
+
+
+def test_a_process_of_a_lost_machine_takes_free_gpus_of_another_one():
+    one, two, three = machines(2, 4, 4)
+    wanted = Place(machine=three, gpus=("0", "1"))
+    taken = [Place(machine=one, gpus=("0",)), Place(machine=two, gpus=("1",))]
+    assert again(wanted, [one, two], taken) == ("node2", "0,2")
+    assert again(wanted, [one, two], taken, gpu_limit=2) is None
+    assert again(wanted, [], []) is None
+
+
+def test_gpus_that_another_process_took_meanwhile_are_not_used_twice():
+    one, two = machines(2, 2)
+    wanted = Place(machine=one, gpus=("0",))
+    assert again(wanted, [one, two], [Place(machine=one, gpus=("0",))]) == ("node1", "1")
+
+
+def test_a_process_on_the_cpu_moves_to_the_machine_with_the_fewest_processes():
+    one, two, three = machines(0, 0, 0)
+    assert again(Place(machine=three), [one, two], [Place(machine=one)]) == ("node2", "")

@@ -10,8 +10,15 @@ def death(exit_code, *, was_ready=True, name="trainer-0"):
     return Death(name=name, exit_code=exit_code, was_ready=was_ready)
 
 
-def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem=""):
-    return decide(role, deaths, num_restarts=num_restarts, recover=recover, disk_problem=disk_problem)
+def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_problem="", others_serve=False):
+    return decide(
+        role,
+        deaths,
+        num_restarts=num_restarts,
+        recover=recover,
+        disk_problem=disk_problem,
+        others_serve=others_serve,
+    )
 
 
 @pytest.mark.parametrize("role", ["server", "controller", "trainer"])
@@ -87,3 +94,11 @@ def test_a_new_train_step_resets_all_restart_counts():
 
 def test_backoff_doubles_up_to_ten_seconds():
     assert [backoff_s(count) for count in (0, 1, 2, 4, 5, 50)] == [0.5, 1.0, 2.0, 8.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize(("role", "others_serve", "gives_up"), [
+    ("server", True, True), ("server", False, False), ("trainer", True, False), ("controller", True, False),
+])  # fmt: skip
+def test_a_server_that_cannot_restart_is_given_up_while_others_serve(role, others_serve, gives_up):
+    found = decision(death(-9), role=role, num_restarts=3, others_serve=others_serve)
+    assert (found.gives_up, found.ends_run) == (gives_up, not gives_up)

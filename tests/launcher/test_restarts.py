@@ -284,3 +284,15 @@ def test_a_process_that_survives_sigkill_is_reported(make_run, set_clock, monkey
     thread.join()
     assert outcome.status == "interrupted"
     assert run.screen.getvalue().count("still runs 0.2 s after SIGKILL: waiting") == 1
+
+
+def test_a_server_without_restarts_left_is_given_up_while_another_one_serves(make_run):
+    run = make_run(retries=1)
+    dies = (
+        "wait_for('ready/server-0.json'); ready(); write(names / ('once' if first('died') else 'start-1'), ''); die()"
+    )
+    trainer = "ready(); wait_for('start-1')\nwhile (names / 'ready' / 'server-1.json').exists(): time.sleep(0.01)"
+    outcome = run(server_0=SERVE, server_1=dies, trainer_0=trainer)
+    assert outcome.status == "completed"
+    assert len(outcome.restarts["server-1"]) == 1
+    assert outcome.exit_codes["server-1"] == -signal.SIGKILL

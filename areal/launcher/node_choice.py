@@ -1,0 +1,82 @@
+"""The node on which a process starts: the planned one, or another one while that one is lost."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from areal.api.errors import LaunchError
+from areal.launcher.job import PlannedProcess, moved
+from areal.launcher.node_link import NodeLink
+from areal.launcher.placement import Machine, Place, place_again
+
+_RETURN_LIMIT_S = 1.0
+"""The supervisor's loop waits at most this long for a lost node; the attempt then continues while the loop does."""
+
+
+class NodeChoice:
+    """The connections to the nodes of a run: connects lost ones again, and finds nodes for their processes."""
+
+    def __init__(
+        self,
+        links: dict[str, NodeLink],
+        machines: Sequence[Machine],
+        *,
+        gpu_limit: int,
+        connect: Callable[[str], NodeLink],
+        open_run: Callable[[NodeLink], None],
+    ) -> None:
+        """`connect` starts a connection to the node with this name, and does not wait for it."""
+        self._links = links
+        self._machines = {machine.host.node: machine for machine in machines}
+        self._gpu_limit = gpu_limit
+        self._connect = connect
+        self._open_run = open_run
+        self._pending: dict[str, NodeLink] = {}
+        self._placed: dict[str, tuple[NodeLink, Place]] = {}
+        """By process, where it was last started."""
+
+    def agent_for(self, planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
+        """The agent that starts a process, and what it starts. LaunchError when no node is alive and has room."""
+        wanted = Place(machine=self._machines[planned.host.node], gpus=planned.gpus)
+        self._placed.pop(planned.name, None)
+        cause = self._return(planned.host.node)
+        alive = [machine for name, machine in self._machines.items() if not self._links[name].lost]
+        place = place_again(wanted, alive, self._in_use(), gpu_limit=self._gpu_limit)
+        if place is None:
+            gpus = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
+            message = f"{planned.name} needs another node{gpus}, and there is none: {cause}"
+            raise LaunchError(message, code="launch.node_lost")
+        link = self._links[place.machine.host.node]
+        self._placed[planned.name] = link, place
+        return link, planned if place == wanted else moved(planned, place.machine.host, place.gpus)
+
+    @property
+    def pending(self) -> Collection[NodeLink]:
+        """Connections that are started and not yet in use."""
+        return self._pending.values()
+
+    def _in_use(self) -> list[Place]:
+        """The places of the processes that run."""
+        return [place for name, (link, place) in self._placed.items() if link.ended(name) is None]
+
+    def _return(self, name: str) -> str:
+        """Try to connect a lost node again. Returns why it is still lost; empty when it is not."""
+        lost = self._links[name].lost
+        if not lost:
+            return ""
+        is_new = name not in self._pending
+        if is_new:
+            self._pending[name] = self._connect(name)
+        link = self._pending[name]
+        if not link.has_answered(_RETURN_LIMIT_S if is_new else 0.0):
+            return f"node {name} is lost: {lost}"
+        del self._pending[name]
+        try:
+            link.finish_connecting(0.0)
+        except LaunchError as error:  # it has closed the connection
+            return str(error)
+        try:
+            self._open_run(link)
+        except LaunchError as error:
+            link.close()
+            return str(error)
+        self._links[name] = link
+        return ""

@@ -1,0 +1,262 @@
+"""The connection to the agent of one node (`areal.launcher.node_agent`)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import areal
+from areal.api.errors import LaunchError
+from areal.launcher import node_messages as wire
+from areal.launcher.backend import LogTail
+from areal.launcher.job import PlannedProcess
+from areal.launcher.transport import Transport
+from areal.system.process import ERROR_PREFIX, TRANSIENT_EXIT
+from areal.system.run_paths import RunPaths
+
+_START_LIMIT_S = 20.0
+_ANSWER_LIMIT_S = 3.0
+"""The supervisor's loop waits at most this long for log lines or stacks of a node."""
+_SEEN_LIMIT_S = 10.0
+"""A shared folder must show a file that another node has renamed into place within this time."""
+_CLOSE_LIMIT_S = 5.0
+_KEPT_LINES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended."""
+
+    code: int
+    tail: LogTail
+
+
+class NodeLink:
+    """The connection to the agent of one node. A thread reads its messages and sends pings."""
+
+    facts: wire.Facts
+    """What the node is; set once it is connected."""
+
+    def __init__(
+        self, node: str, transport: Transport, hello: wire.Hello, *, connect_limit_s: float, waits: bool = True
+    ) -> None:
+        """Connect the node with this name. LaunchError when that fails or takes too long.
+
+        With `waits` False, `has_answered` says when `finish_connecting` does not wait.
+        """
+        self.node = node
+        self._transport = transport
+        self.lost = ""
+        """Why the node is lost; empty while it is connected."""
+        self.resident_bytes = 0
+        self.clock_s = 0.0
+        """How many seconds the clock of the node is ahead of the launcher's, as seen when it connected."""
+        self.folder_s = (0.0, 0.0)
+        """Seconds of one synced write in the run folder there, and until the launcher saw the file."""
+        self._errors: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        """The last lines that the transport and the agent wrote to standard error."""
+        self._ping_s = hello.silence_s / 10
+        self._lost_s = 1.5 * hello.silence_s  # later than the agent ends its processes
+        self._ended: dict[str, Ended] = {}
+        self._replies: dict[int, wire.Reply] = {}
+        self._stopped: set[str] = set()
+        self._facts: wire.Facts | None = None
+        self._failed: wire.Failed | None = None
+        self._ids = itertools.count()
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._is_closing = False
+        self._reader = threading.Thread(target=self._read, name=f"node {node}", daemon=True)
+        self._reader.start()
+        self.send(hello)
+        if waits:
+            self.finish_connecting(connect_limit_s)
+
+    def has_answered(self, limit_s: float) -> bool:
+        """Whether it is known, after at most `limit_s`, if the node can be used."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._facts or self._failed or self.lost, limit_s))
+
+    def finish_connecting(self, limit_s: float) -> None:
+        """Wait for the facts of the node. LaunchError when it cannot be used; the connection is then closed."""
+        self.has_answered(limit_s)
+        if self._facts is not None and self._facts.areal == areal.__version__:
+            self.facts = self._facts
+            return
+        failed, lost = self._failed, self.lost
+        self.close()
+        if self._facts is not None:
+            found, own = self._facts.areal, areal.__version__
+            message = f"node {self.node} has areal {found}, this machine {own}: install one version"
+            raise LaunchError(message, code="launch.other_version")
+        if failed is not None:
+            raise LaunchError(f"node {self.node}: {failed.error}", code=failed.code)
+        reason = lost or f"no answer within {limit_s:g} s{self._last_error()}"
+        raise LaunchError(f"node {self.node} cannot be reached: {reason}", code="launch.node_unreachable")
+
+    def send(self, message: wire.ToAgent) -> None:
+        """Send and return. A lost node receives nothing."""
+        with self._sending, contextlib.suppress(OSError, ValueError):  # the reader finds out that it is lost
+            self._transport.write(wire.TO_AGENT.dump_json(message) + b"\n")
+
+    def open(self, paths: RunPaths, secrets: Mapping[str, str]) -> None:
+        """Name the run, whose folder exists. LaunchError when the node does not share the folder, or is lost.
+
+        Sets `folder_s`.
+        """
+        number = next(self._ids)
+        text = uuid.uuid4().hex
+        probe = paths.root / f".probe-{self.node}-{number}"
+        probe.write_text(text)
+        try:
+            message = wire.Open(
+                id=number, run_dir=str(paths.root), secrets=dict(secrets), probe=probe.name, probe_text=text
+            )
+            written_s = self._answer(message, number, _START_LIMIT_S).seconds
+            answered_s = time.monotonic()
+            while not (is_seen := [path.read_text() for path in paths.root.glob(f"{probe.name}.*")] == [text]):
+                if time.monotonic() - answered_s > _SEEN_LIMIT_S:
+                    break
+                time.sleep(0.05)
+            self.folder_s = written_s, time.monotonic() - answered_s
+            if not is_seen:
+                reason = f"a file that it writes to {paths.root} does not appear here: all nodes must share this folder"
+                raise LaunchError(f"node {self.node}: {reason}", code="launch.folder_not_shared")
+        finally:
+            for path in paths.root.glob(f"{probe.name}*"):
+                path.unlink()
+
+    def start(self, planned: PlannedProcess) -> int:
+        """Start a process; returns its id there. LaunchError when it cannot be started or the node is lost."""
+        self._ended.pop(planned.name, None)
+        self._stopped.discard(planned.name)
+        number = next(self._ids)
+        return self._answer(wire.Start(id=number, planned=planned), number, _START_LIMIT_S).pid
+
+    def ended(self, name: str) -> Ended | None:
+        """How a process ended; None while it runs. When the node is lost, all its processes have ended."""
+        if (found := self._ended.get(name)) is not None or not self.lost:
+            return found
+        error = f"{ERROR_PREFIX}node {self.node} is lost: {self.lost} [launch.node_lost]"
+        return Ended(TRANSIENT_EXIT, LogTail([error], 0))
+
+    def last_lines(self, name: str) -> LogTail:
+        if (found := self.ended(name)) is not None:
+            return found.tail
+        number = next(self._ids)
+        reply = self._ask(wire.Lines(id=number, name=name), number, _ANSWER_LIMIT_S)
+        return LogTail([], 0) if reply is None else LogTail(list(reply.lines), reply.written_ns)
+
+    def request_stacks(self, name: str, reason: str) -> bool:
+        number = next(self._ids)
+        reply = self._ask(wire.Stacks(id=number, name=name, reason=reason), number, _ANSWER_LIMIT_S)
+        return reply is not None and reply.done
+
+    def stop(self, names: Sequence[str], grace_s: float) -> None:
+        """Begin to end processes; `has_stopped` says when that is done."""
+        self.send(wire.Stop(names=tuple(names), grace_s=grace_s))
+
+    def has_stopped(self, names: Iterable[str]) -> bool:
+        return bool(self.lost) or self._stopped.issuperset(names)
+
+    def close(self) -> None:
+        """End the agent, which ends its processes, and the transport."""
+        self._is_closing = True
+        with self._sending:
+            self._transport.close_input()
+        if not self._transport.agent_ended(_CLOSE_LIMIT_S):
+            self._transport.kill()
+        self._reader.join()
+
+    def _answer(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply:
+        """The reply to a message. LaunchError when it is an error or does not arrive."""
+        reply = self._ask(message, number, limit_s)
+        if reply is None:
+            text = f"node {self.node}: {self.lost or f'no answer within {limit_s:g} s'}"
+            raise LaunchError(text, code="launch.node_lost")
+        if reply.error:
+            raise LaunchError(f"node {self.node}: {reply.error}", code=reply.code)
+        return reply
+
+    def _ask(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply | None:
+        """The reply to a message; None when none arrives in time or the node is lost."""
+        self.send(message)
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._replies or self.lost, limit_s)
+            return self._replies.pop(number, None)
+
+    def _read(self) -> None:
+        """Read messages until the connection ends or the agent is silent for too long."""
+        output, errors = self._transport.output, self._transport.errors
+        unread = {output: b"", errors: b""}
+        selector = selectors.DefaultSelector()
+        for descriptor in unread:
+            selector.register(descriptor, selectors.EVENT_READ)
+        heard_s, pinged_s, cause = time.monotonic(), 0.0, ""
+        while not cause:
+            now_s = time.monotonic()
+            if now_s - pinged_s >= self._ping_s and not self._is_closing:
+                pinged_s = now_s
+                self.send(wire.Ping())
+            for key, _ in selector.select(self._ping_s / 2):
+                block = os.read(key.fd, 1 << 16)
+                *lines, unread[key.fd] = (unread[key.fd] + block).split(b"\n")
+                if key.fd == output:
+                    heard_s = time.monotonic()
+                    for line in lines:
+                        self._take(line)
+                    cause = cause or ("" if block else "its connection closed")
+                else:
+                    self._errors += [line for line in lines if line.strip()]
+                if not block:
+                    selector.unregister(key.fd)
+            if self._facts is not None and time.monotonic() - heard_s > self._lost_s:
+                cause = cause or f"silent for {self._lost_s:g} s"
+        self._lose(cause, heard_s)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            message = wire.FROM_AGENT.validate_json(line)
+        except ValueError:  # a login script that prints, for example; its text helps to find a failed start
+            self._errors.append(line)
+            return
+        with self._changed:
+            match message:
+                case wire.Facts():
+                    self._facts = message
+                    self.clock_s = message.clock_s - time.time()
+                case wire.Failed():
+                    self._failed = message
+                case wire.Reply():
+                    self._replies[message.id] = message
+                case wire.Exit():
+                    tail = LogTail(list(message.lines), message.written_ns)
+                    self._ended[message.name] = Ended(message.code, tail)
+                case wire.Stopped():
+                    self._stopped.update(message.names)
+                case wire.Alive():
+                    self.resident_bytes = message.resident_bytes
+            self._changed.notify_all()
+
+    def _lose(self, cause: str, heard_s: float) -> None:
+        """Mark the node as lost, once its processes have certainly ended."""
+        agent_ended = self._transport.agent_ended(self._ping_s)
+        if self._facts is not None and not agent_ended:
+            while time.monotonic() - heard_s < self._lost_s and not self._is_closing:
+                time.sleep(self._ping_s / 10)
+        self._transport.kill()
+        with self._changed:
+            self.lost = f"{cause}{self._last_error()}"
+            self._changed.notify_all()
+
+    def _last_error(self) -> str:
+        """The last line that the transport or the agent wrote to standard error, in parentheses."""
+        return f" ({self._errors[-1].decode(errors='replace').strip()})" if self._errors else ""

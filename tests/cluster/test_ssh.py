@@ -1,0 +1,133 @@
+"""`python -m areal.launcher.ssh` on three nodes with real ssh servers."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.cluster_run import foreign_sockets, ssh_run, write_config
+from tests.cluster.nodes import wait_for
+from tests.faults.driver import ROOT
+
+SILENCE = ("cluster.node_silence_s=2", "cluster.node_connect_s=10")
+
+
+def command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def nodes(make_nodes, ssh):
+    made = make_nodes(3)
+    for node in made:
+        ssh.serve(node)
+    return made
+
+
+@pytest.fixture
+def make_run(nodes, ssh, data, tmp_path):
+    """Starts the launcher on node1, with the controller, server-0 and rank 0. node2: server-1; node3: rank 1."""
+    runs = []
+
+    def make(*overrides, hosts=""):
+        run = ssh_run(nodes, ssh, tmp_path, write_config(tmp_path, data), *SILENCE, *overrides, hosts=hosts)
+        run.environ = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+        runs.append(run)
+        run.start()
+        return run
+
+    yield make
+    for run in runs:
+        run.abandon()
+
+
+def test_a_run_on_three_nodes_uses_no_address_but_theirs_and_shows_no_secret(make_run, nodes, data):
+    run = make_run("total_train_steps=4")
+    run.wait_for_step(1)
+    assert foreign_sockets(nodes) == []
+    assert all(len(node.listening()) > 1 for node in nodes)
+    token = (run.folder / "token").read_text()
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [text for text in commands if token in text or "hf_secret" in text or "wandb_secret" in text]
+    environ = Path(f"/proc/{next(pid for pid in nodes[2].pids() if 'inference.server' in command(pid))}/environ")
+    assert "HF_TOKEN=hf_secret" in environ.read_text().split("\0")
+    run.prove(data)
+
+
+def test_a_server_whose_node_loses_power_continues_on_another_node(make_run, nodes, data):
+    run = make_run("total_train_steps=12")
+    run.wait_for_step(2)
+    nodes[2].power_off()
+    run.prove(data)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert list(summary["restarts"]) == ["server-1"]
+    text = run.log_path.read_text()
+    assert "launch.node_lost" in text or "is lost" in text
+
+
+def test_a_trainer_whose_node_loses_power_recovers_also_after_the_node_is_back(make_run, nodes, ssh, data):
+    run = make_run("total_train_steps=16")
+    run.wait_for_step(2)
+    nodes[3].power_off()
+    run.wait_for_step(run.steps() + 4)
+    nodes[3].power_on()
+    ssh.serve(nodes[3])
+    run.prove(data)
+    assert "trainers" in json.loads((run.folder / "summary.json").read_text())["restarts"]
+
+
+def test_a_pulled_cable_ends_the_processes_of_the_node_before_they_run_elsewhere(make_run, nodes, data):
+    run = make_run("total_train_steps=12")
+    run.wait_for_step(2)
+    before = set(nodes[3].pids())
+    nodes[3].cable("down")
+    wait_for(lambda: "trainers continue from" in run.log_path.read_text(), 120.0)
+    assert not [pid for pid in before & set(nodes[3].pids()) if "areal.trainer" in command(pid)]
+    nodes[3].cable("up")
+    run.prove(data)
+
+
+def refused(run, nodes, *codes):
+    """The launcher ends with 2 and one of the codes in its last line; no process of the run is left on any node."""
+    assert run.wait(60) == 2
+    errors = [line for line in run.log_path.read_text().splitlines() if line.startswith("areal: error:")]
+    assert len(errors) == 1
+    assert errors[0].endswith(tuple(f"[{code}]" for code in codes)), errors
+    own = [pid for node in nodes for pid in node.pids() if "areal" in command(pid) or "ssh -o" in command(pid)]
+    assert own == []
+
+
+@pytest.mark.parametrize(
+    "third", ["10.255.0.9:2222", "10.255.0.3:2223", "no-such-host:2222"], ids=["no host", "closed port", "no name"]
+)
+def test_a_host_that_does_not_answer_is_refused(make_run, nodes, third):
+    run = make_run(hosts=f"10.255.0.1:2222,10.255.0.2:2222,{third}")
+    refused(run, nodes, "launch.node_unreachable")
+
+
+def test_a_wrong_key_is_refused(make_run, nodes, ssh):
+    (ssh.folder / "authorized_keys").write_text("")
+    refused(make_run(), nodes, "launch.node_unreachable")
+
+
+def test_a_node_without_the_run_folder_is_refused(make_run, nodes, tmp_path):
+    (tmp_path / "faults").mkdir()
+    nodes[3].run(["mount", "-t", "tmpfs", "none", str(tmp_path / "faults")])
+    refused(make_run(), nodes, "launch.folder_not_shared")
+
+
+def test_a_node_without_the_working_folder_is_refused(make_run, nodes):
+    nodes[3].run(["mount", "-t", "tmpfs", "none", str(ROOT.parent)])
+    refused(make_run(), nodes, "launch.folder_not_shared", "launch.node_unreachable")
+
+
+def test_another_version_on_a_node_is_refused(make_run, nodes, tmp_path):
+    other = tmp_path / "__init__.py"
+    text = (ROOT / "areal" / "__init__.py").read_text()
+    other.write_text(f"{text}\n__version__ = '0.0.0'\n")
+    nodes[3].run(["mount", "--bind", str(other), str(ROOT / "areal" / "__init__.py")])
+    refused(make_run(), nodes, "launch.other_version")
