@@ -18,6 +18,13 @@ algorithm.shapes_differ: Tensors that must have one shape have several: a custom
 allocation.invalid: allocation_mode has invalid syntax or contradictory sizes.
     Follow the hint at the marked column.
 
+benchmark.no_rollouts: areal benchmark got a configuration without rollouts.
+    Give the configuration of a run with an actor and servers.
+benchmark.run_failed: A run of areal benchmark failed; its own error is above.
+    Correct its cause, and start the benchmark again.
+benchmark.too_few_steps: A run of areal benchmark ended before the steps to be measured.
+    Read the run's logs.
+
 checkpoint.ahead_of_ledger: The newest events of the ledger were lost, and every recovery checkpoint needs them.
     Restore the ledger folder, or do what the message says to continue without it.
 checkpoint.damaged: A file of a checkpoint is cut short, changed, or contradicts the index.

@@ -28,6 +28,7 @@ COMMANDS = (
     Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.cli.wrapped:stats"),
     Command("replay", "train again from the recorded batches of a run", "areal.cli.wrapped:replay"),
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
+    Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),
     Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),
 )
 """All subcommands in the order of the help. A new one is one row."""

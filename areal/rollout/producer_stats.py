@@ -14,7 +14,8 @@ class ProducerStats:
         self.num_accepted = self.num_rejected = self.num_failed = 0
         """Episodes since the last batch; dropped ones count as rejected."""
         self._dropped_lengths: list[int] = []
-        self._last_batch: tuple[float, int] | None = None
+        self._last_batch_s: float | None = None
+        self._last_batch_tokens = 0
         self._readings: deque[tuple[float, int]] = deque()
 
     def count_tokens(self, num_tokens: int) -> None:
@@ -38,10 +39,10 @@ class ProducerStats:
             dropped = sum(self._dropped_lengths) / len(self._dropped_lengths)
             stats["dropped_tokens_mean"] = dropped
             stats["dropped_to_kept_tokens"] = dropped / (sum(kept_lengths) / len(kept_lengths))
-        if self._last_batch is not None and now_s > self._last_batch[0]:
-            start_s, tokens = self._last_batch
-            stats["generated_tokens_per_s"] = (self.generated_tokens - tokens) / (now_s - start_s)
-        self._last_batch = (now_s, self.generated_tokens)
+        stats["produced_tokens"] = float(self.generated_tokens - self._last_batch_tokens)
+        if self._last_batch_s is not None and now_s > self._last_batch_s:
+            stats["generated_tokens_per_s"] = stats["produced_tokens"] / (now_s - self._last_batch_s)
+        self._last_batch_s, self._last_batch_tokens = now_s, self.generated_tokens
         self.num_accepted = self.num_rejected = self.num_failed = 0
         self._dropped_lengths = []
         return stats

@@ -3,6 +3,7 @@
 # pyright: reportUnusedImport=false
 from areal.api.config.advantages import AdvantageOptions, NormConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
+from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, PPOConfig
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig

@@ -8,6 +8,7 @@ from typing import Any, cast
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.advantages import REWARDS, baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
+from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
@@ -162,13 +163,15 @@ class PPOConfig(BaseExperimentConfig):
     elastic: ElasticConfig = section(ElasticConfig, relevant=when("rollout.server_addrs", []))
     """Adding and removing inference servers by their load."""
     workflow: str = "rlvr"
-    """Workflow of a run without a script: a registered name (rlvr, multi_turn) or module:Class."""
+    """Workflow of a run without a script: a registered name (rlvr, multi_turn, synthetic) or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Additional keyword arguments of the workflow's constructor."""
     reward_fn: str = option("", also="verl: custom_reward_function.path, .name")
     """Reward function of a run without a script: a registered name (gsm8k), module:function or file.py:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Several reward functions with weights, and the process pool that runs them."""
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    """What `areal benchmark` measures."""
 
     @property
     def models(self) -> dict[str, TrainEngineConfig]:

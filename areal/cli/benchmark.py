@@ -1,0 +1,201 @@
+"""`areal benchmark`: runs a configuration for a few steps, or a grid of them, and reports its throughput."""
+
+import argparse
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from areal.api.config import PPOConfig
+from areal.api.config.benchmark import LengthRule
+from areal.api.config.load import load_experiment
+from areal.api.errors import ConfigError, InputError
+from areal.cli.throughput import Hardware, Throughput, table_lines, throughput
+from areal.system.checkpoint_files import stored_weights
+from areal.system.durable import write_atomic
+from areal.system.run_paths import RunPaths
+
+_PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0}
+"""Part of a card's name -> peak dense TFLOP/s in bf16, from the makers' data sheets."""
+_EVERY_RUN = (
+    "total_train_epochs=1000000",
+    "total_train_n_seqs=null",
+    "valid_dataset=null",
+    "evaluator.eval_before_train=false",
+    "evaluator.stop_at={}",
+    "saver={}",
+    "recover.mode=disabled",
+    "strict_config=false",
+)
+"""The end of every command line: nothing but training happens, and nothing else ends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measured run."""
+
+    settings: Mapping[str, str]
+    """The options that the sweep varies."""
+    repeat: int
+    folder: str
+    peak_memory_gib: float
+    """Largest sum of the resident memory of all processes."""
+    throughput: Throughput
+
+
+def benchmark(words: Sequence[str]) -> int:
+    """`areal benchmark --config FILE [key=value ...] [--sweep key=a,b ...] [--json]`."""
+    parser = argparse.ArgumentParser(
+        prog="areal benchmark",
+        usage="%(prog)s --config FILE.yaml [key.sub=value ...] [--sweep key.sub=A,B ...] [--launcher NAME] [--json]",
+        description="Run a configuration for benchmark.warmup_steps + benchmark.steps train steps and report tokens "
+        "per second, time by phase, staleness, unused tokens and cost. benchmark.length replaces the dataset, the "
+        "workflow and the rewards by synthetic ones. `areal config benchmark` lists the options.",
+        epilog="The runs, and the results in benchmark-TIME.json, are in cluster.fileroot/experiment_name.",
+    )
+    parser.add_argument("--config", metavar="FILE", action="append", required=True, help="several are merged in order")
+    parser.add_argument("--sweep", metavar="KEY=A,B", nargs="+", default=[], help="measure every combination")
+    parser.add_argument("--launcher", metavar="NAME", help="as for areal run")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_intermixed_args(words)
+    files = [word for path in given.config for word in ("--config", path)]
+    started = time.strftime("%Y%m%d-%H%M%S")
+    grid = [dict(combination) for combination in itertools.product(*map(_values, given.sweep))]
+    plans = [_load([*files, *given.overrides, *_words(settings)]) for settings in grid]  # before the first run
+    runs: list[Run] = []
+    for number, (settings, config) in enumerate(zip(grid, plans, strict=True)):
+        for repeat in range(config.benchmark.repeats):
+            trial = f"benchmark-{started}-{number:02d}-{repeat}"
+            command = [*files, *given.overrides, *_words(settings)]
+            launcher = ["--launcher", given.launcher] if given.launcher else []
+            found = _measure(command, config, trial=trial, launcher=launcher)
+            runs.append(Run(settings=settings, repeat=repeat, **found))
+            _say([_title(runs[-1]), *table_lines(runs[-1].throughput)])
+    report = {"config": given.config, "overrides": given.overrides, "runs": [asdict(run) for run in runs]}
+    path = Path(runs[0].folder).parent / f"benchmark-{started}.json"
+    write_atomic(path, json.dumps(report, indent=1).encode())
+    if len(runs) > 1:
+        _say(_comparison(runs))
+    sys.stdout.write(json.dumps(report, indent=1) + "\n" if given.json else f"{path}\n")
+    return 0
+
+
+def _values(word: str) -> list[tuple[str, str]]:
+    """The (key, value) pairs of a word of --sweep; commas inside brackets do not separate values."""
+    key, equals, rest = word.partition("=")
+    values, depth = [""], 0
+    for letter in rest:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not (key and equals and all(values)):
+        raise ConfigError(f"--sweep {word}: write key=value,value", code="config.bad_override")
+    return [(key, value) for value in values]
+
+
+def _words(settings: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _load(words: Sequence[str]) -> PPOConfig:
+    config = load_experiment(words)
+    if not isinstance(config, PPOConfig):
+        message = "areal benchmark measures runs with rollouts: use a configuration with an actor"
+        raise ConfigError(message, code="benchmark.no_rollouts")
+    return config
+
+
+def _measure(command: Sequence[str], config: PPOConfig, *, trial: str, launcher: Sequence[str]) -> dict[str, Any]:
+    """Run a configuration and read its metrics: the fields of a Run."""
+    options = config.benchmark
+    # Towards its end a run generates less, because no batch needs more: those steps are not measured.
+    total = options.warmup_steps + options.steps + config.rollout.max_head_offpolicyness + 1
+    words = [*command, *_EVERY_RUN, f"trial_name={trial}", f"total_train_steps={total}"]
+    paths = RunPaths(Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / trial)
+    if options.length:
+        words += _synthetic(config, paths.root.with_name(f"{trial}-rows.jsonl"), num_steps=total)
+    done = subprocess.run([sys.executable, "-m", "areal.launcher", *launcher, *words], stdout=2, check=False)
+    if done.returncode:
+        message = f"the run ended with status {done.returncode}, see above: {paths.root}"
+        raise InputError(message, code="benchmark.run_failed")
+    rows = [json.loads(line) for line in paths.metrics.read_text(encoding="utf-8").splitlines()]
+    plan, summary = json.loads(paths.plan.read_bytes()), json.loads(paths.summary.read_bytes())
+    hardware = _hardware(config, plan["processes"])
+    found = throughput(rows, warmup_steps=options.warmup_steps, steps=options.steps, hardware=hardware)
+    return {"folder": str(paths.root), "peak_memory_gib": summary["peak_rss_gib"], "throughput": found}
+
+
+def _synthetic(config: PPOConfig, path: Path, *, num_steps: int) -> list[str]:
+    """Overrides for synthetic prompts and answers; `path` becomes their dataset."""
+    options, longest = config.benchmark, LengthRule.parse(config.benchmark.length).longest
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = (json.dumps({"prompt": "", "index": index}) for index in range(num_steps * config.train_dataset.batch_size))
+    write_atomic(path, "".join(f"{row}\n" for row in rows).encode())
+    return [
+        "workflow=synthetic",
+        f"workflow_args={{length: '{options.length}', prompt_length: {options.prompt_length}}}",
+        f"train_dataset={{path: {path}, batch_size: {config.train_dataset.batch_size}}}",
+        f"gconfig.max_new_tokens={longest}",
+        f"gconfig.max_tokens={longest + options.prompt_length}",
+        "rollout.should_accept_fn=''",
+        "reward_fn=''",
+    ]
+
+
+def _hardware(config: PPOConfig, processes: Sequence[Mapping[str, Any]]) -> Hardware:
+    gpus = {name: sum(len(one["gpus"]) for one in processes if one["role"] == name) for name in ("server", "trainer")}
+    folder = Path(config.actor.path).expanduser()
+    shapes = [entry.shape for entry in stored_weights(folder).values()] if any(folder.glob("*.safetensors")) else []
+    return Hardware(
+        num_gpus=sum(gpus.values()),
+        num_trainer_gpus=gpus["trainer"],
+        num_parameters=sum(math.prod(shape) for shape in shapes) or None,
+        peak_tflops=config.benchmark.peak_tflops or (_card_tflops() if gpus["trainer"] else None),
+        dollars_per_gpu_hour=config.benchmark.dollars_per_gpu_hour,
+    )
+
+
+def _card_tflops() -> float | None:
+    """The peak of this machine's first card, if it is known."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        name = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+
+
+def _title(run: Run) -> str:
+    return f"== {' '.join(_words(run.settings)) or 'benchmark'} (run {run.repeat + 1})"
+
+
+def _comparison(runs: Sequence[Run]) -> list[str]:
+    """A line for each combination: means over its repeats, the deviation of the step time, a bar of trained tokens."""
+    most = max(run.throughput.trained_tokens_per_s for run in runs)
+    lines = [f"{'s/step':>8} {'+-':>6} {'generated/s':>11} {'waiting':>7} {'stale':>5} {'trained/s':>10}"]
+    for words, group in itertools.groupby(runs, key=lambda run: " ".join(_words(run.settings))):
+        found = [run.throughput for run in group]
+        seconds = [one.seconds_per_step for one in found]
+        spread = stdev(seconds) if len(seconds) > 1 else 0.0
+        trained = fmean(one.trained_tokens_per_s for one in found)
+        lines.append(
+            f"{fmean(seconds):8.3g} {spread:6.2g} {fmean(one.generated_tokens_per_s for one in found):11,.0f} "
+            f"{fmean(one.waiting_share for one in found):7.0%} {fmean(one.staleness_mean for one in found):5.2f} "
+            f"{trained:10,.0f} {'#' * round(20 * trained / most):<20} {words}"
+        )
+    return lines
+
+
+def _say(lines: Sequence[str]) -> None:
+    sys.stderr.write("\n".join(["", *lines, ""]))
+    sys.stderr.flush()
