@@ -1,5 +1,5 @@
-"""A real server and native ones in one update group: they get the same bytes, and a native one that is struck between
-two buckets, even while the real server waits for what it passes on, holds nobody up for good."""
+"""A real server and native servers in one update group: all get the same weights. A native server that is killed or
+stopped between two buckets delays the others, also the one that receives its buckets from it, only until it is removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.servers.real_server import RealServer
 from tests.servers.server_kit import TOLERANCE, FixedTrainer, FleetControl, Kit, a_request, eventually, gap
 
 REAL = "server-2"
-"""Of rank 3, which gets its bytes from rank 2, server-1: gloo broadcasts down a tree."""
+"""Rank 3. Its buckets come from rank 2 (server-1), because gloo broadcasts along a tree."""
 STRUCK = "server-1"
 
 
@@ -40,6 +40,7 @@ class Mixed:
         self._kit = kit
         self._real = real
         self._registry = FileRegistry(folder / "names")
+        self.fleet: Fleet | None = None
         self.natives: list[asyncio.subprocess.Process] = []
         self.buckets_before_strike: int | None = None
         self.signal = signal.SIGKILL
@@ -80,12 +81,13 @@ class Mixed:
         return made
 
     def strike(self) -> None:
-        """Of the order in which the servers were registered, nothing is known: the second is that of STRUCK."""
+        """Send the signal to STRUCK. Its name is that of the second record, which either server may have written."""
         pid = json.loads(self._registry.get("servers/1"))["pid"]
         os.kill(pid, self.signal)
 
     async def close(self) -> None:
-        await self.fleet.close()
+        if self.fleet is not None:
+            await self.fleet.close()
         for process in self.natives:
             if process.returncode is None:
                 process.kill()
@@ -93,7 +95,7 @@ class Mixed:
 
 
 class Striking(ServerClient):
-    """Strikes its server before it hears of a bucket."""
+    """Sends the signal to its server before the request for a bucket."""
 
     def __init__(self, mixed: Mixed, name: str, address: str) -> None:
         super().__init__(name, address, token=TOKEN)
@@ -112,13 +114,15 @@ class Striking(ServerClient):
 @pytest.fixture
 async def mixed(kit: Kit, server: RealServer, tmp_path: Path) -> AsyncIterator[Mixed]:
     made = Mixed(kit, server, tmp_path)
-    await made.start()
-    yield made
-    await made.close()
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
 
 
 async def check(fleet: Fleet, scorer: Scorer, version: int, names: set[str]) -> None:
-    """What is generated now is the scorer's model's, and these servers generate it."""
+    """Exactly these servers answer, with this version and the scorer's log-probabilities."""
     found: set[str] = set()
     for _ in range(4):
         for response in await asyncio.gather(*(fleet.agenerate(a_request(20)) for _ in range(4))):
@@ -133,9 +137,10 @@ def state_of(fleet: Fleet, name: str) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_a_native_server_struck_between_buckets_holds_the_real_one_up_no_longer_than_it_lives(
+async def test_a_server_that_dies_between_buckets_delays_the_others_until_it_is_removed(
     mixed: Mixed, old: Scorer, new: Scorer, number: signal.Signals
 ) -> None:
+    assert mixed.fleet is not None
     fleet, trainer = mixed.fleet, FixedTrainer(build_model(2))
     channel = CollectiveChannel(
         trainer, FakeRanks(), FleetControl(fleet), bucket_bytes=2**16, backend="gloo", timeout_s=60.0
@@ -146,7 +151,7 @@ async def test_a_native_server_struck_between_buckets_holds_the_real_one_up_no_l
     trainer.model = build_model(1)
     await asyncio.wait_for(asyncio.to_thread(channel.publish, 2), 100)
     await eventually(lambda: state_of(fleet, STRUCK) == "absent")
-    mixed.signal = signal.SIGKILL  # as the launcher does in the end, when its heart does not beat
+    mixed.signal = signal.SIGKILL  # as the launcher does after the heartbeat's time limit
     if number == signal.SIGSTOP:
         mixed.strike()
     await eventually(lambda: state_of(fleet, REAL) in ("stale", "serving"))
