@@ -34,7 +34,7 @@ def test_a_function_is_found_again_by_its_reference():
     assert function_ref(top_level).name == "top_level"
 
 
-def test_functions_nobody_else_can_find_are_refused():
+def test_functions_that_other_processes_cannot_import_are_refused():
     class Holder:
         def method(self): ...
 

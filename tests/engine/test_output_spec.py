@@ -88,9 +88,9 @@ def test_the_whole_vocabulary_is_in_the_order_of_ids(cases, models):
         torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6, msg=name)
 
 
-def test_nothing_is_given_that_nobody_asked_for(cases, models):
+def test_outputs_that_were_not_requested_are_absent(cases, models):
     batch = replace(cases.make_batch(), candidate_ids=torch.full((len(cases.make_batch().input_ids), 2), 99999))
-    outputs = cases.make_engine(models / "qwen3").forward(batch)  # ids that nobody looks at
+    outputs = cases.make_engine(models / "qwen3").forward(batch)  # no output depends on these ids
     assert [outputs.clamped_entropy, outputs.candidate_ids, outputs.candidate_logprobs] == [None] * 3
 
     def loss(outputs, micro):

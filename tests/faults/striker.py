@@ -35,7 +35,7 @@ class Blow:
     step: int
     """Train steps done then."""
     was_moment: bool
-    """False: the moment did not come in time and the fault struck anyway."""
+    """False: the fault was injected at the time limit, before its moment came."""
     doing: str
     """What the controller said a moment before."""
     struck: tuple[str, ...]
@@ -163,7 +163,7 @@ class Striker:
         while stopped := [name for name, pid in struck.items() if _is_there(pid)]:
             if time.monotonic() >= deadline:
                 raise RunBroken(
-                    f"{stopped} made no progress for {self.hang_s + FOUND_S:g} s and nobody did anything about it"
+                    f"{stopped} made no progress for {self.hang_s + FOUND_S:g} s, and the launcher did not restart them"
                 )
             if self.run.exit_code is not None:
                 return

@@ -16,7 +16,7 @@ BACK_S = 300.0
 
 
 def recovers(run: Run, hold: Path, before: dict[str, int], struck: str) -> None:
-    """The struck process, or both ranks, get successors and nobody else does; then the run continues.
+    """Only the process that was hit, or both ranks, are started again; then the run continues.
 
     Rewards wait meanwhile: a run of few steps cannot end before its processes are back.
     """
@@ -59,7 +59,7 @@ def were_running(events: list[Event]) -> set[int]:
 
 
 def test_only_the_dead_process_is_restarted(make_run, hold, prove_all):
-    """A server or the controller dies alone; trainer ranks come back together, nobody else with them.
+    """A server or the controller is restarted alone, trainer ranks are restarted together.
 
     Only the death of the controller makes episodes run again: those that were running.
     """

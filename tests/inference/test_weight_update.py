@@ -274,14 +274,14 @@ def test_a_wrong_spec_leaves_the_group_and_fails_the_sender() -> None:
 
 def test_a_receiver_without_a_sender_gives_up() -> None:
     receiver = ServedWeights(TiedModel())
-    with pytest.raises(WeightSyncError) as nobody:
+    with pytest.raises(WeightSyncError) as empty:
         receiver.join("127.0.0.1", 9, 1, 2, "g", "gloo", 60)
     store = serve_store(Host(), "secret", timeout_s=1)
     with pytest.raises(WeightSyncError) as alone:
         receiver.join("127.0.0.1", store.port, 1, 2, "g", "gloo", 0.5)
     with pytest.raises(RequestError) as rank:
         receiver.join("127.0.0.1", store.port, 0, 2, "g", "gloo", 0.5)
-    codes = [error.value.code for error in (nobody, alone, rank)]
+    codes = [error.value.code for error in (empty, alone, rank)]
     assert codes == ["weights.transfer_failed", "weights.transfer_failed", "weights.no_group"]
 
 

@@ -36,7 +36,7 @@ def decision(*deaths, role="trainer", num_restarts=0, recover=ALWAYS, disk_probl
         (2, False, True),
         (7, True, False),
         (7, False, True),
-        (0, True, False),  # an end that nobody asked for
+        (0, True, False),  # an end that was not requested
     ],
 )
 def test_a_transient_death_leads_to_a_restart(role, exit_code, was_ready, ends_run):

@@ -27,7 +27,7 @@ def test_a_killed_server_restarts_alone(make_run):
     assert outcome.status == "completed"
     assert list(outcome.restarts) == ["server-0"]
     assert "was killed by SIGKILL" in outcome.restarts["server-0"][0]
-    assert sorted(run.notes()) == ["controller", "trainer-0"], "nobody else was started again"
+    assert sorted(run.notes()) == ["controller", "trainer-0"], "another process was started again"
     assert "server-0 restarts in 0.02 s (restart 1 of at most 3 without progress)" in run.screen.getvalue()
 
 

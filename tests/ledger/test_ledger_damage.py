@@ -117,7 +117,7 @@ def test_a_payload_cut_at_any_byte_is_reported_and_not_served(forge):
 
 
 def test_a_payload_cut_short_whose_event_was_not_written_is_ignored(forge):
-    """Payloads are written first: killed in between, the ledger has bytes that nobody speaks of."""
+    """Payloads are written first: after a kill in between, the ledger has bytes that no event names."""
     forge.started()
     forge.attached(0, 0)
     forge.admitted(0, 1)

@@ -1,5 +1,5 @@
 """A real server and native servers in one update group: all get the same weights. A native server that is killed or
-stopped between two buckets delays the others, also the one that receives its buckets from it, only until it is removed."""
+stopped between two buckets delays the others only until it is removed, also the one that gets its buckets from it."""
 
 from __future__ import annotations
 

@@ -295,5 +295,5 @@ def test_with_checkpoints_ahead_of_the_ledger_only_nothing_is_changed(make_store
     assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
-def test_without_a_checkpoint_nobody_asks_the_ledger(make_store, tmp_path):
+def test_without_a_checkpoint_the_ledger_is_not_read(make_store, tmp_path):
     assert make_store(tmp_path).start_from(after_failure=False, newest_step=lambda: 1 // 0) is None

@@ -1,4 +1,4 @@
-"""A supervised run killed again and again, the same command until it is done: the run that nobody disturbed."""
+"""A supervised run that is killed several times and continued by the same command equals an undisturbed run."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     tree: list[psutil.Process] = []
     if process.poll() is None:
         root = psutil.Process(process.pid)
-        root.suspend()  # it starts nobody in the meantime
+        root.suspend()  # it starts no process meanwhile
         tree = root.children(recursive=True)
         for one in [*tree, root]:
             one.kill()

@@ -260,7 +260,7 @@ def test_a_new_replica_makes_a_new_group() -> None:
 
 def test_a_replica_that_dies_during_a_broadcast_costs_at_most_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.1)
-    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # nobody may wait for so long
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # longer than the test may take
     models = [make_model(1), make_model(2)]
     control = Replicas(*models)
     engine = FakeTrainEngine(make_model(3))
@@ -292,7 +292,7 @@ def test_nothing_is_sent_when_every_replica_serves_the_version() -> None:
 
 def test_a_refused_publication_ends_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_module, "SETTLE_S", 0.0)
-    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # nobody may wait for so long
+    monkeypatch.setattr(collective_module, "JOIN_TIMEOUT_S", 1e4)  # longer than the test may take
     model = make_model(1)
     control = Replicas(model)
     engine = FakeTrainEngine(make_model(3))

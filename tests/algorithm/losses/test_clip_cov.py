@@ -28,6 +28,6 @@ def test_by_hand(kit):
     assert result.stats["clip_ratio"].values.tolist() == [True, False, False]
 
 
-def test_nobody_has_chosen(kit):
+def test_it_requires_the_stage_that_chooses_tokens(kit):
     with raises_code("training.stage_missing", "chosen_tokens"):
         kit.loss_of(replace(kit.make_tokens([0.0]), chosen=None), policy_loss="clip_cov")
