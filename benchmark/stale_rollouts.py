@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from areal.api.batch_share import BatchShare
 from areal.api.config import PPOConfig
-from areal.api.data import BatchShare, Trajectory, TrajectoryGroup
+from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import WeightSource
 from areal.inference.engine import Engine
 from areal.inference.engine_builder import build_engine, load_detokenizer, request_limits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from areal.api.batch import TrainBatch
-from areal.api.data import BatchShare
+from areal.api.batch_share import BatchShare
 from areal.api.errors import InputError
 
 

@@ -10,8 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from areal.api.batch_share import BatchShare
 from areal.api.config import PPOConfig, TrainEngineConfig
-from areal.api.data import BatchShare, StepInfo
+from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine, WeightSource
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics, metric_values

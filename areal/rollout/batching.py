@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal.api.data import BatchShare
+from areal.api.batch_share import BatchShare
 from areal.data.balance import balanced_parts
 from areal.ledger.payload import join_columns, payload_sizes, reward_names, reward_parts
 from areal.ledger.state import AcceptedEpisode

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from areal.api.batch_share import BatchShare
 from areal.api.config import InferenceEngineConfig
-from areal.api.data import BatchShare, WeightUpdate
+from areal.api.data import WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
 from areal.observe.log import get_logger
 from areal.rollout.control_requests import (

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 from safetensors.numpy import load, save
 
-from areal.api.data import BatchShare
+from areal.api.batch_share import BatchShare
 from areal.api.errors import RequestError
 
 _HEAD = ("step", "version", "stats", "reward_names")

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from areal.api.data import BatchShare
+from areal.api.batch_share import BatchShare
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import WAITING, AcceptedEpisode, BatchRecord
 from areal.rollout.batching import build_shares, episode_stats, token_stats

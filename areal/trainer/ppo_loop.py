@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from areal.api.batch_share import BatchShare
 from areal.api.config import EvaluatorConfig, PPOConfig
-from areal.api.data import BatchShare, StepInfo
+from areal.api.data import StepInfo
 from areal.api.engine import Ranks, WeightChannel, WeightSource
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch

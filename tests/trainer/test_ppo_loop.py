@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal.api.batch_share import BatchShare
 from areal.api.config import (
     EvaluatorConfig,
     GRPOConfig,
@@ -17,7 +18,6 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.config.launcher import ClusterSpecConfig
-from areal.api.data import BatchShare
 from areal.engine.mesh import TrainerMesh
 from areal.rollout.client import WeightsNeeded
 from areal.system.process import ProcessContext

@@ -1,0 +1,29 @@
+"""The record that the rollout controller sends each trainer rank. In a separate module because it needs numpy."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShare:
+    """One data-parallel rank's share of train batch `step`, flat: S sequences, T tokens, token aligned."""
+
+    step: int
+    version: int
+    """Policy version of the trainer when it consumes this batch."""
+    token_ids: np.ndarray  # [T] int32
+    lengths: np.ndarray  # [S] int32, sums to T
+    loss_mask: np.ndarray  # [T] uint8
+    rollout_logprobs: np.ndarray  # [T] float32
+    output_versions: np.ndarray  # [T] int32, -1 where not generated
+    rewards: np.ndarray  # [S] float32
+    group_index: np.ndarray  # [S] int32, equal within a group, unique over the whole batch (all ranks)
+    finished: np.ndarray  # [S] uint8
+    baselines: np.ndarray  # [S] float32, NaN if there is no greedy answer
+    reward_parts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[S, K] float32, scores of the functions `reward_names`, NaN where one did not score; [0, 0] = none recorded."""
+    reward_names: list[str] = field(default_factory=list[str])
+    """K names, equal on all ranks."""
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+    """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""
