@@ -49,10 +49,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def _load(name: str, tokenizer_file: Path | None, config_file: Path | None) -> Tokenizer:
     try:
         if tokenizer_file is not None and tokenizer_file.is_file() and not _has_own_code(config_file):
-            from transformers import PreTrainedTokenizerFast
+            from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(name)
-        from transformers import AutoTokenizer
+        from transformers.models.auto.tokenization_auto import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the tokenizer libraries raise bare exceptions for unreadable files

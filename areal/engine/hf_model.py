@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers.configuration_utils import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig

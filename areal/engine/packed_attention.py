@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
 

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.batch import OutputSpec, TokenOutputs
 from areal.engine.liger_head import liger_logprobs

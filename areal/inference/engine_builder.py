@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from areal.api.config import NativeServerConfig
 from areal.api.errors import ConfigError

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from areal.api.errors import ConfigError
 from areal.inference.attention import (

@@ -1,3 +1,6 @@
+import sys
+from types import SimpleNamespace
+
 from areal.data.tokenizer import load_tokenizer
 from tests.expect import raises_code
 
@@ -37,14 +40,14 @@ def test_an_unreachable_hub_is_said_so(monkeypatch):
         raise EntryNotFoundError("no file")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_such_file)
-    import transformers
 
     class FakeAuto:  # the real one imports torch
         @staticmethod
         def from_pretrained(name):
             return f"auto {name}"
 
-    monkeypatch.setitem(vars(transformers), "AutoTokenizer", FakeAuto)
+    module = SimpleNamespace(AutoTokenizer=FakeAuto)
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.tokenization_auto", module)
     assert load_tokenizer("someone/model") == "auto someone/model"
 
 
