@@ -50,9 +50,12 @@ actor:
   optimizer: {{lr: 3.0e-3, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}}
 evaluator: {{eval_before_train: true, modes: [greedy]}}
 """
-SCRIPT = '''"""Rewards of one run, and a run that loses episodes on purpose."""
+SCRIPT = '''"""Rewards and filters of the runs, and a script that trains with its own objects."""
 
 import asyncio
+import functools
+import json
+import pathlib
 import sys
 import zlib
 
@@ -60,18 +63,34 @@ from areal.api.config import GRPOConfig
 from areal.api.config.load import load_config
 from areal.data.dataset import load_rows
 from areal.data.tokenizer import load_tokenizer
+from areal.system.process import ProcessContext
+from areal.trainer.__main__ import run_configured
 from areal.trainer.ppo import PPOTrainer
 from areal.workflow.rlvr import RLVRWorkflow
+
+FOLDER = pathlib.Path(__file__).parent
 
 
 def share_of_ones(prompt, completion, prompt_ids, completion_ids, **row):
     return completion.count("1") / 8
 
 
-def raises_for_some(prompt, completion, prompt_ids, completion_ids, fails, **row):
+def raises_for_some(prompt, completion, prompt_ids, completion_ids, fails=False, **row):
     if fails:
         raise LookupError("no answer is known")
     return share_of_ones(prompt, completion, prompt_ids, completion_ids)
+
+
+@functools.cache
+def unwanted_prompts():
+    tokenizer = load_tokenizer(FOLDER / "model")
+    rows = [json.loads(line) for line in (FOLDER / "train.jsonl").open()]
+    return {tuple(tokenizer.encode(row["prompt"])) for row in rows if row["unwanted"]}
+
+
+def accept(group):
+    first = group.trajectories[0]
+    return tuple(first.token_ids[: first.loss_mask.index(1)]) not in unwanted_prompts()
 
 
 class Stragglers(RLVRWorkflow):
@@ -85,16 +104,14 @@ class Stragglers(RLVRWorkflow):
 
 def main(argv):
     config = load_config(argv, GRPOConfig)
+    if config.reward_fn.endswith("raises_for_some") and ProcessContext.from_env().role == "controller":
+        run_configured(argv)  # one run uses both ways: configured functions, and in the trainer a script's objects
+        return
     tokenizer = load_tokenizer(config.actor.path)
     rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
-    unwanted = {tuple(tokenizer.encode(row["prompt"])) for row in rows if row["unwanted"]}
-
-    def accept(group):
-        first = group.trajectories[0]
-        return tuple(first.token_ids[: first.loss_mask.index(1)]) not in unwanted
-
+    held_out = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
     workflow = RLVRWorkflow(raises_for_some, config.gconfig, tokenizer, reward=config.reward)
-    with PPOTrainer(config, train_dataset=rows) as trainer:
+    with PPOTrainer(config, train_dataset=rows, valid_dataset=held_out) as trainer:
         trainer.train(workflow, should_accept_fn=accept)
 
 
@@ -203,23 +220,41 @@ def versions(found: Run) -> list[int]:
     return [event["version"] for event in found.events if event["event"] == "published"]
 
 
-def test_four_steps_of_asynchronous_grpo(folder):
-    found = run(folder)
-    assert [row["step"] for row in found.steps] == [0, 1, 2, 3, 4]
+STEPS = 12
+
+
+def test_asynchronous_grpo_with_rejected_and_failed_episodes(folder):
+    """Both ways to start training in one run: the controller uses the configured functions, the trainer a script."""
+    functions = [f"reward_fn={folder}/script.py:raises_for_some", f"rollout.should_accept_fn={folder}/script.py:accept"]
+    found = run(folder, f"total_train_steps={STEPS}", *functions, script=True)
+    check_training(found, folder)
+    check_replacements(found, folder)
+
+
+@pytest.mark.slow
+def test_a_script_trains_with_its_own_objects(folder):
+    found = run(folder, f"total_train_steps={STEPS}", script=True)
+    check_training(found, folder)
+    check_replacements(found, folder)
+
+
+def check_training(found: Run, folder: Path) -> None:
+    """Every step trains, on tokens of versions within the bound, and the checkpoint is another model."""
+    assert [row["step"] for row in found.steps] == list(range(STEPS + 1))
     assert found.steps[0]["eval/greedy/num"] == 8.0
-    assert found.column("actor/optimizer_steps") == [2.0] * 4
+    assert found.column("actor/optimizer_steps") == [2.0] * STEPS
+    assert len(found.column("rollout/reward")) == STEPS
     assert any(norm > 0 for norm in found.column("actor/grad_norm")), "nothing was learned from"
-    assert found.report.counts["consumed"] == 4 * BATCH
     # fresh weights: the trainer's log-probabilities of the first batch are the server's
     assert found.column("rollout/staleness_max")[0] == 0
     assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
     assert found.column("batch/prox_rollout_gap_max")[-1] > 1e-4, "later batches are of older weights"
     # every token bears a version that was published before its batch
-    assert versions(found) == [1, 2, 3, 4]
+    assert versions(found) == list(range(1, STEPS + 1))
     assert found.column("rollout/staleness_max") == found.batch_staleness()
     assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(found.batch_staleness()))
     assert max(found.batch_staleness()) > 0, "nothing was asynchronous"
-    check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
+    check_checkpoint(found.folder / "checkpoints" / "actor" / f"step-{STEPS:06}", folder / "model")
 
 
 def check_checkpoint(path: Path, start: Path) -> None:
@@ -235,18 +270,14 @@ def check_checkpoint(path: Path, start: Path) -> None:
     assert (trained(ids).logits - before(ids).logits).abs().max() > 1e-3
 
 
-def test_rejected_and_failed_episodes_are_replaced_and_accounted_for(folder):
-    steps = 12
-    found = run(
-        folder, f"total_train_steps={steps}", "valid_dataset=null", "evaluator.eval_before_train=false", script=True
-    )
-    assert len(found.column("rollout/reward")) == steps
+def check_replacements(found: Run, folder: Path) -> None:
+    """Rejected and failed episodes are replaced by further ones, and each is accounted for."""
     counts, rows = found.report.counts, [json.loads(line) for line in (folder / "train.jsonl").open()]
     stream = PromptStream(rows, seed=3, batch_size=BATCH)
     fate = Counter(
         "rejected" if row["unwanted"] else "failed" if row["fails"] else "consumed" for row in taken(found, stream)
     )
-    assert counts["consumed"] == steps * BATCH
+    assert counts["consumed"] == STEPS * BATCH
     assert {name: counts[name] for name in fate} == dict(fate)
     assert fate["rejected"] >= 8
     assert fate["failed"] >= 1
