@@ -24,6 +24,14 @@ def raises(prompt, completion, prompt_ids, completion_ids, **row):
     raise ValueError(f"cannot read {completion!r}")
 
 
+def math_within_a_second(prompt, completion, prompt_ids, completion_ids, **row):
+    """The reward `math` with a shorter limit of processor time for each comparison."""
+    from areal.reward import math_symbolic
+
+    math_symbolic._CPU_LIMIT_S = 1
+    return math_symbolic.symbolic_math_reward(prompt, completion, prompt_ids, completion_ids, **row)
+
+
 def hangs(prompt, completion, prompt_ids, completion_ids, **row):
     while completion == "hang":
         time.sleep(0.01)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from areal.api.config import RewardConfig
 from areal.api.config.reward import CODE_STARTS_S, CODE_TESTS_S, MATH_NEEDS_S
 from areal.api.errors import InputError, RewardError
+from areal.api.functions import FunctionRef
 from areal.reward import math_symbolic
 from areal.reward.code_tests import CodeLimits
 from areal.reward.math_answer import last_boxed
@@ -240,8 +242,10 @@ def test_it_works_outside_the_main_thread():
 async def test_it_works_in_a_reward_worker():
     pool = RewardPool(RewardConfig(workers=1, timeout_s=200.0))
     answers = [(f"\\boxed{{{text}}}", []) for text in (r"2\sqrt{2}", "3", "9^{9^{9^9}}", r"\sqrt8")]
-    results = await pool.score_many(REWARD_FUNCTIONS["math"], "", [], answers, {"answer": r"\sqrt{8}"})
+    function = FunctionRef(name="math_within_a_second", file=str(Path(__file__).with_name("reward_functions.py")))
+    results = await pool.score_many(function, "", [], answers, {"answer": r"\sqrt{8}"})
     assert [(r.status, r.value) for r in results] == [("ok", 1.0), ("ok", 0.0), ("ok", 0.0), ("ok", 1.0)]
+    assert REWARD_FUNCTIONS["math"].module == math_symbolic.__name__
     (bad,) = await pool.score_many(REWARD_FUNCTIONS["math"], "", [], [(r"\boxed{1}", [])], {"answer": "{{{"})
     assert (bad.status, "the row's answer '{{{'" in bad.message) == ("error", True)
     await pool.aclose()

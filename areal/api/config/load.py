@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import StringIO
@@ -287,7 +288,7 @@ def _depth(value: Any) -> int:
 
 
 def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_top_level: bool) -> T:
-    tree, broken = _resolved(cls, given)
+    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(with_defaults(cls, given)), {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], source)
@@ -297,6 +298,15 @@ def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_to
         logging.getLogger("areal.config").warning("these options have no effect in areal and are ignored: %s", names)
     assert reading.config is not None  # a missing value is a problem
     return reading.config
+
+
+def _has_interpolation(value: Any) -> bool:
+    """Whether a text in `value` holds an interpolation. Only then OmegaConf is needed, which takes most of a load."""
+    if isinstance(value, dict):
+        return any(map(_has_interpolation, cast("dict[Any, Any]", value).values()))
+    if isinstance(value, list):
+        return any(map(_has_interpolation, cast("list[Any]", value)))
+    return isinstance(value, str) and "${" in value
 
 
 def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
