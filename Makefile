@@ -104,6 +104,8 @@ lint: .venv/.installed
 docs: .venv/.installed
 	$(BIN)/python -m areal.api.error_codes > docs/errors.md
 	$(BIN)/python -m areal.api.config.docs > docs/config.md
+	$(BIN)/python -m areal.api.alarm_rules > docs/alarms.md
+	$(BIN)/python -m areal.observe.metric_table > docs/metrics.md
 
 clean:
 	rm -rf .venv .venv-vllm .venv-sglang runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -4,6 +4,8 @@ import itertools
 import sys
 from dataclasses import dataclass
 
+from areal.api.alarm_rules import ALARM_RULES
+
 _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
@@ -454,7 +456,15 @@ def _parsed(table: str) -> dict[str, ErrorCode]:
     return codes
 
 
-ERROR_CODES: dict[str, ErrorCode] = _parsed(_TABLE)
+def _of_alarms() -> dict[str, ErrorCode]:
+    """The codes of runs that an alarm ended."""
+    return {
+        rule.code: ErrorCode(f"{rule.meaning[0].upper()}{rule.meaning[1:]}.", f"Look at: {rule.look_at}.")
+        for rule in ALARM_RULES
+    }
+
+
+ERROR_CODES: dict[str, ErrorCode] = _of_alarms() | _parsed(_TABLE)
 
 
 _PAGE_HEAD = """# Errors

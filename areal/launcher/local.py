@@ -41,6 +41,7 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     run_lock,
 )
+from areal.launcher.result import facts_text
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
@@ -194,6 +195,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 "peak_rss_gib": round(outcome.peak_rss_bytes / 2**30, 4),
                 "exit_codes": outcome.exit_codes,
                 "restarts": outcome.restarts,
+                "episodes": outcome.episodes,
+                "alarms": [dataclasses.asdict(alarm) for alarm in outcome.alarms],
             }
             try:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
@@ -222,6 +225,7 @@ def _run(
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(_public(plan)), indent=1).encode(), mode=0o600)
     registry.clear()
+    paths.episodes.unlink(missing_ok=True)
     if plan.attached and isinstance(config, PPOConfig):
         limit_s = config.rollout.setup_timeout
         wait_until_all_answer(plan.attached, limit_s, line.say, token=token, hurry=lambda: interruptions.count > 0)
@@ -247,10 +251,11 @@ def _run(
 
 
 def _report(outcome: Outcome, paths: RunPaths, line: StatusLine) -> int:
+    facts = facts_text(outcome.episodes, outcome.alarms)
     text, exit_status = {
-        "completed": (f"run completed: {paths.root}", 0),
-        "interrupted": (f"interrupted, all processes have ended: {paths.root}", 130),
-        "failed": (f"error: run failed: {outcome.cause}", 1),
+        "completed": (f"run completed: {paths.root} ({facts})", 0),
+        "interrupted": (f"interrupted, all processes have ended: {paths.root} ({facts})", 130),
+        "failed": (f"{facts}\nareal: error: run failed: {outcome.cause}", 1),
     }[outcome.status]
     line.say(f"areal: {text}")
     return exit_status

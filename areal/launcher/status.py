@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from areal.api.config import LauncherConfig
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.liveness import LivenessWatch
+from areal.launcher.result import RunAlarmLines
 from areal.launcher.stall import StallWatch
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
@@ -38,15 +39,19 @@ class RunStatus:
         line: StatusLine,
         liveness: LivenessWatch,
         stacks: Path,
+        alarms: RunAlarmLines,
     ) -> None:
         self._interval_s = config.status_interval_s
+        self._alarms = alarms
         self._source = source
         self._line = line
         self._liveness = liveness
         self._stall = StallWatch(config.stall_s, stacks, backend.request_stacks)
         self._next_s = 0.0
         self.last: dict[str, Any] | None = None
-        """The last answer of the controller; None without one."""
+        """The answer of the controller to the last request; None without one."""
+        self.last_known: dict[str, Any] | None = None
+        """The last answer of the controller."""
 
     def show(self, children: Sequence[Child], *, was_ready: bool) -> None:
         """Refresh the line when it is due. `was_ready`: all processes were ready once."""
@@ -55,6 +60,8 @@ class RunStatus:
             return
         self._next_s = now_s + self._interval_s
         self.last = status = self._source.status()
+        self.last_known = status or self.last_known
+        self._show_alarms()
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
         if report := self._stall.look(status, self._liveness.beats, self._liveness.silent_s, pids):
             self._line.say(report)
@@ -62,8 +69,13 @@ class RunStatus:
         if any(parts):
             self._line.show(" | ".join(part for part in parts if part))
 
+    def _show_alarms(self) -> None:
+        for text in self._alarms.new():
+            self._line.say(f"areal: {text}")
+
     def end(self) -> None:
         """Leave the result of the run as the last line."""
+        self._show_alarms()
         self._line.end(self._source.read_last())
 
 

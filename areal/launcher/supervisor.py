@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areal.api.config import ElasticConfig, LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError, ServerUnavailable
@@ -19,8 +19,10 @@ from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
+from areal.launcher.result import RunAlarmLines, episodes_of
 from areal.launcher.status import RunStatus, StatusLine, StatusSource
 from areal.launcher.units import Child, Unit, units_of
+from areal.observe.alarms import Alarm
 from areal.system.discovery import NameRegistry
 from areal.system.durable import finish_interrupted_writes
 from areal.system.run_paths import RunPaths
@@ -64,6 +66,9 @@ class Outcome:
     """By unit (a server, the controller, the trainers), the reason of each restart."""
     peak_rss_bytes: int
     """Highest resident memory of all processes together, seen once a second."""
+    episodes: dict[str, Any] | None
+    """Numbers of episodes by state and by reason; None without a controller."""
+    alarms: list[Alarm]
 
 
 class Supervisor:
@@ -96,7 +101,9 @@ class Supervisor:
         self._units = units_of(plan.processes, backend, clock)
         self._counts = RestartCounts()
         self._liveness = LivenessWatch(paths, backend, config.hang_s)
-        self._status = RunStatus(config, backend, source, line, self._liveness, paths.stacks)
+        newest = newest_checkpoint(paths) if plan.recover else None
+        self._alarms = RunAlarmLines(paths, steps_done=int(newest.name.removeprefix("step-")) if newest else 0)
+        self._status = RunStatus(config, backend, source, line, self._liveness, paths.stacks, self._alarms)
         self._replicas = ReplicaChanges(
             RequestBox(paths),
             self._units,
@@ -148,6 +155,8 @@ class Supervisor:
             exit_codes=self._removed_codes | {child.name: child.exit_code for child in self._children},
             restarts=self._removed_restarts | {unit.name: unit.restarts for unit in self._units if unit.restarts},
             peak_rss_bytes=self._peak_rss_bytes,
+            episodes=episodes_of(self._paths, self._status.last_known),
+            alarms=self._alarms.all(),
         )
 
     @property

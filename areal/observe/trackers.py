@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,8 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class JsonlTracker:
-    """One JSON object per line: step, time (Unix seconds) and the values; null for a value that is not finite."""
+class StepLines:
+    """A file of JSON objects, one per line, each with the train step and the time (Unix seconds) of its writing."""
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         """Open for append. Removes lines from `first_step` on, which an attempt that died has written."""
@@ -38,9 +39,8 @@ class JsonlTracker:
             write_atomic(path, b"".join(kept))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        shown = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **shown}, allow_nan=False)
+    def append(self, step: int, facts: Mapping[str, Any]) -> None:
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **facts}, allow_nan=False)
         append_whole(self._file, line.encode() + b"\n")
 
     def flush(self) -> None:
@@ -52,12 +52,35 @@ class JsonlTracker:
             self._file.close()
 
 
+def read_step_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a StepLines file; none where there is no file. Damaged lines are left out."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+class JsonlTracker(StepLines):
+    """metrics.jsonl: the values of every step; null for a value that is not finite."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+
 def _is_before(line: bytes, first_step: int) -> bool:
     """Whether a line is complete and of a step before `first_step`. A start from step 1 keeps nothing."""
+    step = _step_of(line)
+    return step is not None and first_step > 1 and step < first_step
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a complete line; None of a damaged one."""
     try:
-        return line.endswith(b"\n") and first_step > 1 and json.loads(line)["step"] < first_step
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
-        return False
+        return None
+    return step if isinstance(step, int) else None
 
 
 class TensorBoardTracker:

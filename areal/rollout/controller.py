@@ -15,7 +15,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
-from areal.ledger.state import BATCHED, CONSUMED, FAILED, REJECTED, LedgerState
+from areal.ledger.state import LedgerState
 from areal.observe.log import get_logger
 from areal.rollout.evaluation import Evaluations
 from areal.rollout.executor import Executor
@@ -91,7 +91,7 @@ class Controller:
             workflows=eval_workflows or {},
             rows=eval_rows or [],
             max_concurrent=config.max_concurrent_rollouts,
-            count_tokens=self._producer.count_tokens,
+            count_answer=self._producer.count_answer,
             ledger=ledger,
         )
 
@@ -304,6 +304,11 @@ class Controller:
                 await workflow.aclose()
             await self._fleet.close()
 
+    def episodes(self) -> dict[str, Any]:
+        """The numbers of episodes by state and reason, JSON-ready."""
+        state = self._ledger.state
+        return {"admitted": state.num_admitted, **state.counts_by_name(), "reasons": dict(state.reasons)}
+
     def status(self) -> dict[str, Any]:
         """The state of the run, JSON-ready."""
         state, last, now_s = self._ledger.state, self._batches.last, asyncio.get_running_loop().time()
@@ -316,14 +321,8 @@ class Controller:
             "highest_version": state.highest_version,
             "catching_up": self._is_catching_up,
             "updating_to": self.weights.updating_to,
-            "admitted": state.num_admitted,
+            **self.episodes(),
             "accepted": state.num_accepted,
-            "running": len(state.running),
-            "waiting": len(state.waiting),
-            "rejected": state.counts[REJECTED],
-            "failed": state.counts[FAILED],
-            "batched": state.counts[BATCHED],
-            "consumed": state.counts[CONSUMED],
             "staleness_mean": stats.get("staleness_mean"),
             "staleness_max": stats.get("staleness_max"),
             "reward_mean": stats.get("reward"),

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import orjson
 import uvloop
@@ -18,8 +19,11 @@ from areal.rollout.client import CONTROLLER
 from areal.rollout.controller import Controller
 from areal.rollout.controller_routes import make_app
 from areal.system.discovery import NameRegistry
+from areal.system.durable import write_atomic
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.network import Host, http_address, listen, required_token
+from areal.system.process import ProcessContext
+from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
 
@@ -54,8 +58,22 @@ async def serve_made(
     """Make a controller in the running loop and serve it on `host`, protected by the run's token. Result as `serve`."""
     token = required_token("the rollout controller")
     controller = make_controller()
-    async with beating_loop(launched_heartbeat(), controller.waiting_for):
-        return await serve(controller, listen(host, token), registry, host=host, token=token)
+    try:
+        async with beating_loop(launched_heartbeat(), controller.waiting_for):
+            return await serve(controller, listen(host, token), registry, host=host, token=token)
+    finally:
+        _write_episodes(controller)
+
+
+def _write_episodes(controller: Controller) -> None:
+    """Leave the numbers of episodes for the summary of the launcher, if there is one."""
+    context = ProcessContext.from_env()
+    if context is None:
+        return
+    try:
+        write_atomic(RunPaths(Path(context.run_dir)).episodes, orjson.dumps(controller.episodes()))
+    except OSError as error:
+        _log.warning("the numbers of episodes were not written: %s", error)
 
 
 async def serve(

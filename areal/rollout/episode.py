@@ -18,14 +18,18 @@ class EpisodeEngine:
     would answer is older than the episode; the weight update that ends this sets it.
     """
 
-    __slots__ = ("_count_tokens", "_engine", "_may_send", "num_interruptions", "replicas")
+    __slots__ = ("_count_answer", "_engine", "_may_send", "num_interruptions", "replicas")
 
     def __init__(
-        self, engine: InferenceEngine, count_tokens: Callable[[int], None], *, may_send: asyncio.Event | None = None
+        self,
+        engine: InferenceEngine,
+        count_answer: Callable[[GenerationResponse], None],
+        *,
+        may_send: asyncio.Event | None = None,
     ) -> None:
         """`may_send` None: requests never wait."""
         self._engine = engine
-        self._count_tokens = count_tokens
+        self._count_answer = count_answer
         self._may_send = may_send
         self.num_interruptions = 0
         self.replicas: list[str] = []
@@ -40,7 +44,7 @@ class EpisodeEngine:
                 await self._may_send.wait()
             sent_at = self._engine.version
             response = await self._engine.agenerate(request)
-            self._count_tokens(len(response.output_ids))
+            self._count_answer(response)
             if self._may_send is None or min(response.output_versions, default=sent_at) >= sent_at:
                 break  # otherwise the trainer went back before the first token was generated: send the request again
         self.num_interruptions += response.num_interruptions

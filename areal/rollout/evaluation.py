@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from areal.api.data import TrajectoryGroup
+from areal.api.data import GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
@@ -79,7 +79,7 @@ class Evaluations:
         workflows: Mapping[str, RolloutWorkflow],
         rows: Sequence[dict[str, Any]],
         max_concurrent: int,
-        count_tokens: Callable[[int], None],
+        count_answer: Callable[[GenerationResponse], None],
         ledger: Ledger,
     ) -> None:
         self._engine = engine
@@ -87,7 +87,7 @@ class Evaluations:
         self._workflows = workflows
         self._rows = rows
         self._max_concurrent = max_concurrent
-        self._count_tokens = count_tokens
+        self._count_answer = count_answer
         self._tasks: dict[tuple[int, str], tuple[asyncio.Task[None], _Results]] = {}
 
     @property
@@ -160,7 +160,7 @@ class Evaluations:
 
     async def _score(self, workflow: RolloutWorkflow, position: int, results: _Results) -> None:
         """Record reward and length of one row, or a failure when its episode failed or returned None."""
-        engine = EpisodeEngine(self._engine, self._count_tokens)
+        engine = EpisodeEngine(self._engine, self._count_answer)
         try:
             with logged_metrics() as logged:
                 group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))

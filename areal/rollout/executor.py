@@ -136,7 +136,7 @@ class Executor:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         start_s = loop.time()
-        engine = EpisodeEngine(self._engine, self._producer.count_tokens, may_send=self._may_send)
+        engine = EpisodeEngine(self._engine, self._producer.count_answer, may_send=self._may_send)
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset

@@ -1,6 +1,8 @@
 """Counts the results of episodes since the last batch, and the rate of generated tokens."""
 
-from collections import deque
+from collections import Counter, defaultdict, deque
+
+from areal.api.data import GenerationResponse
 
 RATE_WINDOW_S = 10.0
 
@@ -13,13 +15,20 @@ class ProducerStats:
         """Tokens generated since this process started, for training and evaluation."""
         self.num_accepted = self.num_rejected = self.num_failed = 0
         """Episodes since the last batch; dropped ones count as rejected."""
+        self._replica_tokens: Counter[str] = Counter()
+        self._replica_seconds: defaultdict[str, float] = defaultdict(float)
         self._dropped_lengths: list[int] = []
         self._last_batch_s: float | None = None
         self._last_batch_tokens = 0
         self._readings: deque[tuple[float, int]] = deque()
 
-    def count_tokens(self, num_tokens: int) -> None:
+    def count_answer(self, response: GenerationResponse) -> None:
+        """A request was answered, for training or evaluation."""
+        num_tokens = len(response.output_ids)
         self.generated_tokens += num_tokens
+        if len(response.replicas) == 1:  # the time of an answer of several replicas cannot be divided
+            self._replica_tokens[response.replicas[0]] += num_tokens
+            self._replica_seconds[response.replicas[0]] += response.latency_s
 
     def count_dropped(self, num_tokens: int) -> None:
         """An accepted episode of `num_tokens` was dropped as stale; long ones are dropped more often."""
@@ -29,6 +38,7 @@ class ProducerStats:
     def since_last_batch(self, now_s: float, kept_lengths: list[int]) -> dict[str, float]:
         """Statistics of the time since the last call; `kept_lengths`: tokens of the batch's episodes."""
         stats = {
+            "accepted": float(self.num_accepted),
             "rejected": float(self.num_rejected),
             "failed": float(self.num_failed),
             "dropped": float(len(self._dropped_lengths)),
@@ -43,6 +53,11 @@ class ProducerStats:
         if self._last_batch_s is not None and now_s > self._last_batch_s:
             stats["generated_tokens_per_s"] = stats["produced_tokens"] / (now_s - self._last_batch_s)
         self._last_batch_s, self._last_batch_tokens = now_s, self.generated_tokens
+        for name, seconds in self._replica_seconds.items():
+            if seconds > 0:
+                stats[f"replica_tokens_per_s/{name}"] = self._replica_tokens[name] / seconds
+        self._replica_tokens.clear()
+        self._replica_seconds.clear()
         self.num_accepted = self.num_rejected = self.num_failed = 0
         self._dropped_lengths = []
         return stats

@@ -18,10 +18,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 INTERVAL_S = 1.0
+_MEMORY_INTERVAL = 2
+"""Heartbeats between two measurements of the memory, which look at all processes of the machine."""
 _MAX_CHARACTERS = 400
 _log = logging.getLogger(__name__)
 
@@ -36,6 +40,8 @@ class Beat:
     """Seconds since the process began to do that."""
     step: int | None
     """Train step that it works on, from 0; None for a process without steps."""
+    resident_bytes: int | None = None
+    """Resident memory of the process with all that it started, a few seconds ago; None = not measured."""
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -46,6 +52,12 @@ def read_beat(path: Path) -> Beat | None:
         return None
 
 
+def resident_bytes(folder: Path) -> dict[str, int]:
+    """Resident memory of every process that writes heartbeats into `folder`, by its name."""
+    beats = {path.stem: read_beat(path) for path in sorted(folder.glob("[!.]*.json"))}
+    return {name: beat.resident_bytes for name, beat in beats.items() if beat and beat.resident_bytes is not None}
+
+
 class Heartbeat:
     """Writes the heartbeats of one process. `doing` is cheap and thread-safe: only `beat` writes."""
 
@@ -54,6 +66,7 @@ class Heartbeat:
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._beats = 0
         self._state = ("starts", None, time.monotonic())  # replaced as a whole: readers need no lock
+        self._resident_bytes: int | None = None
         self._has_warned = False
         self._has_ended = False
         with contextlib.suppress(OSError):  # the first heartbeat reports it
@@ -67,9 +80,17 @@ class Heartbeat:
     def beat(self) -> None:
         """Replace the file by a new heartbeat. A failure is logged once and ignored."""
         what, step, since_s = self._state
+        if self._beats % _MEMORY_INTERVAL == 0:
+            self._resident_bytes = _own_resident_bytes()
         self._beats += 1
-        for_s = round(time.monotonic() - since_s, 1)
-        beat = Beat(pid=os.getpid(), beats=self._beats, doing=what[:_MAX_CHARACTERS], for_s=for_s, step=step)
+        beat = Beat(
+            pid=os.getpid(),
+            beats=self._beats,
+            doing=what[:_MAX_CHARACTERS],
+            for_s=round(time.monotonic() - since_s, 1),
+            step=step,
+            resident_bytes=self._resident_bytes,
+        )
         try:
             self._temporary.write_bytes(json.dumps(asdict(beat)).encode())
             os.replace(self._temporary, self._path)
@@ -85,6 +106,19 @@ class Heartbeat:
         self._has_ended = True
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+
+def _own_resident_bytes() -> int | None:
+    """Resident memory of this process and its descendants; None where the system does not show it."""
+    try:
+        own = psutil.Process()
+        total = own.memory_info().rss
+        for process in own.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+    except (psutil.Error, OSError):
+        return None
+    return total
 
 
 def launched_heartbeat() -> Heartbeat | None:

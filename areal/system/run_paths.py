@@ -57,6 +57,10 @@ class RunPaths:
     recover = _Below("recover")
     """Recovery checkpoints."""
     metrics = _Below("metrics.jsonl")
+    alarms = _Below("alarms.jsonl")
+    """The alarms that were raised, one per line."""
+    episodes = _Below("episodes.json")
+    """Numbers of episodes by outcome, written by the controller when it ends."""
     trace = _Below("trace")
     alive = _Below("alive")
     """Heartbeats, one file for each process of the launcher."""

@@ -1,4 +1,4 @@
-"""What follows a train step: metrics, exports, recovery checkpoints, evaluation, the decision to end early.
+"""What follows a train step: metrics, alarms, exports, recovery checkpoints, evaluation, the decision to end early.
 
 Every rank calls it. Decisions are agreed by one reduction over all ranks, so that no rank enters a collective alone.
 """
@@ -11,16 +11,18 @@ from typing import Self
 
 import torch
 
-from areal.api.config import BaseExperimentConfig, Cadence
+from areal.api.config import BaseExperimentConfig, Cadence, ChosenAlarm
 from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
 from areal.observe.log import get_logger
 from areal.observe.trackers import Tracker, build_trackers
 from areal.system.durable import finish_interrupted_writes, remove_folder
+from areal.system.heartbeat import resident_bytes
 from areal.system.run_paths import RunPaths
 from areal.trainer.recover import ActorState, RecoverPoint, RecoverStore
 from areal.trainer.reduce import reduce_metrics
+from areal.trainer.run_alarms import RunAlarms, alarm_stop, chosen_alarms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +91,26 @@ class AfterStep:
         engines: dict[str, TrainEngine],
         ranks: Ranks,
         *,
-        checkpoints: Path,
-        checkpoint_request: Path,
+        paths: RunPaths,
         recover: RecoverStore,
         trackers: list[Tracker],
         hooks: StepHooks,
+        first_step: int = 1,
     ) -> None:
-        """`engines`: the trained models by role. `checkpoints`: folder of the exports.
+        """`engines`: the trained models by role. `first_step`: the first train step that follows, counted from 1.
 
-        While the file `checkpoint_request` exists, each step is followed by a recovery checkpoint.
+        While the file `paths.checkpoint_request` exists, each step is followed by a recovery checkpoint.
         """
         self._config = config
         self._lead = next(iter(engines.values()))
         self._ranks = ranks
-        self._saver = Saver(checkpoints, engines, ranks, keep_last=config.saver.keep_last)
-        self._checkpoint_request = checkpoint_request
+        self._saver = Saver(paths.checkpoints, engines, ranks, keep_last=config.saver.keep_last)
+        self._paths = paths
         self._recover = recover
         self._trackers = trackers
         self._hooks = hooks
+        self._chosen_alarms = chosen_alarms(config)
+        self._alarms = RunAlarms(self._chosen_alarms, paths, first_step=first_step) if ranks.rank == 0 else None
         self._cadences = {
             "save": CadenceState(config.saver),
             "recover": CadenceState(config.recover),
@@ -141,11 +145,11 @@ class AfterStep:
             config,
             engines,
             ranks,
-            checkpoints=paths.checkpoints,
-            checkpoint_request=paths.checkpoint_request,
+            paths=paths,
             recover=recover,
             trackers=trackers,
             hooks=hooks,
+            first_step=first_step,
         )
         if point is not None:
             found.continue_from(point)
@@ -163,33 +167,53 @@ class AfterStep:
             self._track(0, self._hooks.evaluate(0))
 
     def __call__(self, info: StepInfo, metrics: Metrics, seconds: dict[str, float]) -> bool:
+        """Raises AlarmStop on every rank when an alarm ends the run."""
         elapsed_s = time.monotonic() - self._began_s
         due = self._actions_due(info, elapsed_s)
         values = metric_values(reduce_metrics(metrics, self._lead))
         values |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         values |= {"epoch": float(info.epoch), "seconds/elapsed": elapsed_s}
+        if self._ranks.rank == 0:
+            sizes = resident_bytes(self._paths.alive)
+            values |= {f"memory/{name}": size / 2**30 for name, size in sizes.items()}
         ends = False
         if "evaluate" in due and self._hooks.evaluate is not None:
             found = self._hooks.evaluate(info.step + 1)
             values |= found
             (ends,) = self._any([self._ranks.rank == 0 and self._hooks.goal_reached(found)])
         self._track(info.step + 1, values)
+        stopped_by = self._stopped_by(info.step + 1, values)
         for name in due:
             self._cadences[name].last_fired_s = elapsed_s  # before the checkpoint that contains it
         if "save" in due or info.is_last or ends:
             self._saver.save(info.step + 1)
-        if "recover" in due or (self._config.recover.mode != "disabled" and (info.is_last or ends)):
+        is_end = info.is_last or ends or stopped_by is not None
+        if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
             self._save_recovery(info, elapsed_s, goal_reached=self._config.evaluator.stop_at if ends else {})
+        if stopped_by is not None:
+            raise alarm_stop(stopped_by, info.step + 1)
         return ends
 
+    def _stopped_by(self, step: int, values: dict[str, float]) -> ChosenAlarm | None:
+        """Look for alarms on rank 0; the one that ends the run, on every rank."""
+        raised = self._alarms.look(step, values) if self._alarms is not None else []
+        stopping = {alarm.name for alarm in raised if alarm.action == "stop"}
+        may_stop = [chosen for chosen in self._chosen_alarms if chosen.action == "stop"]
+        if not may_stop:
+            return None
+        flags = self._any([chosen.rule.name in stopping for chosen in may_stop])
+        return next((chosen for chosen, flag in zip(may_stop, flags, strict=True) if flag), None)
+
     def close(self) -> None:
+        if self._alarms is not None:
+            self._alarms.close()
         for tracker in self._trackers:
             tracker.close()
 
     def _actions_due(self, info: StepInfo, elapsed_s: float) -> set[str]:
         names = list(self._cadences)
         due_here = {name for name in names if self._cadences[name].due(info, now_s=elapsed_s)}
-        if self._checkpoint_request.exists():
+        if self._paths.checkpoint_request.exists():
             due_here.add("recover")
         flags = self._any([name in due_here for name in names])
         due = {name for name, flag in zip(names, flags, strict=True) if flag}
@@ -207,6 +231,8 @@ class AfterStep:
         )
         for tracker in self._trackers:
             tracker.flush()
+        if self._alarms is not None:
+            self._alarms.flush()
         path = self._recover.save(point)
         if self._ranks.rank == 0:
             self._hooks.committed(point.step, path)

@@ -180,8 +180,7 @@ def train(folder: Path, text: str) -> Run:
             config,
             roles.trained,
             mesh,
-            checkpoints=paths.checkpoints,
-            checkpoint_request=paths.checkpoint_request,
+            paths=paths,
             recover=recover,
             trackers=[JsonlTracker(paths.metrics)],
             hooks=StepHooks(

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from areal.system import heartbeat as module
-from areal.system.heartbeat import Beat, Heartbeat, beating_loop, beating_thread, read_beat
+from areal.system.heartbeat import Beat, Heartbeat, beating_loop, beating_thread, read_beat, resident_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +32,22 @@ def test_a_heartbeat_holds_pid_work_and_duration(tmp_path, monkeypatch):
     assert read_beat(path) is None
     heartbeat = Heartbeat(path)
     heartbeat.beat()
-    assert read_beat(path) == Beat(pid=os.getpid(), beats=1, doing="starts", for_s=0.0, step=None)
+    first = read_beat(path)
+    assert first == Beat(
+        pid=os.getpid(), beats=1, doing="starts", for_s=0.0, step=None, resident_bytes=first.resident_bytes
+    )
+    assert first.resident_bytes > 2**20
+    assert resident_bytes(path.parent) == {"trainer-0": first.resident_bytes}
     heartbeat.doing("rollout", 4)
     now[0] = 107.0
     heartbeat.doing("rollout", 4)
     heartbeat.beat()
-    assert read_beat(path) == Beat(pid=os.getpid(), beats=2, doing="rollout", for_s=7.0, step=4)
+    second = Beat(pid=os.getpid(), beats=2, doing="rollout", for_s=7.0, step=4, resident_bytes=first.resident_bytes)
+    assert read_beat(path) == second
     heartbeat.doing("rollout", 5)
     heartbeat.beat()
     assert read_beat(path).for_s == 0.0
-    assert set(json.loads(path.read_bytes())) == {"pid", "beats", "doing", "for_s", "step"}
+    assert set(json.loads(path.read_bytes())) == {"pid", "beats", "doing", "for_s", "step", "resident_bytes"}
     assert [entry.name for entry in path.parent.iterdir()] == ["trainer-0.json"]
 
 

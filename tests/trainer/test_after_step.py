@@ -14,6 +14,7 @@ from areal.api.config import (
     TrainDatasetConfig,
 )
 from areal.api.metrics import Metric
+from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
 from areal.trainer.progress import TrainingLength
 from areal.trainer.recover import RecoverStore
@@ -72,8 +73,7 @@ def make(toolbox_group, rank, folder, hooks, **sections):
         config,
         engines,
         ranks,
-        checkpoints=folder / "checkpoints",
-        checkpoint_request=folder / "checkpoint_request",
+        paths=RunPaths(folder),
         recover=recover,
         trackers=[records] if rank == 0 else [],
         hooks=hooks,
@@ -213,9 +213,10 @@ def test_a_requested_checkpoint_follows_the_step(toolbox, tmp_path):
     after, _, _, _ = make(toolbox.RankGroup(1), 0, tmp_path, no_hooks(), **sections)
     run(after, range(1))
     assert not (tmp_path / "recover" / "step-000001").exists()
-    (tmp_path / "checkpoint_request").touch()
+    RunPaths(tmp_path).requests.mkdir()
+    RunPaths(tmp_path).checkpoint_request.touch()
     run(after, range(1, 2))
     assert (tmp_path / "recover" / "step-000002").exists()
-    (tmp_path / "checkpoint_request").unlink()
+    RunPaths(tmp_path).checkpoint_request.unlink()
     run(after, range(2, 3))
     assert not (tmp_path / "recover" / "step-000003").exists()

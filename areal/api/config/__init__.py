@@ -12,7 +12,10 @@ from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, Launcher
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
 from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions, ResamplingConfig
 from areal.api.config.observe import (
+    AlarmRuleConfig,
+    AlarmsConfig,
     Cadence,
+    ChosenAlarm,
     EvaluatorConfig,
     PerfTracerConfig,
     RecoverConfig,

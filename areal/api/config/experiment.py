@@ -15,6 +15,7 @@ from areal.api.config.inference import GenerationHyperparameters, NativeServerCo
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig
 from areal.api.config.loss_assembly import filter_problems
 from areal.api.config.observe import (
+    AlarmsConfig,
     EvaluatorConfig,
     PerfTracerConfig,
     RecoverConfig,
@@ -65,6 +66,8 @@ class BaseExperimentConfig:
     """Metric trackers."""
     perf_tracer: PerfTracerConfig | None = None
     """Traces of the phases; null = off."""
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """Alarms about metrics that show a broken run."""
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Recovery checkpoints and restarts of processes."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)

@@ -1,8 +1,11 @@
 """Options of saving, evaluating, recovering, tracking and tracing."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import cast
 
+from areal.api.alarm_rules import ALARM_NAMES, ALARM_RULES, AlarmAction, AlarmRule
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.relevance import satisfies, unless, when
 
@@ -148,3 +151,58 @@ class PerfTracerConfig:
     """Write trace/{process}.jsonl in the run folder."""
     save_interval: int = number(1, low=1, relevant=when("enabled", True))
     """Train steps between two writes to disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmRuleConfig:
+    """Changes of one alarm."""
+
+    name: str = field(metadata={"choices": ALARM_NAMES, "pattern": f"^({'|'.join(ALARM_NAMES)})$"})
+    """The alarm, as in docs/alarms.md."""
+    limit: float | None = None
+    """Limit of the value; null = that of docs/alarms.md."""
+    steps: int | None = number(None, low=1)
+    """Consecutive train steps beyond the limit that raise the alarm; null = as in docs/alarms.md."""
+    action: str | None = choice(None, "warn", "stop", "off")
+    """What the alarm does; null = alarms.action."""
+
+    def problems(self) -> Problems:
+        if self.limit is not None and not math.isfinite(self.limit):
+            yield Problem("limit", f"{self.limit} is not a finite number", "config.out_of_range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenAlarm:
+    """A rule with the limit, steps and action of a run."""
+
+    rule: AlarmRule
+    limit: float
+    steps: int
+    action: AlarmAction
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmsConfig:
+    """Sanity alarms on the metrics of the train steps (docs/alarms.md)."""
+
+    action: str = choice("warn", "warn", "stop", "off")
+    """What an alarm does: warn = one line and a record, stop = also end the run, off = nothing."""
+    rules: list[AlarmRuleConfig] = section(list[AlarmRuleConfig])
+    """Changes of single alarms, e.g. [{name: grad_norm, limit: 500}, {name: logprob_k3, action: stop}]."""
+
+    def problems(self) -> Problems:
+        for name, count in Counter(rule.name for rule in self.rules).items():
+            if count > 1:
+                yield "rules", f"{name} occurs {count} times: write all its changes in one entry"
+
+    def chosen(self) -> list[ChosenAlarm]:
+        """The rules that are not off, with their settings."""
+        changes = {rule.name: rule for rule in self.rules}
+        found: list[ChosenAlarm] = []
+        for rule in ALARM_RULES:
+            own = changes.get(rule.name) or AlarmRuleConfig(name=rule.name)
+            action = cast("AlarmAction", own.action or self.action)
+            limit = rule.limit if own.limit is None else own.limit
+            if action != "off":
+                found.append(ChosenAlarm(rule=rule, limit=limit, steps=own.steps or rule.steps, action=action))
+        return found

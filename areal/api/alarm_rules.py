@@ -1,0 +1,253 @@
+"""The table of the sanity alarms: what each one watches, from which value on, and what to look at.
+
+`areal.observe.alarms` computes the values from the metrics of the train steps. `python -m areal.api.alarm_rules` prints
+docs/alarms.md.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+AlarmAction = Literal["warn", "stop", "off"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRule:
+    """One alarm: raised when `value` was beyond `limit` in `steps` consecutive train steps."""
+
+    code: str
+    """The error code of a run that this alarm ends, `alarm.NAME`."""
+    value: str
+    """What is compared with the limit, in words, with the keys of the metrics."""
+    side: Literal["above", "below"]
+    """The side of the limit on which the value is wrong."""
+    limit: float
+    steps: int
+    meaning: str
+    """What is wrong, without a full stop."""
+    causes: str
+    """Likely causes, without a full stop."""
+    look_at: str
+    """What to look at, without a full stop."""
+
+    @property
+    def name(self) -> str:
+        return self.code.partition(".")[2]
+
+    def is_beyond(self, value: float, limit: float) -> bool:
+        return value > limit if self.side == "above" else value < limit
+
+
+_MISMATCH_MEANING = "the servers and the trainer disagree about the log-probabilities of the same tokens"
+_MISMATCH_CAUSES = (
+    "a workflow that shifts or changes tokens or log-probabilities; a server with other weights or another temperature"
+)
+_MISMATCH_LOOK_AT = (
+    "batch/mismatch/* and batch/prox_rollout_gap_*; the trajectories of the workflow; rollout/staleness_*"
+)
+
+
+ALARM_RULES: tuple[AlarmRule, ...] = (
+    AlarmRule(
+        code="alarm.effective_sample_size",
+        value="`batch/mismatch/ess_token`",
+        side="below",
+        limit=0.05,
+        steps=3,
+        meaning=_MISMATCH_MEANING,
+        causes=_MISMATCH_CAUSES,
+        look_at=_MISMATCH_LOOK_AT,
+    ),
+    AlarmRule(
+        code="alarm.entropy_collapse",
+        value="`actor/entropy` in nats, while the mean reward is below 95% of the highest reward",
+        side="below",
+        limit=0.02,
+        steps=5,
+        meaning="the policy gives almost the same answer every time",
+        causes="a learning rate that is too high; too many updates on one batch; no entropy bonus or KL penalty",
+        look_at="actor/entropy, actor/approx_kl and actor/clip_ratio over the steps; actor.entropy_coef, actor.kl_ctl",
+    ),
+    AlarmRule(
+        code="alarm.failed_episodes",
+        value="share of failed episodes among those that ended in the last 20 steps, from the third failure on",
+        side="above",
+        limit=0.02,
+        steps=1,
+        meaning="episodes fail, and other prompts replace them",
+        causes="an exception in the workflow or the reward function; reward.timeout_s; servers that fail",
+        look_at="the reasons in summary.json and in logs/controller.log",
+    ),
+    AlarmRule(
+        code="alarm.fresh_logprob_gap",
+        value="`batch/prox_rollout_gap_abs` in nats, in steps without stale tokens",
+        side="above",
+        limit=0.2,
+        steps=1,
+        meaning=_MISMATCH_MEANING,
+        causes=_MISMATCH_CAUSES,
+        look_at=_MISMATCH_LOOK_AT,
+    ),
+    AlarmRule(
+        code="alarm.grad_norm",
+        value="`actor/grad_norm`, or `grad_norm` of other kinds of training, before clipping",
+        side="above",
+        limit=100.0,
+        steps=3,
+        meaning="the gradient is very large",
+        causes="rewards or advantages without normalisation; a learning rate that is too high; damaged data",
+        look_at="actor/grad_norm, batch/advantage_* and batch/reward_*; actor.reward_norm, actor.adv_norm",
+    ),
+    AlarmRule(
+        code="alarm.logprob_gap",
+        value="`batch/prox_rollout_gap_abs` in nats",
+        side="above",
+        limit=1.0,
+        steps=2,
+        meaning=_MISMATCH_MEANING,
+        causes=_MISMATCH_CAUSES,
+        look_at=_MISMATCH_LOOK_AT,
+    ),
+    AlarmRule(
+        code="alarm.logprob_k3",
+        value="`batch/mismatch/k3` in nats",
+        side="above",
+        limit=1.0,
+        steps=2,
+        meaning=_MISMATCH_MEANING,
+        causes=_MISMATCH_CAUSES,
+        look_at=_MISMATCH_LOOK_AT,
+    ),
+    AlarmRule(
+        code="alarm.memory_growth",
+        value="GiB by which the lowest `memory/PROCESS` of the last 10 steps is above the highest of the 10 steps that "
+        "end 20 steps earlier, if that is more than 5%; the first 5 steps do not count",
+        side="above",
+        limit=0.5,
+        steps=3,
+        meaning="the memory of a process grows from step to step",
+        causes="a workflow or reward function that keeps every episode; a leak in a server",
+        look_at="memory/* over the steps; what the workflow and the reward function keep between episodes",
+    ),
+    AlarmRule(
+        code="alarm.reward_collapse",
+        value="mean of `batch/reward` over 5 steps, as a share of the highest such mean of the last 100 steps, "
+        "if that is at least 0.05 and no reward is negative",
+        side="below",
+        limit=0.1,
+        steps=3,
+        meaning="the reward has fallen to almost zero",
+        causes="a learning rate that is too high; answers that no longer end or no longer have the required format",
+        look_at="batch/reward, batch/unfinished_ratio, actor/entropy and actor/approx_kl over the steps; some answers",
+    ),
+    AlarmRule(
+        code="alarm.reward_constant",
+        value="difference between the highest and the lowest reward of two successive steps",
+        side="below",
+        limit=1e-6,
+        steps=5,
+        meaning="every answer gets the same reward, so nothing can be learned from it",
+        causes="a reward function that never accepts or always accepts; prompts that are too hard or too easy",
+        look_at="batch/reward_min and batch/reward_max; the reward function, with a correct and a wrong answer",
+    ),
+    AlarmRule(
+        code="alarm.slow_replica",
+        value="lowest `rollout/replica_tokens_per_s/REPLICA` as a share of the median of the others, "
+        "means over 5 steps",
+        side="below",
+        limit=0.5,
+        steps=5,
+        meaning="one inference server is much slower than the others",
+        causes="a GPU that is slowed down or shared; a machine with other load; another GPU type",
+        look_at="rollout/replica_tokens_per_s/* over the steps; clocks, temperature and processes of that machine",
+    ),
+    AlarmRule(
+        code="alarm.stale_tokens",
+        value="`rollout/stale_tokens_frac`",
+        side="above",
+        limit=0.1,
+        steps=5,
+        meaning="many trained tokens are staler than rollout.max_head_offpolicyness",
+        causes="episodes that take several train steps, while shorter ones pass them",
+        look_at="rollout/staleness_*; rollout.on_stale (drop, mask or wait); lengths and time limits of episodes",
+    ),
+    AlarmRule(
+        code="alarm.truncated_answers",
+        value="`batch/unfinished_ratio`",
+        side="above",
+        limit=0.5,
+        steps=3,
+        meaning="a length limit cuts most answers",
+        causes="gconfig.max_new_tokens is too small; the model does not generate its end token",
+        look_at="batch/unfinished_ratio and batch/answer_length_*; some answers; the stop tokens",
+    ),
+    AlarmRule(
+        code="alarm.uniform_groups",
+        value="`batch/uniform_reward_ratio`, where the reward is not constant; only with several answers per prompt "
+        "and without a critic",
+        side="above",
+        limit=0.99,
+        steps=5,
+        meaning="the answers of each prompt all get the same reward, so their advantages are zero",
+        causes="a reward that depends on the prompt only; prompts that are too hard or too easy; too low a temperature",
+        look_at="batch/uniform_reward_ratio, actor/entropy; rollout.should_accept_fn=mixed_rewards; gconfig.n_samples",
+    ),
+    AlarmRule(
+        code="alarm.update_kl",
+        value="`actor/approx_kl` in nats",
+        side="above",
+        limit=1.0,
+        steps=3,
+        meaning="one update moves the policy very far, or starts far from the policy that sampled",
+        causes=f"a learning rate that is too high; without recomputed log-probabilities also: {_MISMATCH_CAUSES}",
+        look_at="actor/approx_kl, actor/clip_ratio and actor/importance_weight*; the optimizer.lr",
+    ),
+)
+"""Sorted by name. The limits lie outside of what `make quickstart` and ordinary training reach."""
+
+ALARM_NAMES: tuple[str, ...] = tuple(rule.name for rule in ALARM_RULES)
+
+
+_PAGE_HEAD = """# Alarms
+
+After every train step the trainer compares the metrics with the rules below. An alarm is raised when a value was beyond
+its limit in the given number of consecutive steps. It is one line in the terminal and in `logs/trainer-0.log`, and one
+JSON object in `alarms.jsonl` of the run folder; `summary.json` and the last line of the run name it again. It is raised
+once, and again only after the value was within the limit for as many steps. A step without the value changes nothing.
+
+```yaml
+alarms:
+  action: warn              # of every rule: warn, stop or off
+  rules:                    # changes of single rules
+    - {name: logprob_k3, action: stop}
+    - {name: grad_norm, limit: 500, steps: 10}
+    - {name: stale_tokens, action: off}
+```
+
+`action: stop` writes a recovery checkpoint (unless `recover.mode=disabled`) and ends the run with the error
+`alarm.NAME`. The same command continues the run from that checkpoint; while the value stays beyond the limit, the next
+train step ends it again.
+
+The state of the rules follows from `metrics.jsonl`. A trainer that starts again from a recovery checkpoint reads the
+steps before it: a streak continues, and no alarm of these steps is raised again. Lines of later steps are removed from
+both files, because these steps are trained again; the terminal shows an alarm of the same step once.
+
+This page is generated from `areal/api/alarm_rules.py` by `make docs`.
+
+| name | value | limit | steps | meaning | likely causes | look at |
+|---|---|---|---|---|---|---|
+"""
+
+
+def alarms_page() -> str:
+    """The text of docs/alarms.md."""
+    rows = [
+        f"| `{rule.name}` | {rule.value} | {rule.side} {rule.limit:g} | {rule.steps} | {rule.meaning} | {rule.causes} "
+        f"| {rule.look_at} |\n"
+        for rule in ALARM_RULES
+    ]
+    return _PAGE_HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(alarms_page())

@@ -1,0 +1,71 @@
+"""What the terminal, summary.json and the last line of a run state about its episodes and alarms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from areal.observe.alarms import Alarm, alarms_text, by_meaning
+from areal.observe.trackers import StepLines, read_step_lines
+from areal.system.run_paths import RunPaths
+
+EPISODES = ("admitted", "running", "waiting", "batched", "consumed", "rejected", "failed", "reasons")
+"""What is known about the episodes of a run: numbers by state, and by reason."""
+_FIELDS = {field.name for field in dataclasses.fields(Alarm)}
+
+
+class RunAlarmLines:
+    """The alarms that the trainer writes to alarms.jsonl while the run lasts."""
+
+    def __init__(self, paths: RunPaths, *, steps_done: int) -> None:
+        """`steps_done`: of the checkpoint from which the trainers start; alarms of later steps are removed."""
+        self._path = paths.alarms
+        if self._path.exists():
+            StepLines(self._path, first_step=steps_done + 1).close()
+        self._size = -1
+        self._shown = {(alarm.step, alarm.name) for alarm in self.all()}
+
+    def all(self) -> list[Alarm]:
+        """Of the file. Damaged lines are left out."""
+        lines = read_step_lines(self._path)
+        return [Alarm(**{name: line[name] for name in _FIELDS}) for line in lines if line.keys() >= _FIELDS]
+
+    def new(self) -> Iterator[str]:
+        """The lines to show for alarms that were not shown yet. A step that is trained again shows its alarms once."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size == self._size:
+            return
+        self._size = size
+        found = [alarm for alarm in self.all() if (alarm.step, alarm.name) not in self._shown]
+        self._shown |= {(alarm.step, alarm.name) for alarm in found}
+        yield from map(alarms_text, by_meaning(found))
+
+
+def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The episodes of a run: what the controller wrote at its end, else its last status; None without a controller."""
+    try:
+        found = json.loads(paths.episodes.read_bytes())
+    except (OSError, ValueError):  # it was killed
+        found = last_status
+    return None if found is None else {name: found[name] for name in EPISODES if name in found}
+
+
+def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:
+    """Episodes by outcome, failures and rejections by reason, and alarms, for the last line of a run."""
+    parts: list[str] = []
+    if episodes is not None:
+        reasons: dict[str, int] = episodes.get("reasons", {})
+        parts.append(f"{episodes['consumed']} of {episodes['admitted']} episodes trained")
+        for outcome in ("failed", "rejected"):
+            prefix = f"{outcome}: "
+            own = {name.removeprefix(prefix): count for name, count in reasons.items() if name.startswith(prefix)}
+            named = ", ".join(f"{name} {count}" for name, count in sorted(own.items(), key=lambda pair: -pair[1]))
+            parts.append(f"{episodes[outcome]} {outcome}" + (f" ({named})" if named else ""))
+    first: dict[str, int] = {}
+    for alarm in alarms:
+        first.setdefault(alarm.name, alarm.step)
+    names = ", ".join(f"{name} at step {step}" for name, step in first.items())
+    parts.append(f"alarms: {names}" if names else "no alarms")
+    return "; ".join(parts)

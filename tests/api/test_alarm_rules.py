@@ -1,0 +1,54 @@
+"""The options of the alarms, and their page."""
+
+from pathlib import Path
+
+import pytest
+
+from areal.api.alarm_rules import alarms_page
+from areal.api.config import GRPOConfig, load_config
+from areal.api.errors import ConfigError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "alarms.md"
+BASE = """
+experiment_name: e
+trial_name: t
+allocation_mode: native:d1+fsdp:d1
+actor: {path: org/model, optimizer: {lr: 1e-5}}
+train_dataset: {path: x.jsonl, batch_size: 4}
+"""
+
+
+def load(tmp_path, *overrides):
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE)
+    return load_config(["--config", str(path), *overrides], GRPOConfig)
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == alarms_page(), "run `make docs`"
+
+
+def test_rules_are_changed_on_the_command_line(tmp_path):
+    words = "[{name: grad_norm, limit: 7, steps: 2, action: stop}, {name: update_kl, action: 'off'}]"
+    config = load(tmp_path, f"alarms.rules={words}")
+    chosen = {one.rule.name: one for one in config.alarms.chosen()}
+    assert (chosen["grad_norm"].limit, chosen["grad_norm"].steps, chosen["grad_norm"].action) == (7.0, 2, "stop")
+    assert "update_kl" not in chosen
+    assert chosen["logprob_k3"].action == "warn"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "code"),
+    [
+        ("alarms.action=panic", "alarms.action", "config.not_a_choice"),
+        ("alarms.rules=[{name: grad_nrom}]", "alarms.rules[0].name", "config.not_a_choice"),
+        ("alarms.rules=[{limit: 3}]", "alarms.rules[0].name", "config.required"),
+        ("alarms.rules=[{name: grad_norm, steps: 0}]", "alarms.rules[0].steps", "config.out_of_range"),
+        ("alarms.rules=[{name: grad_norm, limit: .inf}]", "alarms.rules[0].limit", "config.out_of_range"),
+        ("alarms.rules=[{name: grad_norm}, {name: grad_norm}]", "alarms.rules", "config.conflict"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, override, path, code):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, override)
+    assert [(problem.path, problem.code) for problem in error.value.problems] == [(path, code)]

@@ -1,0 +1,68 @@
+"""What a run states about its episodes and alarms, while it runs and at its end."""
+
+import json
+
+from areal.api.config import AlarmsConfig
+from areal.launcher.result import RunAlarmLines, episodes_of, facts_text
+from areal.observe.trackers import JsonlTracker
+from areal.system.run_paths import RunPaths
+from areal.trainer.run_alarms import RunAlarms
+
+HIGH = {"actor/grad_norm": 500.0}
+
+
+def train(paths, first_step, rows):
+    JsonlTracker(paths.metrics, first_step=first_step).close()
+    alarms = RunAlarms(AlarmsConfig().chosen(), paths, first_step=first_step)
+    for step, row in enumerate(rows, start=first_step):
+        alarms.look(step, row)
+    alarms.close()
+
+
+def test_every_alarm_is_shown_once(tmp_path):
+    paths = RunPaths(tmp_path)
+    lines = RunAlarmLines(paths, steps_done=0)
+    assert list(lines.new()) == []
+    train(paths, 1, [HIGH] * 4)
+    assert len(list(lines.new())) == 1
+    assert list(lines.new()) == []
+    train(paths, 1, [HIGH] * 5)  # the trainers started again from the beginning
+    assert list(lines.new()) == []
+    assert [(alarm.step, alarm.name) for alarm in lines.all()] == [(3, "grad_norm")]
+
+
+def test_a_new_launch_shows_the_alarms_after_its_checkpoint(tmp_path):
+    paths = RunPaths(tmp_path)
+    train(paths, 1, [HIGH] * 4)
+    assert list(RunAlarmLines(paths, steps_done=3).new()) == []
+    lines = RunAlarmLines(paths, steps_done=2)
+    assert list(lines.new()) == []
+    train(paths, 1, [HIGH] * 4)
+    assert len(list(lines.new())) == 1
+
+
+def test_a_damaged_line_is_left_out(tmp_path):
+    paths = RunPaths(tmp_path)
+    lines = RunAlarmLines(paths, steps_done=0)
+    paths.alarms.write_text('{"step": 1}\n{"ste\nnull\n{"step": 2')
+    assert list(lines.new()) == []
+
+
+def test_the_episodes_are_those_at_the_end_of_the_controller(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert episodes_of(paths, None) is None
+    status = {"admitted": 9, "consumed": 4, "failed": 1, "rejected": 0, "reasons": {"failed: KeyError": 1}, "step": 2}
+    assert episodes_of(paths, status) == {name: status[name] for name in status if name != "step"}
+    paths.episodes.write_text(json.dumps({"admitted": 11}))
+    assert episodes_of(paths, status) == {"admitted": 11}
+
+
+def test_the_last_line_names_failures_rejections_and_alarms(tmp_path):
+    reasons = {"failed: KeyError": 11, "rejected: stale": 2, "rejected: filter": 3}
+    episodes = {"admitted": 64, "consumed": 48, "failed": 11, "rejected": 5, "reasons": reasons}
+    text = facts_text(episodes, [])
+    for part in ("48 of 64", "11 failed", "KeyError 11", "5 rejected", "filter 3", "stale 2"):
+        assert part in text
+    paths = RunPaths(tmp_path)
+    train(paths, 1, [HIGH] * 3)
+    assert "grad_norm" in facts_text(None, RunAlarmLines(paths, steps_done=9).all())
