@@ -26,6 +26,7 @@ rollout/dropped: episodes: Accepted episodes that were dropped as stale.
 rollout/accepted_frac: share: Accepted among accepted and rejected episodes.
 rollout/dropped_tokens_mean: tokens: Mean tokens of the dropped episodes.
 rollout/dropped_to_kept_tokens: ratio: Mean tokens of dropped episodes divided by those of the episodes in the batch.
+rollout/produced_tokens: tokens: Tokens that all servers generated, for training and evaluation.
 rollout/generated_tokens_per_s: tokens/s: Tokens that all servers generated, for training and evaluation.
 rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a replica.
 
@@ -246,7 +247,7 @@ def entry_of(key: str) -> MetricEntry | None:
 _PAGE_HEAD = """# Metrics
 
 The metrics of every train step are one line of `metrics.jsonl` in the run folder, and go to every tracker in
-`stats_logger`. A word in capitals and `N` in a key stand for a part that differs between runs. A metric is left out
+`stats_logger`. A word in capitals and `N` are parts of a key that differ between runs. A metric is left out
 when it does not apply: without a critic there is no `critic/loss`. A custom loss adds `actor/NAME` for each of its
 metrics. `null` in `metrics.jsonl` is a value that is not finite.
 Means over tokens are over the trained tokens of all ranks. [alarms.md](alarms.md) lists the values that raise an alarm.
