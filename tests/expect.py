@@ -18,3 +18,14 @@ def raises_code(code: str, *values: object) -> Iterator[pytest.ExceptionInfo[Are
     assert error.value.code == code
     missing = [value for value in values if str(value) not in str(error.value)]
     assert not missing, f"{missing} not in {error.value}"
+
+
+def in_order(text: str, *values: object) -> bool:
+    """Whether `text` contains all values, one after another."""
+    position = 0
+    for value in values:
+        found = text.find(str(value), position)
+        if found < 0:
+            return False
+        position = found + len(str(value))
+    return True

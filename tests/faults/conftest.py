@@ -62,7 +62,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:
-    """While this file exists no reward returns: the run makes no progress, and does not end before the test goes on."""
+    """While this file exists no reward returns: the run makes no progress and does not end."""
     return tmp_path / "hold"
 
 

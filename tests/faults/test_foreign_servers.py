@@ -17,6 +17,7 @@ from areal.api.errors import LaunchError
 from areal.launcher import restart_rules
 from areal.launcher.orphans import find_orphans, wait_for_orphans
 from areal.system.file_registry import FileRegistry
+from tests.expect import in_order
 from tests.fleet.foreign_host import host_argv, pid_of, processes_of, run_paths, wait_until
 from tests.launcher.fake_run import Run
 
@@ -85,19 +86,20 @@ def strikes_once(action):
 
 
 @pytest.mark.parametrize(
-    ("victim", "told"),
+    ("victim", "values"),
     [
-        ("server", "server-0 exited with 1: the vllm server was killed by SIGKILL (log:"),
-        ("engine", "\nserver-0 exited with 1: the vllm server ended with exit code 1 (log:"),
-        ("host", "server-0 was killed by SIGKILL"),
+        ("server", ("server-0", 1, "vllm", "SIGKILL", "server-0.log")),
+        ("engine", ("server-0", 1, "vllm", 1, "server-0.log")),
+        ("host", ("server-0", "SIGKILL")),
     ],
+    ids=["server", "engine", "host"],
 )
-def test_a_killed_foreign_server_restarts_under_its_name(run, victim, told):
+def test_a_killed_foreign_server_restarts_under_its_name(run, victim, values):
     pid = "json.loads(first)['pid']" if victim == "host" else f"pid('{victim}')"
     outcome = run.with_server(trainer=strikes_once(f"os.kill({pid}, 9)"))
     assert outcome.status == "completed", outcome.cause
     assert list(outcome.restarts) == ["server-0"]
-    assert told in run.screen.getvalue()
+    assert any(in_order(line, *values) for line in run.screen.getvalue().splitlines())
     first, second = map(json.loads, run.notes())
     assert first["pid"] != second["pid"]
     assert outcome.exit_codes["server-0"] == 0, "the second one ended in order"
@@ -116,13 +118,12 @@ def until_it_is_missed(mark):
         pytest.param(until_it_is_missed("engine-hangs"), {"update_s": 1.0}, id="silent engine", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_that_hangs_is_killed_and_comes_back(make_run, action, settings):
+def test_a_server_that_hangs_is_killed_and_restarted(make_run, action, settings):
     run = make_run(hang_s=3.0)
     outcome = run.with_server("ignores-engine", trainer=strikes_once(action), **settings)
     assert outcome.status == "completed", outcome.cause
-    told = "\n".join(outcome.restarts["server-0"])
-    assert "hung: no heartbeat for" in told
-    assert "(launcher.hang_s), the last one was " in told
+    (reason,) = outcome.restarts["server-0"]
+    assert "launcher.hang_s" in reason
 
 
 def test_a_server_that_never_gets_ready_ends_the_run(run):
@@ -135,13 +136,13 @@ def test_a_server_that_never_gets_ready_ends_the_run(run):
     run.clock = clock
     outcome = run.with_server("never-ready")
     assert outcome.status == "failed"
-    assert outcome.cause.startswith("server-0 was not ready after 200 s (launcher.ready_timeout_s)")
+    assert in_order(outcome.cause, "server-0", "200 s", "launcher.ready_timeout_s")
 
 
 def test_a_server_that_reports_a_start_error_ends_the_run(run):
     outcome = run.with_server("says-why")
     assert outcome.status == "failed"
-    assert outcome.cause.startswith("server-0 exited with 1: the vllm server ended with exit code 1 (log: ")
+    assert in_order(outcome.cause, "server-0", 1, "vllm", 1, "server-0.log")
     assert outcome.server_error == ["ValueError: no such model"]
     assert "ValueError: no such model" in run.screen.getvalue().splitlines()
     assert outcome.restarts == {}
@@ -169,7 +170,7 @@ ForeignRun(Path(sys.argv[1])).with_server("ignores-engine", "ignores-sigterm")
 """
 
 
-def test_kill_9_of_the_launcher_leaves_nothing_and_a_second_launch_starts(make_run):
+def test_after_kill_9_of_the_launcher_no_process_remains_and_a_second_launch_starts(make_run):
     run = make_run()
     first = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.folder)])
     try:

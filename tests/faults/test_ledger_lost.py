@@ -21,7 +21,7 @@ def kill_controller_and(run: Run, damage) -> None:
     run.go_on(["launcher"])
 
 
-def test_living_trainers_ahead_of_the_ledger_go_back_to_a_checkpoint(make_run, prove_all):
+def test_running_trainers_ahead_of_the_ledger_restart_from_a_checkpoint(make_run, prove_all):
     run = make_run(*LIGHT)
     run.train_up_to(8)
     kill_controller_and(run, lambda ledger: lose_steps(ledger, num_trained(ledger) - 1))
@@ -43,7 +43,7 @@ def test_a_checkpoint_ahead_of_the_ledger_is_found_at_start(make_run, prove_all)
     prove_all(run)
 
 
-def test_a_payload_file_cut_short_ends_the_run_with_the_step_to_continue_from(make_run):
+def test_a_truncated_payload_file_ends_the_run_and_names_the_step_to_continue_from(make_run):
     run = make_run(*LIGHT)
     run.train_up_to(8)
     kill_controller_and(run, lambda ledger: cut(newest(ledger, "payload-*.bin"), 100))

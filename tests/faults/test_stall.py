@@ -28,7 +28,7 @@ def stacks_of(run: Run, name: str) -> str:
     return (run.folder / "stacks" / f"{name}.txt").read_text()
 
 
-def test_rewards_that_do_not_come_and_a_stopped_rank_are_named(make_run, hold):
+def test_missing_rewards_and_a_stopped_rank_are_named(make_run, hold):
     """Each is named with the stacks of all processes, and the run continues afterwards.
 
     The rank is stopped long enough to be named, too short to be killed. The others wait for it in a collective.

@@ -90,7 +90,7 @@ def make_read_only(root: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_full_disk_and_then_a_read_only_one_end_the_run_in_one_line_and_lose_nothing(make_run, prove_all, tmp_path):
+def test_a_full_and_then_a_read_only_disk_end_the_run_in_one_line_without_loss(make_run, prove_all, tmp_path):
     root = tmp_path / "disk"
     with small_disk(root, 160):
         run = make_run(root=root)

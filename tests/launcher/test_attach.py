@@ -13,6 +13,7 @@ from areal.launcher.attach import Request
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
 from areal.system.network import Host
+from tests.expect import in_order
 from tests.launcher.fake_run import SERVE, alive
 
 ADD = ["--add-replica"]
@@ -81,18 +82,16 @@ def test_a_replica_joins_and_another_leaves(run):
 
     session = Session(run, [ADD, look, ["--remove-replica", "server-0"], look_again])
     joined, _, left, _ = session()
-    assert joined == "server-1 is ready: it serves once it holds the current weights"
+    assert in_order(joined, "server-1")
     assert state["servers"] == ["0.json", "1.json"]
-    assert left == "server-0 is removed; its requests continue on server-1"
+    assert in_order(left, "server-0", "server-1")
     assert state["left"] == ["1.json"]
     assert not state["alive"]
     assert session.outcome.status == "completed"
     assert session.outcome.restarts == {}
-    told = run.screen.getvalue()
-    assert f"areal: {joined}\n" in told
-    assert f"areal: {left}\n" in told
+    assert in_order(run.screen.getvalue(), f"areal: {joined}\n", f"areal: {left}\n")
     assert set(session.outcome.exit_codes) == {"controller", "server-0", "server-1", "trainer-0"}
-    assert list(run.paths.requests.iterdir()) == [], "who asked cleans up"
+    assert list(run.paths.requests.iterdir()) == [], "the command that asked removes its request"
 
 
 def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
@@ -102,21 +101,22 @@ def test_a_server_that_leaves_is_out_of_the_registry_before_it_is_stopped(run):
         "signal.signal(signal.SIGTERM, stop); " + SERVE
     )
     (left,) = Session(run, [["--remove-replica", "server-0"]])(server_0=leaves, server_1=SERVER)
-    assert "server-0 is removed" in str(left)
+    assert in_order(left, "server-0", "server-1")
     assert run.notes() == ["False"]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "values"),
     [
-        (["--remove-replica", "server-0"], "server-0 is the last replica of this run: add another one first"),
-        (["--remove-replica", "server-7"], "this run has no replica 'server-7': it has server-0"),
+        (["--remove-replica", "server-0"], ["server-0"]),
+        (["--remove-replica", "server-7"], ["server-7", "server-0"]),
     ],
 )
-def test_impossible_replica_changes_are_refused(run, words, says):
+def test_impossible_replica_changes_are_refused(run, words, values):
     session = Session(run, [words])
     (refusal,) = session()
-    assert (str(refusal), refusal.code) == (says, "launch.request_refused")
+    assert refusal.code == "launch.request_refused"
+    assert in_order(str(refusal), *values)
     assert session.outcome.status == "completed"
 
 
@@ -130,7 +130,7 @@ def test_a_run_without_servers_refuses(run):
         thread.start()
         run(trainer_0=trainer)
     thread.join()
-    assert "has no inference servers" in str(session.results[0])
+    assert session.results[0].code == "launch.request_refused"
 
 
 def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
@@ -139,9 +139,10 @@ def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
     shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
     session = Session(run, [ADD, ADD, ["--remove-replica", "server-1"], ADD])
     joined, refused, _, again = session(server_0=shows)
-    assert "server-1 is ready" in joined
-    assert "needs 1 GPUs of one machine, and 0 are free" in str(refused)
-    assert "server-1 is ready" in again, "its GPU is free again"
+    assert in_order(joined, "server-1")
+    assert refused.code == "launch.request_refused"
+    assert in_order(str(refused), 1, 0)
+    assert in_order(again, "server-1"), "its GPU is free again"
     assert run.notes()[1:] == ["server-1 4", "server-1 4"]
 
 
@@ -150,8 +151,9 @@ def test_a_replica_takes_as_many_gpus_as_the_others_have(run):
     run.spare_gpus = ((Host(), ("4", "6", "7")),)
     shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
     joined, refused = Session(run, [ADD, ADD])(server_0=shows)
-    assert "server-1 is ready" in joined
-    assert "needs 2 GPUs of one machine, and 1 are free" in str(refused)
+    assert in_order(joined, "server-1")
+    assert refused.code == "launch.request_refused"
+    assert in_order(str(refused), 2, 1)
     assert run.notes()[1:] == ["server-1 4,6"]
 
 
@@ -159,7 +161,8 @@ def test_a_failed_added_replica_does_not_end_the_run(run):
     fails = "if name == 'server-1': print('areal: error: no memory'); sys.exit(2)\n"
     session = Session(run, [ADD])
     (refusal,) = session(server_0=fails + SERVER)
-    assert "server-1 exited with 2: no memory" in str(refusal)
+    assert refusal.code == "launch.request_refused"
+    assert in_order(str(refusal), "server-1", 2, "no memory")
     assert session.outcome.status == "completed"
     assert session.outcome.exit_codes["server-1"] == 2
 

@@ -252,7 +252,7 @@ def launch(folder, address, *words):
     return subprocess.run([*argv, *words], capture_output=True, text=True, timeout=240, env=env)
 
 
-def test_a_server_with_another_token_is_an_error_at_once(serve):
+def test_a_server_with_another_token_is_an_immediate_error(serve):
     with pytest.raises(ConfigError) as error:
         wait_until_all_answer([serve(200), serve(401)], 600, pytest.fail, token="other")
     assert error.value.code == "launch.token_mismatch"

@@ -18,7 +18,7 @@ from areal.system.file_registry import FileRegistry
 from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 from tests.launcher.fake_run import NUMBERS
-from tests.test_layering import PACKAGE, imported_modules
+from tests.test_layering import PACKAGE, facts
 
 NAMES = ("controller", "server-0", "trainer-0", "trainer-1")
 
@@ -162,7 +162,7 @@ def test_only_the_backend_touches_processes():
     users = {
         path.name: name
         for path in (PACKAGE / "launcher").glob("*.py")
-        for _, name in imported_modules(path)
+        for _, name in facts(path).imports
         if name.split(".")[0] in ("subprocess", "psutil") or name.endswith((".kill_trees", ".spawn", ".request_stacks"))
     }
     kills = {

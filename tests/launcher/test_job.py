@@ -82,7 +82,7 @@ def test_script_runs_in_the_controller_and_in_every_trainer(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
-def test_cores_are_shared_between_what_computes(tmp_path, cores, threads):
+def test_cores_are_divided_among_processes_that_compute(tmp_path, cores, threads):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=cores)])
     shares = {process.role: process.num_threads for process in plan.processes}
     assert shares == {"controller": 1, "server": threads, "trainer": threads}
@@ -104,7 +104,7 @@ def test_every_process_gets_its_own_gpu(tmp_path):
     assert plan.processes[-1].env["LOCAL_RANK"] == "0"
 
 
-def test_gpus_left_over_are_for_replicas_that_join(tmp_path):
+def test_unused_gpus_are_reserved_for_added_replicas(tmp_path):
     plan = make_plan(rl_config(tmp_path), [Machine(cores=32, gpus=("0", "3", "5", "6", "7", "8"))])
     assert plan.spare_gpus == ((Host(), ("7", "8")),)
     joins = another_server(plan.processes[1], 2, host=Host(), gpus=("7",))

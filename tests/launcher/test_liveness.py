@@ -8,7 +8,7 @@ def beat(beats, pid=7):
     return Beat(pid=pid, beats=beats, doing="work", for_s=0.0, step=None)
 
 
-def test_silence_is_time_without_a_change_of_beats():
+def test_silence_is_the_time_without_a_new_heartbeat():
     silences = SilenceTimer()
     looks = [(1, 0.5), (1, 0.5), (1, 0.5), (2, 0.5), (2, 0.5)]
     found = [silences.look("a", 7, beat(beats), since_last_look_s=gap_s) for beats, gap_s in looks]

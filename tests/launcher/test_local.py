@@ -141,7 +141,7 @@ def test_failure_names_its_cause(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interruption_ends_everything(folder, number):
+def test_an_interruption_ends_all_processes(folder, number):
     reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job that runs the tests ignores it
     argv = command(folder, behaviour="hang")
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=reset) as launcher:
@@ -166,7 +166,7 @@ def test_a_launch_whose_shell_ignores_interrupts_prints_how_to_end_it(folder):
     assert f"kill {launcher.pid}" in stderr.splitlines()[0]
 
 
-def test_killed_launcher_takes_its_children_along_and_frees_the_folder(folder):
+def test_children_of_a_killed_launcher_end_and_the_run_folder_is_free(folder):
     with subprocess.Popen(command(folder, behaviour="hang"), stderr=subprocess.PIPE, text=True) as launcher:
         pids = wait_until_ready(folder)
         second = launch(folder)

@@ -50,7 +50,7 @@ def sft_config(tmp_path, model="org/model", data="org/data", **recover):
     )
 
 
-def test_which_paths_count_as_local(tmp_path, monkeypatch):
+def test_paths_that_count_as_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     local = ["/x", "./x", "../x", "runs/a/b", "models/missing", "models"]
@@ -116,7 +116,7 @@ def test_remax_with_dialogues_is_refused_before_the_start(tmp_path):
     assert codes_of(ppo_config(tmp_path, actor=actor)) == []
 
 
-def test_a_reward_model_without_a_head_is_seen_before_the_start(tmp_path):
+def test_a_reward_model_without_a_head_is_refused_before_the_start(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     config = ppo_config(tmp_path, reward_model=RewardModelConfig(path=str(tmp_path)))
     write_weights(tmp_path / "one.safetensors", "model.norm.weight")

@@ -99,6 +99,6 @@ def test_backoff_doubles_up_to_ten_seconds():
 @pytest.mark.parametrize(("role", "others_serve", "gives_up"), [
     ("server", True, True), ("server", False, False), ("trainer", True, False), ("controller", True, False),
 ])  # fmt: skip
-def test_a_server_that_cannot_restart_is_given_up_while_others_serve(role, others_serve, gives_up):
+def test_a_server_that_cannot_restart_is_removed_while_others_serve(role, others_serve, gives_up):
     found = decision(death(-9), role=role, num_restarts=3, others_serve=others_serve)
     assert (found.gives_up, found.ends_run) == (gives_up, not gives_up)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from areal.launcher import backend, liveness, restart_rules, supervisor
+from tests.expect import in_order
 from tests.launcher.fake_run import SERVE, BeatClock, alive
 
 UNTIL_DONE = "ready(); wait_for('done')"
@@ -26,9 +27,9 @@ def test_a_killed_server_restarts_alone(make_run):
     outcome = run(controller=waits, server_0=DIES_ONCE + "write(names / 'done', ''); " + SERVE, trainer_0=waits)
     assert outcome.status == "completed"
     assert list(outcome.restarts) == ["server-0"]
-    assert "was killed by SIGKILL" in outcome.restarts["server-0"][0]
+    assert "SIGKILL" in outcome.restarts["server-0"][0]
     assert sorted(run.notes()) == ["controller", "trainer-0"], "another process was started again"
-    assert "server-0 restarts in 0.02 s (restart 1 of at most 3 without progress)" in run.screen.getvalue()
+    assert in_order(run.screen.getvalue(), "server-0", "0.02 s", 1, 3)
 
 
 def test_a_killed_controller_restarts_alone(run):
@@ -65,24 +66,23 @@ def test_after_a_killed_rank_all_ranks_restart_from_the_checkpoint(run):
         "trainer-1 0 False",
         "trainer-1 1 True",
     ]
-    told = run.screen.getvalue()
-    assert "trainer-1 was killed by SIGKILL" in told
-    assert "trainer-0 was killed" not in told, "it went along: only the first death is told"
-    assert "all trainer ranks restart" in told
-    assert "trainers continue from step-000012" in told
+    lines = run.screen.getvalue().splitlines()
+    killed = [line for line in lines if "SIGKILL" in line]
+    assert all("trainer-1" in line and "trainer-0" not in line for line in killed), "only the first death is reported"
+    assert killed
+    assert in_order(run.screen.getvalue(), "SIGKILL", "step-000012")
 
 
 def test_without_a_checkpoint_trainers_start_from_the_beginning(run):
     assert run(trainer_0=TRAINER, trainer_1=TRAINER).status == "completed"
     assert sorted(run.notes())[-1] == "trainer-1 1 False"
-    assert "trainers continue from the beginning" in run.screen.getvalue()
+    assert "step-" not in run.screen.getvalue()
 
 
 def test_without_recovery_a_dead_rank_ends_the_run(make_run):
     run = make_run(recover="disabled")
     outcome = run(trainer_0=TRAINER, trainer_1=TRAINER)
-    assert outcome.cause.startswith("trainer-1 was killed by SIGKILL")
-    assert "recover.mode=disabled" in outcome.cause
+    assert in_order(outcome.cause, "trainer-1", "SIGKILL", "recover.mode=disabled")
     assert outcome.restarts == {}
 
 
@@ -97,7 +97,7 @@ def test_without_recovery_a_dead_rank_ends_the_run(make_run):
         ("sys.exit(75)", True),
     ],
 )
-def test_which_exits_end_the_run(run, role, death, comes_back):
+def test_exit_codes_that_end_the_run(run, role, death, comes_back):
     codes = {"controller": SERVE, "server_0": SERVE, "trainer_0": UNTIL_DONE}
     codes[role] = f"if first('died'): {death}\nready(); write(names / 'done', ''); " + codes[role]
     outcome = run(**codes)
@@ -115,12 +115,11 @@ def test_entries_of_dead_processes_are_removed_before_a_restart(run):
     assert run.notes() == ["[]"]
 
 
-def test_process_that_keeps_dying_ends_the_run(run):
+def test_a_process_that_dies_repeatedly_ends_the_run(run):
     dies = "ready(); print('areal: error: no memory'); sys.exit(1)"
     outcome = run(controller=SERVE, server_0=dies, trainer_0=SERVE)
     assert outcome.status == "failed"
-    assert outcome.cause.startswith("server-0 exited with 1: no memory")
-    assert "3 restarts (recover.retries=3)" in outcome.cause
+    assert in_order(outcome.cause, "server-0", 1, "no memory", "recover.retries=3")
     assert len(outcome.restarts["server-0"]) == 3
 
 
@@ -147,7 +146,7 @@ live()
 def test_a_full_disk_prevents_restarts(run, monkeypatch):
     monkeypatch.setattr("areal.launcher.supervisor.disk_problem", lambda _: "the disk is full: make room")
     outcome = run(controller=SERVE, server_0="ready(); die()", trainer_0=SERVE)
-    assert outcome.cause.startswith("the disk is full: make room; server-0 was killed by SIGKILL (out of memory")
+    assert in_order(outcome.cause, "the disk is full: make room", "server-0", "SIGKILL")
     assert "\n" not in outcome.cause
     assert outcome.restarts == {}
 
@@ -172,7 +171,7 @@ def test_a_finished_controller_restarts_for_unfinished_trainers(run):
     assert run.notes() == ["controller", "controller"]
 
 
-def test_trainers_of_a_run_that_was_complete_may_end_at_once(run):
+def test_trainers_of_a_completed_run_may_end_before_they_are_ready(run):
     run.write_checkpoint(3)
     ends = "note(str(context['recover']))\nif context['run_id'] == 0: die()"
     assert run(controller="time.sleep(600)", server_0="time.sleep(600)", trainer_0=ends).status == "completed"
@@ -228,7 +227,7 @@ def test_a_process_without_heartbeats_is_not_hung(make_run):
     assert (outcome.status, outcome.restarts) == ("completed", {})
 
 
-def test_process_that_is_late_after_a_restart_counts_as_dead(make_run, set_clock):
+def test_a_process_that_is_not_ready_in_time_after_a_restart_counts_as_dead(make_run, set_clock):
     run = make_run(ready_timeout_s=200.0)
     set_clock(run, lambda: time.monotonic() + 300.0 * (run.names / "late").exists())
     server = (
@@ -246,7 +245,7 @@ def test_a_restarted_controller_gets_the_number_of_servers(run):
     assert run.notes() == ["2"]
 
 
-def test_summary_can_hold_the_outcome(make_run):
+def test_the_outcome_can_be_written_as_json(make_run):
     run = make_run(stop_grace_s=60.0)
     controller = DIES_ONCE + "ready(); write(names / 'done', '')"
     outcome = run(controller=controller, server_0=SERVE, trainer_0=UNTIL_DONE)
@@ -254,14 +253,14 @@ def test_summary_can_hold_the_outcome(make_run):
     assert outcome.exit_codes == {"controller": 0, "server-0": -signal.SIGTERM, "trainer-0": 0}
 
 
-def test_a_standstill_is_explained(make_run):
+def test_a_stall_is_explained(make_run):
     run = make_run(stall_s=1.0, status_interval_s=0.1)
 
-    def end_once_told():
-        run.until(lambda: "areal: no progress for 1 s" in run.screen.getvalue())
+    def end_after_the_report():
+        run.until(lambda: str(run.folder / "stacks") in run.screen.getvalue())
         (run.names / "done").touch()
 
-    thread = threading.Thread(target=end_once_told)
+    thread = threading.Thread(target=end_after_the_report)
     thread.start()
     outcome = run(server_0=SERVE, controller=SERVE, trainer_0="ready(); live(step=7, until='done')")
     thread.join()
@@ -275,7 +274,7 @@ def test_a_process_that_survives_sigkill_is_reported(make_run, set_clock, monkey
     set_clock(run, BeatClock(run, silent="server-0"))
 
     def interrupt():
-        run.until(lambda: "after SIGKILL" in run.screen.getvalue())
+        run.until(lambda: "0.2 s" in run.screen.getvalue())
         run.interruptions.add(signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -283,10 +282,10 @@ def test_a_process_that_survives_sigkill_is_reported(make_run, set_clock, monkey
     outcome = run(controller=SERVE, server_0="ready(); beat(); time.sleep(600)", trainer_0=SERVE)
     thread.join()
     assert outcome.status == "interrupted"
-    assert run.screen.getvalue().count("still runs 0.2 s after SIGKILL: waiting") == 1
+    assert sum(in_order(line, "server-0", "0.2 s", "SIGKILL") for line in run.screen.getvalue().splitlines()) == 1
 
 
-def test_a_server_without_restarts_left_is_given_up_while_another_one_serves(make_run):
+def test_a_server_without_restarts_left_is_removed_while_another_one_serves(make_run):
     run = make_run(retries=1)
     dies = (
         "wait_for('ready/server-0.json'); ready(); write(names / ('once' if first('died') else 'start-1'), ''); die()"

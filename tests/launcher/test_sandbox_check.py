@@ -23,7 +23,7 @@ def test_a_service_that_does_not_answer_is_a_problem():
     assert sandbox_problems(config(unreachable, fns={"gsm8k": 1.0}), lambda text: None) == []
 
 
-def test_what_programs_can_reach_is_said(monkeypatch):
+def test_the_access_of_sandboxed_programs_is_reported(monkeypatch):
     done = subprocess.CompletedProcess([], 0, stdout="programs can read /data", stderr="")
     asked = []
     monkeypatch.setattr(

@@ -119,7 +119,7 @@ def test_versions_of_an_environment_are_cached_until_it_changes(interpreter, tmp
     assert interpreter.num_runs() == 4
 
 
-def test_without_a_folder_for_the_cache_it_is_asked_each_time(interpreter, tmp_path, monkeypatch):
+def test_without_a_cache_folder_each_call_asks_the_environment(interpreter, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config = config_of("vllm", interpreter(reporting(vllm="0.32.0")))
@@ -135,7 +135,7 @@ def test_a_real_environment_answers_quickly_and_imports_nothing():
     assert time.monotonic() - began_s < 10, "an import of torch alone takes seconds on a busy machine"
 
 
-def test_an_environment_that_is_not_there_is_one_clear_line(tmp_path, interpreter):
+def test_a_missing_environment_is_reported_in_one_line(tmp_path, interpreter):
     for python in (tmp_path / "nothing", tmp_path):
         (text,) = check(config_of("vllm", python))
         assert text.startswith(f"server_python: {python} is not a program")
@@ -150,7 +150,7 @@ def test_areals_own_interpreter_has_no_sglang():
     assert "set server_python" in text
 
 
-def test_an_environment_that_does_not_answer(interpreter):
+def test_a_probe_that_fails_or_hangs_is_reported(interpreter):
     python = interpreter("echo 'Traceback' >&2; echo 'ImportError: libcuda.so.1' >&2; exit 1")
     (text,) = check(config_of("vllm", python))
     assert text.startswith(f"server_python: {python} ")
@@ -159,19 +159,19 @@ def test_an_environment_that_does_not_answer(interpreter):
     assert "0.2 s" in text
 
 
-def test_a_script_around_the_interpreter_may_print_more(interpreter):
+def test_a_wrapper_of_the_interpreter_may_print_other_lines(interpreter):
     odd = "echo activated; printf '\\377\\n' >&2"
     assert check(config_of("vllm", interpreter(f"{odd}\n{reporting(vllm='0.32.0')}"))) == []
 
 
 @pytest.mark.parametrize("text", ["17", "[1]", "{}", ""])
-def test_an_answer_of_another_form_is_none(interpreter, text):
+def test_an_answer_in_another_form_counts_as_no_answer(interpreter, text):
     (problem,) = check(config_of("vllm", interpreter(f"echo '{text}'")))
     assert problem.startswith("server_python: ")
     assert problem.endswith("exit code 0")
 
 
-def test_other_servers_are_not_asked(interpreter, tmp_path):
+def test_environments_of_other_backends_are_not_probed(interpreter, tmp_path):
     python = interpreter("exit 1")
     assert check(config_of("native", python)) == []
     attached = InferenceEngineConfig(server_addrs=["127.0.0.1:1"])

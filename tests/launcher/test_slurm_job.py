@@ -43,7 +43,7 @@ def directives(config):
     return {line.partition("=")[0]: line.partition("=")[2] for line in lines}, script
 
 
-def test_the_script_names_all_that_the_job_needs() -> None:
+def test_the_script_names_everything_that_the_job_needs() -> None:
     found, script = directives(config_of(time_limit="12:00:00", partition="p", account="a", qos="q", reservation="r"))
     assert found["--nodes"] == "2"
     assert found["--gpus-per-node"] == "4"

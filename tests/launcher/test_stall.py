@@ -1,4 +1,4 @@
-"""When the explainer speaks, and what it says in which situation."""
+"""When a stall is reported, and which values the report holds in which situation."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -7,8 +7,11 @@ import pytest
 
 from areal.launcher.stall import StallWatch
 from areal.system.heartbeat import Beat
+from tests.expect import in_order
 
 STACKS = "/runs/r/stacks"
+BATCH = "batch 42: 7 of 32 episodes accepted, 3 running"
+IN_ROLLOUT = ("trainer-0", "trainer-1", 61, 42)
 
 
 def replica(name, *, state="serving", version=42, running=0, reason="", queued=0):
@@ -16,7 +19,7 @@ def replica(name, *, state="serving", version=42, running=0, reason="", queued=0
     return {"name": name, "state": state, "version": version, "running": running, "reason": reason, "load": load}
 
 
-def status_of(awaited="batch 42: 7 of 32 episodes accepted, 3 running", *, shut="", replicas=None, **more):
+def status_of(awaited=BATCH, *, shut="", replicas=None, **more):
     """What the controller answers, by default at version 42 with two good servers."""
     replicas = [replica("server-0"), replica("server-1")] if replicas is None else replicas
     fleet = {"replicas": replicas, "waiting_requests": more.pop("queued", 0), "generated_tokens": 1000}
@@ -67,23 +70,23 @@ class Watched:
         return [(n, line) for n in range(1, seconds + 1) if (line := self.look()) is not None]
 
     def line(self):
-        """What is said once the run has stood still long enough, without frame."""
-        told = self.told_within(61)
-        assert len(told) == 1
-        start, end = "areal: no progress for 60 s: ", f". Stacks of all processes: {STACKS}"
-        assert told[0][1].startswith(start)
-        assert told[0][1].endswith(end)
-        return told[0][1][len(start) : -len(end)]
+        """The report after a stall of 61 s."""
+        ((_, line),) = self.told_within(61)
+        return line
+
+
+def explains(line, *clauses):
+    """Whether the report has these clauses: of each, the values in their order."""
+    head, _, text = line.partition(" 60 s: ")
+    parts = text.split("; ")
+    is_complete = head.startswith("areal: ") and parts[-1].endswith(STACKS) and len(parts) == len(clauses)
+    return is_complete and all(in_order(part, *values) for part, values in zip(parts, clauses, strict=True))
 
 
 def test_a_trainer_that_waits_for_a_batch_and_episodes_that_wait_for_rewards():
     run = Watched()
     run.status |= {"running": 3, "waiting_since_s": 61.4}
-    assert run.line() == (
-        "3 episodes run without a request to a server: they wait for rewards or in workflow code; "
-        "the controller has waited 61 s for batch 42: 7 of 32 episodes accepted, 3 running; "
-        "each of trainer-0 and trainer-1 has waited 61 s for batch 42"
-    )
+    assert explains(run.line(), (3,), (61, BATCH), IN_ROLLOUT)
 
 
 def two_trainers(run, doing, step):
@@ -166,91 +169,82 @@ def not_begun(run):
     two_trainers(run, "loads the models", None)
 
 
-IN_ROLLOUT = "each of trainer-0 and trainer-1 has waited 61 s for batch 42"
-BATCH = "the controller waits for batch 42: 7 of 32 episodes accepted, 3 running"
-
-
 @pytest.mark.parametrize(
-    ("situation", "expected"),
+    ("situation", "clauses"),
     [
         (
             gate_shut,
-            "each of trainer-0 and trainer-1 has been in update of step 41 for 61 s; the controller waits for the "
-            "trainer, and no episode starts because 30 accepted + 2 running episodes reach 32",
+            [
+                ("trainer-0", "trainer-1", "update", 41, 61),
+                ("the trainer", "30 accepted + 2 running episodes reach 32"),
+            ],
         ),
         (
             one_rank_behind,
-            "trainer-1 has been in update of step 41 for 101 s, and the other ranks wait for it; "
-            "trainer-0 has been in publish_weights of step 41 for 66 s; the controller waits for the trainer",
+            [("trainer-1", "update", 41, 101), ("trainer-0", "publish_weights", 41, 66), ("the trainer",)],
         ),
         (
             one_rank_a_step_behind,
-            "trainer-1 has been in after_step of step 41 for 61 s, and the other ranks wait for it; "
-            "trainer-0 has waited 61 s for batch 42; "
-            "the controller waits for batch 42: 0 of 32 episodes accepted, 0 running",
+            [
+                ("trainer-1", "after_step", 41, 61),
+                ("trainer-0", 61, 42),
+                ("batch 42: 0 of 32 episodes accepted, 0 running",),
+            ],
         ),
         (
             replica_at_an_old_version,
-            "server-1 is stale at version 41 while 42 is current; requests receive no token: 2 at server-0, 1 "
-            f"without a server; {BATCH}; {IN_ROLLOUT}",
+            [("server-1", "stale", 41, 42), (2, "server-0", 1), (BATCH,), IN_ROLLOUT],
         ),
         (
             no_replica_serves,
-            "no server serves: server-0 is absent: Connection refused; server-1 is stale: an update failed midway; "
-            f"5 requests wait for a server; {BATCH}; {IN_ROLLOUT}",
+            [
+                ("server-0", "absent", "Connection refused"),
+                ("server-1", "stale", "an update failed midway"),
+                (5,),
+                (BATCH,),
+                IN_ROLLOUT,
+            ],
         ),
         (
             evaluation,
-            "requests receive no token: 5 at server-0 (2 in its queue); the controller waits for the evaluation: "
-            "greedy after step 42, 3 of 8 rows done; each of trainer-0 and trainer-1 has been in after_step of step 41 "
-            "for 61 s",
+            [
+                (5, "server-0", 2),
+                ("the evaluation: greedy after step 42, 3 of 8 rows done",),
+                ("trainer-0", "trainer-1", "after_step", 41, 61),
+            ],
         ),
-        (controller_silent, None),
-        (controller_busy, None),
+        (controller_silent, [("controller", "pid 10", 60), ("controller", 60), (BATCH,), IN_ROLLOUT]),
+        (controller_busy, [("controller", 60), (BATCH,), IN_ROLLOUT]),
         (
             replica_hangs_in_publication,
-            "server-1 (pid 21) has sent no heartbeat for 60 s; server-1 is at version 42 and has not installed 43 "
-            "yet; the controller waits for the servers to take policy version 43; "
-            "each of trainer-0 and trainer-1 has been in publish_weights of step 42 for 61 s",
+            [
+                ("server-1", "pid 21", 60),
+                ("server-1", 42, 43),
+                ("the servers to take policy version 43",),
+                ("trainer-0", "trainer-1", "publish_weights", 42, 61),
+            ],
         ),
-        (
-            slow_phase,
-            "each of trainer-0 and trainer-1 has been in update of step 41 for 61 s; "
-            "the controller waits for the trainer",
-        ),
-        (
-            not_begun,
-            "each of trainer-0 and trainer-1 loads the models (for 61 s); the controller waits for a trainer to attach",
-        ),
+        (slow_phase, [("trainer-0", "trainer-1", "update", 41, 61), ("the trainer",)]),
+        (not_begun, [("trainer-0", "trainer-1", "loads the models", 61), ("a trainer to attach",)]),
     ],
 )
-def test_explanations_of_stalls(situation, expected):
+def test_explanations_of_stalls(situation, clauses):
     run = Watched()
     situation(run)
-    if situation is controller_silent:
-        expected = (
-            "controller (pid 10) has sent no heartbeat for 60 s; the controller has not answered for 60 s; its last "
-            "heartbeat says that it waits for batch 42: 7 of 32 episodes accepted, 3 running; " + IN_ROLLOUT
-        )
-    if situation is controller_busy:
-        expected = (
-            "the controller has not answered for 60 s; its last heartbeat says that it waits for batch 42: 7 of 32 "
-            "episodes accepted, 3 running; " + IN_ROLLOUT
-        )
-    assert run.line() == expected
+    assert explains(run.line(), *clauses)
 
 
 @pytest.mark.parametrize(
     ("situation", "first"),
     [
-        (controller_dead, "controller is not running"),
-        (server_starts_again, "server-1 is starting or ending, without a heartbeat"),
+        (controller_dead, "controller "),
+        (server_starts_again, "server-1 "),
     ],
 )
 def test_a_process_that_is_missing_is_named_first(situation, first):
     run = Watched()
     situation(run)
-    assert run.line().startswith(first)
+    assert run.line().partition(" 60 s: ")[2].startswith(first)
 
 
 def test_stacks_are_requested_only_from_processes_with_heartbeats():
@@ -259,7 +253,7 @@ def test_stacks_are_requested_only_from_processes_with_heartbeats():
     run.beats["server-1"] = beat(999, "serves")  # of its predecessor
     run.line()
     assert [name for name, _ in run.signalled] == ["controller", "trainer-0", "trainer-1"]
-    assert {reason for _, reason in run.signalled} == {"no progress for 60 s"}
+    assert all("60 s" in reason for _, reason in run.signalled)
 
 
 def step_of_trainer(run):
@@ -301,20 +295,20 @@ def test_no_report_while_anything_changes(move):
         else:
             run.status = run.status | {move: run.now_s}
         assert run.told_within(50) == []
-    assert len(run.told_within(61)) == 1, "and it speaks once that stops"
+    assert len(run.told_within(61)) == 1, "one report after the last change"
 
 
 def test_one_report_per_stall_time_and_one_when_progress_resumes():
     run = Watched()
     told = run.told_within(200)
     assert [seconds for seconds, _ in told] == [61, 121, 181]
-    assert [line.split(":")[1] for _, line in told] == [f" no progress for {s} s" for s in (60, 120, 180)]
+    assert all(in_order(line, f" {s} s") for (_, line), s in zip(told, (60, 120, 180), strict=True))
     assert len(run.signalled) == 3 * 5
     run.status = run.status | {"accepted": 8}
-    assert run.look() == "areal: progress again, after 199 s without"
+    assert in_order(run.look(), "199 s")
     assert run.told_within(59) == []
     run.status = run.status | {"accepted": 9}
-    assert run.told_within(60) == [], "a move that ends no standstill is not told"
+    assert run.told_within(60) == [], "a change that ends no stall is not reported"
     assert [seconds for seconds, _ in run.told_within(2)] == [1]
 
 
@@ -325,7 +319,7 @@ def test_occasional_failed_answers_are_neither_progress_nor_silence():
         run.status = None if second % 3 else answer
         told.append(run.look())
     assert [line is None for line in told] == [True] * 60 + [False]
-    assert "has not answered" not in told[-1]
+    assert explains(told[-1], (BATCH,), IN_ROLLOUT)
 
 
 def test_time_when_the_launcher_was_stopped_is_not_counted():
@@ -334,8 +328,8 @@ def test_time_when_the_launcher_was_stopped_is_not_counted():
     run.now_s += 10_000.0
     assert run.look() is None
     assert run.told_within(44) == []
-    (told,) = run.told_within(10)
-    assert "no heartbeat" not in told[1]
+    ((_, line),) = run.told_within(10)
+    assert explains(line, (BATCH,), ("trainer-0", "trainer-1", 42))
 
 
 def test_a_run_without_a_controller_is_explained_by_its_ranks():
@@ -345,7 +339,4 @@ def test_a_run_without_a_controller_is_explained_by_its_ranks():
         del run.pids[name], run.beats[name]
     run.trainers({0: ("update", 3), 1: ("data", 3)}, for_s=2.0)
     run.beats["trainer-1"] = beat(31, "data", 8.0, 3)
-    assert run.line() == (
-        "trainer-1 has been in data of step 3 for 69 s, and the other ranks wait for it; "
-        "trainer-0 has been in update of step 3 for 63 s"
-    )
+    assert explains(run.line(), ("trainer-1", "data", 3, 69), ("trainer-0", "update", 3, 63))

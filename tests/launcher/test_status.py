@@ -28,7 +28,7 @@ class _Terminal(io.StringIO):
         raise OSError
 
 
-def test_lines():
+def test_status_lines():
     status = {
         "step": 3,
         "total_steps": 10,
@@ -123,7 +123,7 @@ def controller():
     server.server_close()
 
 
-def test_controller_is_asked_directly_whatever_the_proxy(tmp_path, controller, monkeypatch):
+def test_requests_to_the_controller_bypass_the_proxy(tmp_path, controller, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(status_module, "_TIMEOUT_S", 200.0)
     registry = FileRegistry(tmp_path / "names")

@@ -39,21 +39,21 @@ def test_a_bucket_has_no_padding_and_shares_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "shapes", "message"),
+    ("dtypes", "shapes", "values"),
     [
-        (["bfloat16", "float32"], [[3], [2]], "weight 1 of a bucket, float32, would start at byte 6"),
-        (["float33"], [[3]], "unknown weight dtype 'float33'"),
-        (["Tensor"], [[3]], "unknown weight dtype 'Tensor'"),
-        (["float32"], [[3], [2]], "longer"),
-        (["float32"], [[5]], "does not fit into 16"),
+        (["bfloat16", "float32"], [[3], [2]], r"\b1\b.* float32.* 6\b"),
+        (["float33"], [[3]], "'float33'"),
+        (["Tensor"], [[3]], "'Tensor'"),
+        (["float32"], [[3], [2]], r"\b2\b"),
+        (["float32"], [[5]], r"\b16\b"),
     ],
 )
-def test_a_bucket_that_cannot_be_viewed_is_refused(dtypes: list[str], shapes: list[list[int]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_bucket_that_cannot_be_viewed_is_refused(dtypes: list[str], shapes: list[list[int]], values: str) -> None:
+    with pytest.raises(ValueError, match=values):
         layout.views(torch.zeros(16, dtype=torch.uint8), dtypes, shapes)
 
 
-def test_the_widest_go_first_and_equals_stay_in_order() -> None:
+def test_weights_are_sorted_by_item_size_and_the_sort_is_stable() -> None:
     dtypes = ["uint8", "bfloat16", "float32", "float16", "float64", "int32"]
     order = layout.widest_first(dtypes)
     assert [dtypes[index] for index in order] == ["float64", "float32", "int32", "bfloat16", "float16", "uint8"]
@@ -80,7 +80,7 @@ print(int(buffer.long().sum()))
 """
 
 
-def test_it_meets_a_rank_that_torch_makes_as_sglang_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_with_a_rank_that_is_created_as_in_sglang_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = serve_store(Host(), "secret", timeout_s=250)
     url = f"tcp://127.0.0.1:{store.port}"
@@ -111,16 +111,16 @@ def exchange(port: int, rank: int, buffer: Tensor) -> None:
     group.leave(joined)
 
 
-def test_a_rank_that_meets_no_other_fails_within_the_limit() -> None:
+def test_a_rank_without_peers_fails_within_the_time_limit() -> None:
     store = serve_store(Host(), "secret", timeout_s=200)
     names = {"group_name": "g", "backend": "gloo", "timeout_s": 0.5}
-    with pytest.raises(TransferError, match=r"group g: rank 1 of 2 did not meet the others within 0\.5 s"):
+    with pytest.raises(TransferError, match=r"\bg\b.* 1 .* 2 .* 0\.5 s"):
         group.connect("127.0.0.1", store.port, rank=1, world_size=2, **names)
-    with pytest.raises(ValueError, match="unknown backend 'mpi'"):
+    with pytest.raises(ValueError, match="'mpi'"):
         group.connect("127.0.0.1", store.port, rank=1, world_size=2, **(names | {"backend": "mpi"}))
 
 
-def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
+def test_a_broadcast_fails_at_its_time_limit_and_when_the_peer_leaves() -> None:
     was_initialized = dist.is_initialized()  # other tests of this process may have done that
     store = serve_store(Host(), "secret", timeout_s=200)
     made: dict[int, group.TransferGroup] = {}
@@ -137,14 +137,14 @@ def test_a_broadcast_ends_at_its_limit_and_when_the_peer_leaves() -> None:
         thread.join()
     sender, receiver = made[0], made[1]
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
-    with pytest.raises(TransferError, match="update group g: "):
+    with pytest.raises(TransferError, match=r"\bg\b"):
         group.broadcast(receiver, buffer, 0.2)
     group.leave(sender)
-    with pytest.raises(TransferError, match="update group g"):
+    with pytest.raises(TransferError, match=r"\bg\b"):
         group.broadcast(receiver, buffer, 1e4)  # nobody may wait for so long
     group.leave(receiver)
     group.leave(receiver)
-    with pytest.raises(TransferError, match="update group g was left"):
+    with pytest.raises(TransferError, match=r"\bg\b"):
         group.broadcast(receiver, buffer, 60)
     assert dist.is_initialized() == was_initialized, "torch's own register of groups is left alone"
 
@@ -172,10 +172,10 @@ def test_a_group_is_dropped_in_a_separate_thread(monkeypatch: pytest.MonkeyPatch
     assert aborted == [True], "what waits in it ends"
 
 
-def test_an_absent_store_is_an_error_at_once() -> None:
+def test_an_absent_store_is_an_immediate_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(TransferError, match=f"no store of an update group at 127.0.0.1:{port}"):
+    with pytest.raises(TransferError, match=f"127.0.0.1:{port}"):
         group.open_store("127.0.0.1", port, timeout_s=200)
 
 
@@ -190,22 +190,23 @@ def test_a_master_that_dies_during_the_connection_ends_the_wait(monkeypatch: pyt
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
 
+    port = server.getsockname()[1]
     threading.Thread(target=die_at_the_greeting, daemon=True).start()
-    with pytest.raises(TransferError, match="no store of an update group"):
-        group.open_store("127.0.0.1", server.getsockname()[1], timeout_s=1e4)
+    with pytest.raises(TransferError, match=f"127.0.0.1:{port}"):
+        group.open_store("127.0.0.1", port, timeout_s=1e4)
 
 
-def test_a_connection_attempt_that_torch_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_attempt_fails_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     store = serve_store(Host(), "secret", timeout_s=20)
     monkeypatch.setattr(group, "_CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(group, "TCPStore", lambda *_, **__: released.wait(100))
-    with pytest.raises(TransferError, match=r"it did not answer in 0\.2 s"):
+    with pytest.raises(TransferError, match=r"\b0\.2 s"):
         group.open_store("127.0.0.1", store.port, timeout_s=20)
     released.set()
 
 
-def test_a_broadcast_that_torch_does_not_end_is_given_up_at_the_limit() -> None:
+def test_a_broadcast_that_never_completes_fails_at_its_time_limit() -> None:
     """NCCL's own limit ends the process."""
 
     class Work:
@@ -219,7 +220,7 @@ def test_a_broadcast_that_torch_does_not_end_is_given_up_at_the_limit() -> None:
             return Work()
 
     hanging = group.TransferGroup("g", Group())  # type: ignore[arg-type]
-    with pytest.raises(TransferError, match=r"update group g: no broadcast in 0\.1 s"):
+    with pytest.raises(TransferError, match=r"\bg\b.* 0\.1 s"):
         group.broadcast(hanging, torch.empty(3, dtype=torch.uint8), 0.1)
 
 
@@ -231,6 +232,6 @@ def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:
     assert master.get("a") == b"b"
 
 
-def test_it_can_be_imported_where_areal_is_not(tmp_path: Path) -> None:
+def test_the_transfer_package_imports_without_areal(tmp_path: Path) -> None:
     code = "import sys; from areal_transfer import group, layout; assert 'areal' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(FOLDER)}, check=True, timeout=250)

@@ -246,11 +246,11 @@ def test_the_import_registers_the_engine(vllm: dict[str, ModuleType], kit: Kit) 
 def test_an_incompatible_vllm_is_refused_with_both_versions(vllm: dict[str, ModuleType]) -> None:
     vars(vllm["vllm"])["__version__"] = "0.20.1"
     del vars(vllm["vllm.model_executor.model_loader.reload"])["finalize_layerwise_reload"]
-    with pytest.raises(ImportError, match=r"the installed 0\.20\.1 lacks .*finalize_layerwise_reload.* vllm>=0\.32\.0"):
+    with pytest.raises(ImportError, match=r"\b0\.20\.1 .*finalize_layerwise_reload.* vllm>=0\.32\.0"):
         importlib.import_module("areal_vllm.extension")
 
 
-def test_each_worker_takes_its_rank_and_leaves_the_group_before(kit: Kit) -> None:
+def test_each_worker_takes_its_rank_and_leaves_the_previous_group(kit: Kit) -> None:
     kit.join("g1")
     kit.join("g2")
     assert kit.left == ["g1"]
@@ -261,7 +261,7 @@ def test_each_worker_takes_its_rank_and_leaves_the_group_before(kit: Kit) -> Non
     assert kit.left == ["g1", "g2"]
 
 
-def test_buckets_are_loaded_as_they_come_and_count_at_the_end(kit: Kit) -> None:
+def test_weights_are_complete_only_after_the_last_bucket(kit: Kit) -> None:
     kit.join()
     must(kit.worker.areal_start_update())
     assert not kit.is_whole
@@ -284,7 +284,7 @@ def test_buckets_are_loaded_as_they_come_and_count_at_the_end(kit: Kit) -> None:
 )
 def test_an_update_that_lacks_a_weight_is_reported(kit: Kit, buckets: list[dict[str, Any]], lacking: str) -> None:
     kit.join()
-    with pytest.raises(RuntimeError, match=rf"{lacking} for one"):
+    with pytest.raises(RuntimeError, match=rf"\b{lacking}\b"):
         kit.update(*buckets)
     assert not kit.is_whole
     assert kit.model.events[-1] == "finalize"  # the server must live on
@@ -300,8 +300,9 @@ def test_a_failed_bucket_restores_the_weights_and_leaves_the_group(kit: Kit) -> 
     assert kit.model.events == ["initialize", "finalize"]
     assert (kit.is_whole, kit.left) == (False, ["g1"])
     kit.fails_to_send = False
-    with pytest.raises(RuntimeError, match="in no update group"):
+    with pytest.raises(RuntimeError):  # the group was left
         kit.update(BUCKET, LAST)
+    assert (kit.is_whole, kit.joined[1:]) == (False, [])
     kit.join("g2")
     kit.model.fails_on = "head"
     with pytest.raises(RuntimeError, match="no room"):
@@ -327,7 +328,7 @@ def test_a_folder_that_is_not_finite_is_not_loaded(kit: Kit, tmp_path: Path) -> 
     assert (kit.model.events, kit.is_whole) == ([], True)
 
 
-def test_an_update_that_was_left_open_is_ended_before_the_next(kit: Kit) -> None:
+def test_an_unfinished_update_ends_before_the_next_one(kit: Kit) -> None:
     """The controller died between two buckets: vLLM would refuse to start, and count the first half twice."""
     kit.join()
     must(kit.worker.areal_start_update())
@@ -348,7 +349,7 @@ def test_a_bad_folder_is_reported_and_a_good_one_makes_the_weights_whole(kit: Ki
     assert kit.is_whole
 
 
-def test_a_folder_ends_an_update_that_was_left_open(kit: Kit) -> None:
+def test_loading_a_folder_ends_an_unfinished_update(kit: Kit) -> None:
     kit.join()
     must(kit.worker.areal_start_update())
     must(kit.worker.areal_load_folder("v1"))
@@ -390,7 +391,7 @@ def test_an_output_layer_tied_to_the_embedding_is_packed_again(kit: Kit) -> None
     assert packed == ["embedding", "output"]
 
 
-def test_a_worker_without_our_engine_names_the_missing_flag(kit: Kit) -> None:
+def test_a_worker_without_the_transfer_engine_names_the_missing_flag(kit: Kit) -> None:
     kit.worker.weight_transfer_engine = None
     with pytest.raises(RuntimeError, match="--weight-transfer-config"):
         kit.worker.areal_state()
