@@ -23,7 +23,7 @@ from typing import Any, Literal
 from areal.api.config import GenerationHyperparameters, GRPOConfig, PPOActorConfig
 from areal.fleet.backends import backend_named
 from areal.fleet.server_host import filled_in, port_names
-from areal.system.network import Host, bind_socket
+from areal.system.network import bind_socket
 
 Backend = Literal["vllm", "sglang"]
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def server_start(
         **{backend: FLAGS[backend] | flags},
     )
     kind = backend_named(backend)
-    command = kind.command(config, False, Host())
+    command = kind.command(config, False)
     env = os.environ | {"OMP_NUM_THREADS": "1"} | command.env
     if kind.core_bindings is not None:
         env |= kind.core_bindings(0, size, 1, range(os.cpu_count() or 1))
