@@ -15,12 +15,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.nodes import Nodes, Ssh
+from tests.cluster.nodes import SSH_PORT, Node, Nodes, Ssh, start_ray
 from tests.faults.conftest import CONFIG, REWARD
 from tests.faults.driver import ROOT, Run, process_name
 from tests.faults.ledger_proof import raw_events
 from tests.faults.proofs import prove
 
+LAUNCHERS = ("ssh", "ray")
 LIMIT_S = 240.0
 _SCAN_S = 0.5
 _CLONE_NEWNET = 0x40000000
@@ -53,16 +54,47 @@ class NodeConnection(http.client.HTTPConnection):
             raise failures[0]
 
 
+class Cluster:
+    """Nodes with what one launcher needs: an ssh server on each, or a Ray cluster. `folder` holds the ssh keys."""
+
+    def __init__(self, nodes: Nodes, launcher: str, folder: Path) -> None:
+        self.nodes = nodes
+        self.launcher = launcher
+        self.ssh = Ssh(folder) if launcher == "ssh" else None
+        for node in nodes:
+            self.prepare(node)
+
+    def prepare(self, node: Node) -> None:
+        """Make a node usable after it was switched on."""
+        if self.ssh is not None:
+            self.ssh.serve(node)
+        else:
+            start_ray(node, None if node is self.nodes[1] else self.nodes[1])
+
+    def words(self, hosts: str = "") -> list[str]:
+        """Words of the launcher's command line that name the nodes."""
+        if self.ssh is None:
+            return [f"cluster.n_nodes={len(list(self.nodes))}"]
+        options = [word for option in self.ssh.options for word in ("--ssh-option", option)]
+        return ["--hosts", hosts or ",".join(f"{node.address}:{SSH_PORT}" for node in self.nodes), *options]
+
+
 @dataclass(kw_only=True)
 class ClusterRun(Run):
-    """One run folder, and a launcher on the first of `nodes` with the command `module`."""
+    """One run folder, and a launcher on the first node of `cluster`."""
 
-    nodes: Nodes
-    module: str
+    cluster: Cluster
+    hosts: str = ""
+    """For `--hosts`; empty = all nodes."""
     environ: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def nodes(self) -> Nodes:
+        return self.cluster.nodes
+
     def start(self) -> None:
-        argv = [sys.executable, "-m", self.module, *self.arguments]
+        module = f"areal.launcher.{self.cluster.launcher}"
+        argv = [sys.executable, "-m", module, *self.arguments, *self.cluster.words(self.hosts)]
         environ = {name: value for name, value in os.environ.items() if name != "AREAL_SERVER_TOKEN"}
         with open(self.log_path, "ab") as log:
             self.launcher = self.nodes[1].popen(
@@ -90,16 +122,31 @@ class ClusterRun(Run):
         assert self.launcher is not None
         return NodeConnection(netloc, timeout_s, self.nodes[1].network)
 
-    def _signal(self, names: Sequence[str], number: signal.Signals) -> dict[str, int]:
-        struck = super()._signal(names, number)
-        if number == signal.SIGCONT and "launcher" in struck and self.launcher is not None:
-            self.launcher.send_signal(number)  # nsenter stops itself when its child is stopped
-        return struck
+    def cut_power(self, names: Sequence[str]) -> dict[str, int]:
+        pids, lost = self.pids(fresh=True), dict[str, int]()
+        for node in self.nodes:
+            if node.name in names and node.is_on:
+                own = set(node.pids())
+                lost |= {name: pid for name, pid in pids.items() if pid in own}
+                node.power_off()
+        return lost
 
-    def node_of(self, name: str) -> int:
-        """The number of the node that a process runs on."""
+    def restore(self) -> None:
+        for node in self.nodes:
+            if not node.is_on:
+                node.power_on()
+                self.cluster.prepare(node)
+
+    def _signal(self, names: Sequence[str], number: signal.Signals) -> dict[str, int]:
+        if number in (signal.SIGKILL, signal.SIGCONT) and "launcher" in names and self.launcher is not None:
+            # nsenter has stopped itself with its child. It continues after the child has received the signal.
+            threading.Timer(0.3, self.launcher.send_signal, [signal.SIGCONT]).start()
+        return super()._signal(names, number)
+
+    def node_of(self, name: str) -> str:
+        """The name of the node that a process runs on."""
         pid = self.pids(fresh=True)[name]
-        return next(number for number, node in enumerate(self.nodes, 1) if node.is_on and pid in node.pids())
+        return next(node.name for node in self.nodes if pid in node.pids())
 
     def steps(self) -> int:
         """Train steps that the ledger holds as done."""
@@ -134,25 +181,10 @@ class ClusterRun(Run):
         return facts
 
 
-def ssh_run(nodes: Nodes, ssh: Ssh, folder: Path, config: Path, *overrides: str, hosts: str = "") -> ClusterRun:
-    """A run on all nodes, which have ssh servers. It is not started."""
-    options = [word for option in ssh.options for word in ("--ssh-option", option)]
-    hosts = hosts or ",".join(f"{node.address}:2222" for node in nodes)
-    words = ["--hosts", hosts, *options, "--config", str(config), *overrides]
-    return _run(nodes, folder, "areal.launcher.ssh", words)
-
-
-def ray_run(nodes: Nodes, folder: Path, config: Path, *overrides: str) -> ClusterRun:
-    """A run on all nodes, which are those of a Ray cluster. It is not started."""
-    words = ["--config", str(config), f"cluster.n_nodes={len(list(nodes))}", *overrides]
-    return _run(nodes, folder, "areal.launcher.ray", words)
-
-
-def _run(nodes: Nodes, folder: Path, module: str, arguments: Sequence[str]) -> ClusterRun:
-    return ClusterRun(
-        arguments=arguments, folder=folder / "faults" / "run", log_path=folder / "launcher.log", nodes=nodes,
-        module=module,
-    )  # fmt: skip
+def cluster_run(cluster: Cluster, folder: Path, config: Path, *overrides: str) -> ClusterRun:
+    """A run of `write_config` in `folder`. It is not started."""
+    words, log = ["--config", str(config), *overrides], folder / "launcher.log"
+    return ClusterRun(arguments=words, folder=folder / "faults" / "run", log_path=log, cluster=cluster)
 
 
 def _processes(pids: Sequence[int]) -> list[psutil.Process]:

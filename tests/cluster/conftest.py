@@ -48,9 +48,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def ssh(can_have_nodes: None, tmp_path: Path) -> Ssh:
-    """Keys for ssh servers; `ssh.serve(node)` starts one."""
+@pytest.fixture(scope="session")
+def can_have_ssh(can_have_nodes: None) -> None:
     if problem := ssh_missing():
         pytest.skip(problem)
+
+
+@pytest.fixture
+def ssh(can_have_ssh: None, tmp_path: Path) -> Ssh:
+    """Keys for ssh servers; `ssh.serve(node)` starts one."""
     return Ssh(tmp_path / "ssh")

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.cluster_run import foreign_sockets, ssh_run, write_config
+from tests.cluster.cluster_run import Cluster, cluster_run, foreign_sockets, write_config
 from tests.cluster.nodes import wait_for
 from tests.faults.driver import ROOT
 
@@ -21,21 +21,23 @@ def command(pid):
 
 
 @pytest.fixture
-def nodes(make_nodes, ssh):
-    made = make_nodes(3)
-    for node in made:
-        ssh.serve(node)
-    return made
+def nodes(make_nodes):
+    return make_nodes(3)
 
 
 @pytest.fixture
-def make_run(nodes, ssh, data, tmp_path):
+def cluster(nodes, can_have_ssh, tmp_path):
+    return Cluster(nodes, "ssh", tmp_path / "ssh")
+
+
+@pytest.fixture
+def make_run(cluster, data, tmp_path):
     """Starts the launcher on node1, with the controller, server-0 and rank 0. node2: server-1; node3: rank 1."""
     runs = []
 
     def make(*overrides, hosts=""):
-        run = ssh_run(nodes, ssh, tmp_path, write_config(tmp_path, data), *SILENCE, *overrides, hosts=hosts)
-        run.environ = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+        run = cluster_run(cluster, tmp_path, write_config(tmp_path, data), *SILENCE, *overrides)
+        run.hosts, run.environ = hosts, {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
         runs.append(run)
         run.start()
         return run
@@ -69,13 +71,13 @@ def test_a_server_whose_node_loses_power_continues_on_another_node(make_run, nod
     assert "launch.node_lost" in text or "is lost" in text
 
 
-def test_a_trainer_whose_node_loses_power_recovers_also_after_the_node_is_back(make_run, nodes, ssh, data):
+def test_a_trainer_whose_node_loses_power_recovers_also_after_the_node_is_back(make_run, nodes, cluster, data):
     run = make_run("total_train_steps=16")
     run.wait_for_step(2)
     nodes[3].power_off()
     run.wait_for_step(run.steps() + 4)
     nodes[3].power_on()
-    ssh.serve(nodes[3])
+    cluster.prepare(nodes[3])
     run.prove(data)
     assert "trainers" in json.loads((run.folder / "summary.json").read_text())["restarts"]
 
@@ -109,8 +111,8 @@ def test_a_host_that_does_not_answer_is_refused(make_run, nodes, third):
     refused(run, nodes, "launch.node_unreachable")
 
 
-def test_a_wrong_key_is_refused(make_run, nodes, ssh):
-    (ssh.folder / "authorized_keys").write_text("")
+def test_a_wrong_key_is_refused(make_run, nodes, cluster):
+    (cluster.ssh.folder / "authorized_keys").write_text("")
     refused(make_run(), nodes, "launch.node_unreachable")
 
 

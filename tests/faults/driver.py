@@ -136,6 +136,13 @@ class Run:
     def go_on(self, names: Sequence[str]) -> dict[str, int]:
         return self._signal(names, signal.SIGCONT)
 
+    def cut_power(self, names: Sequence[str]) -> dict[str, int]:
+        """Nodes lose power, with all that runs there. Returns the processes that were there."""
+        raise RunBroken(f"a run on one machine has no nodes: {', '.join(names)}")
+
+    def restore(self) -> None:
+        """Nodes without power can be used again."""
+
     def _signal(self, names: Sequence[str], number: signal.Signals) -> dict[str, int]:
         pids = self.pids(fresh=True)
         struck = {name: pids[name] for name in names if name in pids}

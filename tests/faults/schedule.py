@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Action = Literal["kill", "terminate", "stop", "stop_then_go", "stop_then_kill"]
+Action = Literal["kill", "terminate", "stop", "stop_then_go", "stop_then_kill", "power"]
 """kill: SIGKILL. terminate: SIGTERM. stop: SIGSTOP, which the launcher must find. stop_then_*: SIGSTOP, then SIGCONT or
-SIGKILL by the soak."""
+SIGKILL by the soak. power: the power of a node is cut."""
 MomentKind = Literal["training", "publishing", "checkpointing", "evaluating", "catching_up", "restarting", "soon"]
 
 SERVERS = ("server-0", "server-1")
@@ -81,6 +82,17 @@ def make_schedule(seed: int, num_faults: int, *, hang_s: float, mode: str = "xcc
         for recipe in sorted(recipes, key=lambda recipe: places[id(recipe)]):
             faults += recipe
     return faults[:num_faults]
+
+
+def with_node_losses(faults: list[Fault], nodes: Sequence[str], every: int = 4) -> list[Fault]:
+    """The same schedule with the loss of a node in the place of some faults that no other one follows."""
+    chained = [fault.is_chained for fault in (*faults, *faults[:1])]
+    last = [i for i in range(len(faults)) if not chained[i] and not chained[i + 1]]
+    moment = Moment(kind="training", steps=1, delay_s=0.3)
+    changed = list(faults)
+    for count, i in enumerate(last[every // 2 :: every]):
+        changed[i] = Fault(moment=moment, action="power", targets=(nodes[count % len(nodes)],))
+    return changed
 
 
 def _recipes(rng: random.Random, hang_s: float) -> list[list[Fault]]:

@@ -1,12 +1,14 @@
 """Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
 
-    make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk']
+    make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk'] [ARGS='--cluster ssh']
     python -m tests.faults.soak --seed 0 [--kills 30] [--mode xccl|disk] [--folder runs/faults]
 
 Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Half of the faults hit runs with
 weights over the collective, of which the first must solve the task; the others hit shorter runs with weights over disk.
 Each mode has its own schedule of kills, stops (SIGSTOP, SIGCONT) and SIGTERM; more runs follow while faults are left.
 The same seed gives the same schedules; the exact time within a moment depends on the machine.
+
+With --cluster the runs use three nodes (tests/cluster/nodes.py), which also lose power, and no run must solve the task.
 
 Checked after each run: exit status, task, audit, a second count of the raw ledger, rows, metrics, checkpoint, processes
 left, replay. When something is wrong, the folder stays and the output says what. Exit status: 0 all is well, 1 not.
@@ -19,14 +21,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from tests.cluster.cluster_run import LAUNCHERS, Cluster, ClusterRun
+from tests.cluster.nodes import Nodes
 from tests.faults.driver import ROOT, Run, RunBroken
 from tests.faults.ledger_proof import raw_events, seconds_to_training
 from tests.faults.proofs import prove
-from tests.faults.schedule import Fault, make_schedule
+from tests.faults.schedule import Fault, make_schedule, with_node_losses
 from tests.faults.striker import Blow, Striker, last_words
 
 HANG_S = 6.0
@@ -68,6 +74,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30, help="how many faults, at least 2")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="emptied before; kept on failure")
     parser.add_argument("--mode", choices=MODES, help="only runs with this weight_update_mode (default: both)")
+    parser.add_argument("--cluster", choices=LAUNCHERS, help="three nodes on this machine, with this launcher")
     args = parser.parse_args()
     folder = args.folder.absolute() / f"seed-{args.seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,6 +82,8 @@ def main() -> int:
     modes = [args.mode] if args.mode else MODES
     shares = dict(zip(modes, [-(-args.kills // len(modes)), args.kills // 2], strict=False))
     schedules = {mode: make_schedule(args.seed, num, hang_s=HANG_S, mode=mode) for mode, num in shares.items()}
+    if args.cluster:
+        schedules = {mode: with_node_losses(faults, ("node2", "node3")) for mode, faults in schedules.items()}
     say(f"seed {args.seed}, {args.kills} faults, folder {folder}")
     for mode, schedule in schedules.items():
         for number, fault in enumerate(schedule, 1):
@@ -85,8 +94,10 @@ def main() -> int:
     results: list[LegResult] = []
     for mode, rest in schedules.items():
         while rest and not any(result.problems for result in results):
-            leg = Leg(name=f"leg-{len(results)}", weight_update_mode=mode, is_to_solve=not results, faults=rest)
-            result, rest = run_leg(leg, folder, deadline)
+            is_to_solve = not results and not args.cluster
+            leg = Leg(name=f"leg-{len(results)}", weight_update_mode=mode, is_to_solve=is_to_solve, faults=rest)
+            with nodes_for(args.cluster, folder) as cluster:
+                result, rest = run_leg(leg, folder, deadline, cluster)
             results.append(result)
     return report(args.seed, folder, results, time.monotonic() - began_s)
 
@@ -129,15 +140,25 @@ def leg_arguments(leg: Leg, folder: Path) -> list[str]:
     return words if leg.is_to_solve else [*words, f"total_train_steps={SECOND_LEG_STEPS}", "evaluator.stop_at={}"]
 
 
-def run_leg(leg: Leg, folder: Path, deadline: float) -> tuple[LegResult, list[Fault]]:
+@contextmanager
+def nodes_for(launcher: str | None, folder: Path) -> Iterator[Cluster | None]:
+    """Nodes for one run of the ssh or Ray launcher; None without a launcher."""
+    if launcher is None:
+        yield None
+        return
+    with Nodes(3, private=("/tmp/ray",)) as nodes:
+        yield Cluster(nodes, launcher, folder / "ssh")
+
+
+def run_leg(leg: Leg, folder: Path, deadline: float, cluster: Cluster | None = None) -> tuple[LegResult, list[Fault]]:
     """One run to its end under its faults, and all proofs. Returns also the faults that came too late."""
     root = folder / "quickstart" / leg.name
-    run = Run(
-        arguments=leg_arguments(leg, folder),
-        folder=root,
-        log_path=root.with_name(f"{leg.name}-launcher.log"),
-        deadline=deadline,
-    )
+    words, log = leg_arguments(leg, folder), root.with_name(f"{leg.name}-launcher.log")
+    if cluster is None:
+        run = Run(arguments=words, folder=root, log_path=log, deadline=deadline)
+    else:
+        words.append("cluster.node_silence_s=5")
+        run = ClusterRun(arguments=words, folder=root, log_path=log, deadline=deadline, cluster=cluster)
     say(f"\n{leg.name}: weights over {leg.weight_update_mode}, {len(leg.faults)} faults")
     striker = Striker(run=run, hang_s=HANG_S, say=say)
     result = LegResult(leg=leg, blows=striker.blows, seconds=0.0, num_launches=0)

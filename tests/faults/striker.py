@@ -80,6 +80,7 @@ class Striker:
         while self.run.exit_code is None:
             self._look()
             if self.run.highest_step >= goal and self.run.all_ready(EVERYTHING[1:]):
+                self.run.restore()
                 return True
             if time.monotonic() >= deadline:
                 raise RunBroken(
@@ -139,12 +140,12 @@ class Striker:
     def _strike(self, fault: Fault, was_moment: bool) -> None:
         doing, step = str(self._last.get("waiting_for", "")), self.run.highest_step
         at = time.time()
-        actions = {"kill": self.run.kill, "terminate": self.run.terminate}
+        actions = {"kill": self.run.kill, "terminate": self.run.terminate, "power": self.run.cut_power}
         struck = actions.get(fault.action, self.run.stop)(fault.targets)
         self._killed = struck
         self.blows.append(Blow(fault=fault, at=at, step=step, was_moment=was_moment, doing=doing, struck=tuple(struck)))
         late = "" if was_moment else f" (not seen in {fault.moment.limit_s:g} s, strikes anyway)"
-        gone = sorted(set(fault.targets) - set(struck))
+        gone = [] if fault.action == "power" else sorted(set(fault.targets) - set(struck))
         absent = f"; not there: {', '.join(gone)}" if gone else ""
         self.say(f"{len(self.blows):3}. step {step}: {fault}, moment: {fault.moment}{late}{absent}")
         if fault.action == "stop":

@@ -22,13 +22,23 @@ from tests.faults.ledger_proof import (
     raw_events,
     seconds_to_training,
 )
-from tests.faults.schedule import EVERYTHING, make_schedule
+from tests.faults.schedule import EVERYTHING, make_schedule, with_node_losses
 
 
 def test_the_schedule_is_a_function_of_the_seed():
     assert make_schedule(7, 30, hang_s=6.0) == make_schedule(7, 30, hang_s=6.0)
     assert make_schedule(7, 30, hang_s=6.0) != make_schedule(8, 30, hang_s=6.0)
     assert make_schedule(7, 10, hang_s=6.0) == make_schedule(7, 30, hang_s=6.0)[:10]
+
+
+def test_a_schedule_for_nodes_has_their_losses_and_keeps_its_chains():
+    faults = make_schedule(7, 20, hang_s=6.0)
+    found = with_node_losses(faults, ("node2", "node3"))
+    losses = [i for i, fault in enumerate(found) if fault.action == "power"]
+    assert {found[i].targets for i in losses} == {("node2",), ("node3",)}
+    assert len(losses) >= 3
+    assert [a for i, a in enumerate(found) if i not in losses] == [a for i, a in enumerate(faults) if i not in losses]
+    assert not any(faults[i].is_chained or (faults[i + 1 : i + 2] and faults[i + 1].is_chained) for i in losses)
 
 
 @pytest.mark.parametrize("seed", range(5))
