@@ -29,7 +29,6 @@ from areal.launcher.node_messages import (
     Alive,
     Exit,
     Facts,
-    Failed,
     FromAgent,
     Hello,
     Lines,
@@ -40,7 +39,6 @@ from areal.launcher.node_messages import (
     Stacks,
     Start,
     Stop,
-    Stopped,
     ToAgent,
 )
 from areal.system.device import cpu_count, visible_gpus
@@ -97,7 +95,7 @@ class NodeAgent:
                     try:
                         self._send(_prepared(message))
                     except ArealError as error:
-                        self._send(Failed(error=str(error), code=error.code))
+                        self._send(Reply(error=str(error), code=error.code))
                         return False
                     self._silence_s, self._heard_s = message.silence_s, time.monotonic()
                     return True
@@ -163,7 +161,7 @@ class NodeAgent:
 
         backend.stop(stop.names, stop.grace_s, hurry=hurry)
         self._report(backend)
-        self._send(Stopped(names=stop.names))
+        self._send(Reply(id=stop.id))
 
     def _report(self, backend: LocalBackend) -> None:
         """Send each exit once, and a sign of life at intervals."""

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import areal
@@ -67,9 +67,7 @@ class NodeLink:
         self._lost_s = 1.5 * hello.silence_s  # later than the agent ends its processes
         self._ended: dict[str, Ended] = {}
         self._replies: dict[int, wire.Reply] = {}
-        self._stopped: set[str] = set()
         self._facts: wire.Facts | None = None
-        self._failed: wire.Failed | None = None
         self._ids = itertools.count()
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -83,7 +81,9 @@ class NodeLink:
     def has_answered(self, limit_s: float) -> bool:
         """Whether it is known, after at most `limit_s`, if the node can be used."""
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self._facts or self._failed or self.lost, limit_s))
+            return bool(
+                self._changed.wait_for(lambda: self._facts or wire.HELLO_ID in self._replies or self.lost, limit_s)
+            )
 
     def finish_connecting(self, limit_s: float) -> None:
         """Wait for the facts of the node. LaunchError when it cannot be used; the connection is then closed."""
@@ -91,7 +91,7 @@ class NodeLink:
         if self._facts is not None and self._facts.areal == areal.__version__:
             self.facts = self._facts
             return
-        failed, lost = self._failed, self.lost
+        failed, lost = self._replies.get(wire.HELLO_ID), self.lost
         self.close()
         if self._facts is not None:
             found, own = self._facts.areal, areal.__version__
@@ -137,7 +137,6 @@ class NodeLink:
     def start(self, planned: PlannedProcess) -> int:
         """Start a process; returns its id there. LaunchError when it cannot be started or the node is lost."""
         self._ended.pop(planned.name, None)
-        self._stopped.discard(planned.name)
         number = next(self._ids)
         return self._answer(wire.Start(id=number, planned=planned), number, _START_LIMIT_S).pid
 
@@ -160,12 +159,14 @@ class NodeLink:
         reply = self._ask(wire.Stacks(id=number, name=name, reason=reason), number, _ANSWER_LIMIT_S)
         return reply is not None and reply.done
 
-    def stop(self, names: Sequence[str], grace_s: float) -> None:
-        """Begin to end processes; `has_stopped` says when that is done."""
-        self.send(wire.Stop(names=tuple(names), grace_s=grace_s))
+    def stop(self, names: Sequence[str], grace_s: float) -> int:
+        """Begin to end processes. Returns a number for `has_stopped`."""
+        number = next(self._ids)
+        self.send(wire.Stop(id=number, names=tuple(names), grace_s=grace_s))
+        return number
 
-    def has_stopped(self, names: Iterable[str]) -> bool:
-        return bool(self.lost) or self._stopped.issuperset(names)
+    def has_stopped(self, number: int) -> bool:
+        return bool(self.lost) or number in self._replies
 
     def close(self) -> None:
         """End the agent, which ends its processes, and the transport."""
@@ -233,15 +234,11 @@ class NodeLink:
                 case wire.Facts():
                     self._facts = message
                     self.clock_s = message.clock_s - time.time()
-                case wire.Failed():
-                    self._failed = message
                 case wire.Reply():
                     self._replies[message.id] = message
                 case wire.Exit():
                     tail = LogTail(list(message.lines), message.written_ns)
                     self._ended[message.name] = Ended(message.code, tail)
-                case wire.Stopped():
-                    self._stopped.update(message.names)
                 case wire.Alive():
                     self.resident_bytes = message.resident_bytes
             self._changed.notify_all()

@@ -9,10 +9,13 @@ from pydantic import Field, TypeAdapter
 
 from areal.launcher.job import PlannedProcess
 
+HELLO_ID = -1
+"""In a Reply to Hello."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message of the launcher. The agent answers with its Facts."""
+    """First message of the launcher. The agent answers with its Facts, or with a Reply that has an error and ends."""
 
     do: Literal["hello"] = "hello"
     folder: str
@@ -72,9 +75,10 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End processes; `grace_s` 0 also ends the grace period of an earlier Stop."""
+    """End processes; a Reply follows when all have ended. `grace_s` 0 also ends the grace period of an earlier Stop."""
 
     do: Literal["stop"] = "stop"
+    id: int
     names: tuple[str, ...]
     grace_s: float
 
@@ -106,7 +110,7 @@ class Reply:
     """Answer to a message with an id. `error` is empty on success."""
 
     do: Literal["reply"] = "reply"
-    id: int
+    id: int = HELLO_ID
     pid: int = 0
     lines: tuple[str, ...] = ()
     written_ns: int = 0
@@ -137,24 +141,7 @@ class Alive:
     resident_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
-    """All processes of a Stop have ended."""
-
-    do: Literal["stopped"] = "stopped"
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The agent ends because of an error."""
-
-    do: Literal["failed"] = "failed"
-    error: str
-    code: str
-
-
 ToAgent = Annotated[Hello | Open | Start | Signal | Stacks | Lines | Stop | Ping, Field(discriminator="do")]
-FromAgent = Annotated[Facts | Reply | Exit | Alive | Stopped | Failed, Field(discriminator="do")]
+FromAgent = Annotated[Facts | Reply | Exit | Alive, Field(discriminator="do")]
 TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)
 FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)

@@ -146,10 +146,9 @@ class NodesBackend:
         for name in names:
             if name in self._links:
                 by_link.setdefault(self._links[name], []).append(name)
-        for link, own in by_link.items():
-            link.stop(own, grace_s)
+        numbers = {link: link.stop(own, grace_s) for link, own in by_link.items()}
         was_hurried = grace_s <= 0
-        while not all(link.has_stopped(own) for link, own in by_link.items()):
+        while not all(link.has_stopped(number) for link, number in numbers.items()):
             if not was_hurried and hurry():
                 was_hurried = True
                 for link, own in by_link.items():
