@@ -57,12 +57,12 @@ test-attack: .venv/.installed
 
 # Several nodes on this machine, with addresses of their own: needs Linux, root and iproute2 (docs/clusters.md).
 test-cluster: .venv/.installed
-	$(PYTEST) -m 'cluster and not ray and not slurm' tests/cluster $(ARGS)
+	$(PYTEST) -m 'cluster and not ray and not slurm and not slow' tests/cluster $(ARGS)
 
 # The same with a real Ray on the nodes.
 test-ray: .venv/.installed
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
-	$(PYTEST) -m ray tests/cluster $(ARGS)
+	$(PYTEST) -m 'ray and not slow' tests/cluster $(ARGS)
 
 # A real Slurm on three such nodes: needs the Debian packages slurmctld slurmd slurm-client munge. Without them: exit 2.
 test-slurm: .venv/.installed

@@ -252,8 +252,8 @@ process.rank_missing: Trainer rank 0 did not register in time.
     Read the log of trainer-0 for the cause.
 process.registry_refused: etcd refused a request of the name registry.
     Read the reason in the message: the address may be that of another service, or etcd requires a user.
-process.registry_silent: No member of the etcd cluster answered in time.
-    Start etcd, correct cluster.name_resolve.etcd3_addr, or raise cluster.name_resolve.etcd_timeout_s.
+process.registry_silent: No member of the etcd cluster, or no actor of the run in Ray, answered in time.
+    Start etcd, correct cluster.name_resolve.etcd3_addr, or raise etcd_timeout_s. With Ray: start the run again.
 
 replay.damaged_run: A file of the run folder cannot be read or is incomplete.
     Restore the file that the message names.

@@ -1,11 +1,31 @@
-"""The command `python -m areal.launcher.ray`: runs a configuration on the nodes of a Ray cluster."""
+"""The command `python -m areal.launcher.ray`: runs a configuration in the actors of a Ray cluster."""
 
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from areal.api.config.launcher import ClusterSpecConfig
+from areal.api.errors import LaunchError
+from areal.launcher.job import LaunchPlan, PlannedProcess, moved
 from areal.launcher.local import launch, read_command_line
-from areal.launcher.ray_cluster import RayCluster
+from areal.launcher.node_link import NodeLink
+from areal.launcher.node_messages import Hello
+from areal.launcher.nodes import NodesBackend
+from areal.launcher.placement import Machine, Place, place_again
+from areal.launcher.ray_actor import AgentActor
+from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.system.process import run_main
+from areal.system.ray_registry import connect_ray
+from areal.system.run_paths import RunPaths
 
 USAGE = """usage: python -m areal.launcher.ray [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
 
@@ -15,6 +35,298 @@ environment must be at the same path on all nodes. Each process runs in an actor
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
+_POLL_S = 0.2
+_RECEIVE_S = 5.0
+_KILL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bundle:
+    """What Ray reserved for one process: a bundle of a placement group."""
+
+    node_id: str
+    place: Place
+    """Its GPUs are numbered; Ray chooses the real ones."""
+    resources: dict[str, float]
+    group: Any
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seat:
+    """The actor of one process."""
+
+    bundle: _Bundle
+    transport: ActorTransport
+    link: NodeLink
+
+
+class ActorTransport:
+    """Messages to and from the agent in an actor. Implements `Transport`."""
+
+    def __init__(self, ray: Any, actor: Any, bundle: _Bundle) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._node_id = bundle.node_id
+        output, self._output = os.pipe()
+        errors, self._errors = os.pipe()
+        self._files = os.fdopen(output, "rb", 0), os.fdopen(errors, "rb", 0)  # closed with this object
+        self.output, self.errors = output, errors
+        self._certain = False
+        self._ended = threading.Event()
+        self._was_killed = False
+        threading.Thread(target=self._receive, name=f"actor on {bundle.place.machine.host.node}", daemon=True).start()
+
+    def write(self, data: bytes) -> None:
+        self._actor.send.options(concurrency_group="input").remote(data)
+
+    def close_input(self) -> None:
+        self.write(b"")
+
+    def agent_ended(self, limit_s: float) -> bool:
+        self._ended.wait(limit_s)
+        return self._certain
+
+    def kill(self) -> None:
+        self._was_killed = True
+        self._ray.kill(self._actor)
+        self._ended.wait(_KILL_S)
+
+    def _receive(self) -> None:
+        exceptions = self._ray.exceptions
+        number, cause = 0, ""
+        try:
+            while not cause and not self._was_killed:
+                reply = self._actor.receive.options(concurrency_group="output").remote(number, _RECEIVE_S)
+                try:
+                    block = self._ray.get(reply)
+                except exceptions.ActorUnavailableError:  # perhaps for a short time
+                    time.sleep(_POLL_S)
+                    continue
+                except exceptions.ActorDiedError:
+                    self._certain = self._node_id in _living(self._ray)
+                    cause = "the process of its Ray actor died" if self._certain else "Ray lost the node"
+                except exceptions.RayTaskError as error:
+                    self._certain = True
+                    cause = f"the agent failed: {str(error.cause).strip()}"
+                except exceptions.RayError as error:
+                    cause = f"Ray: {' '.join(str(error).split())}"
+                else:
+                    number += 1
+                    if block is None:
+                        self._certain = True
+                        break
+                    os.write(self._output, block)
+        finally:
+            os.write(self._errors, cause.encode() + b"\n")
+            os.close(self._output)
+            os.close(self._errors)
+            self._ended.set()
+
+
+class RayCluster:
+    """The nodes of a Ray cluster. Implements `Cluster`."""
+
+    def __init__(self, config: ClusterSpecConfig) -> None:
+        self._config = config
+        self._ray: Any = None
+        self._planned: Mapping[str, Machine] = {}
+        self._groups: list[Any] = []
+        self._seats: dict[str, _Seat] = {}
+        self._run: tuple[RunPaths, Mapping[str, str]] | None = None
+
+    def machines(self) -> Sequence[Machine]:
+        """Connect to Ray, and wait for enough nodes. LaunchError when there is no cluster or it stays too small."""
+        self._ray = connect_ray()
+        deadline = time.monotonic() + self._config.node_connect_s
+        while len(nodes := _living(self._ray)) < self._config.n_nodes:
+            if time.monotonic() > deadline:
+                names = ", ".join(machine.host.node for machine in nodes.values()) or "none"
+                message = f"cluster.n_nodes={self._config.n_nodes}, but the living Ray nodes with CPUs are: {names}"
+                raise LaunchError(message, code="launch.ray_too_small")
+            time.sleep(_POLL_S)
+        self._planned = dict(itertools.islice(nodes.items(), self._config.n_nodes))
+        return list(self._planned.values())
+
+    def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
+        """Reserve the resources of all processes in one placement group, and start their actors."""
+        self._run = paths, secrets
+        ids = {machine.host.node: node_id for node_id, machine in self._planned.items()}
+        wanted = [
+            (ids[planned.host.node], resources) for planned, resources in demands(plan, list(self._planned.values()))
+        ]
+        group = self._reserve(wanted)
+        bundles = [
+            _Bundle(node_id=node_id, place=self._planned_place(one), resources=resources, group=group, index=index)
+            for index, (one, (node_id, resources)) in enumerate(zip(plan.processes, wanted, strict=True))
+        ]
+        actors = [self._actor(bundle) for bundle in bundles]
+        for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):
+            self._seats[planned.name] = self._open(actor, bundle)
+        return NodesBackend(self._agent_for)
+
+    def close(self) -> None:
+        """End all actors, with their processes, and give the reserved resources back."""
+        if self._ray is None:
+            return
+        for seat in self._seats.values():
+            seat.link.close()
+        for seat in self._seats.values():
+            seat.transport.kill()
+        for group in self._groups:
+            self._ray.util.remove_placement_group(group)
+        self._ray.shutdown()
+
+    def _agent_for(self, planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
+        seat = self._seats.get(planned.name)
+        if seat is None or seat.link.lost:
+            actor_died = seat is not None and seat.transport.agent_ended(0.0)
+            before = None if seat is None else seat.bundle
+            seat = self._seats[planned.name] = self._new_seat(planned, before, actor_died=actor_died)
+        gpus = seat.link.facts.gpus if planned.gpus else ()
+        placed = moved(planned, seat.bundle.place.machine.host, gpus)
+        env = placed.env | {"RAY_ADDRESS": self._ray.get_runtime_context().gcs_address}
+        if planned.role == "server":  # a trainer may move to a node that joined the cluster later
+            nodes = [machine.host.advertise for machine in _living(self._ray).values()]
+            known = ",".join(dict.fromkeys((*placed.env[TRAINERS_VARIABLE].split(","), *nodes)))
+            env[TRAINERS_VARIABLE] = known
+        return seat.link, dataclasses.replace(placed, env=env)
+
+    def _planned_place(self, planned: PlannedProcess) -> Place:
+        machine = next(one for one in self._planned.values() if one.host.node == planned.host.node)
+        return Place(machine=machine, gpus=planned.gpus)
+
+    def _new_seat(self, planned: PlannedProcess, before: _Bundle | None, *, actor_died: bool) -> _Seat:
+        """An actor in the same bundle when only the last actor died there, else on a node with room."""
+        living = _living(self._ray)
+        if before is not None and actor_died and before.node_id in living:
+            return self._open(self._actor(before), before)
+        others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
+        others = [bundle for bundle in others if bundle.node_id in living]
+        node_id, place = self._room(planned, before, living, others)
+        free = living[node_id].cores - sum(one.resources["CPU"] for one in others if one.node_id == node_id)
+        resources = _resources(min(1.0 if before is None else before.resources["CPU"], free), len(place.gpus))
+        if before is not None:
+            self._give_back(before.group)
+        try:
+            group = self._reserve([(node_id, resources)])
+        except LaunchError as error:
+            raise LaunchError(str(error), code="launch.node_unreachable") from error
+        bundle = _Bundle(node_id=node_id, place=place, resources=resources, group=group, index=0)
+        try:
+            return self._open(self._actor(bundle), bundle)
+        except LaunchError:
+            self._give_back(group)
+            raise
+
+    def _room(
+        self, planned: PlannedProcess, before: _Bundle | None, living: Mapping[str, Machine], others: Sequence[_Bundle]
+    ) -> tuple[str, Place]:
+        """A node for a process, if possible not the one that it lost. LaunchError when none has room."""
+        in_use = [Place(machine=living[one.node_id], gpus=one.place.gpus) for one in others]
+        kept = {one: machine for one, machine in living.items() if before is None or one != before.node_id}
+        limit = self._config.n_gpus_per_node
+        for nodes in (kept, living):
+            place = place_again(self._planned_place(planned), list(nodes.values()), in_use, gpu_limit=limit)
+            if place is not None:
+                return next(one for one, machine in nodes.items() if machine == place.machine), place
+        gpus = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
+        message = f"{planned.name} needs a Ray node{gpus}, and no living one has room"
+        raise LaunchError(message, code="launch.node_unreachable")
+
+    def _give_back(self, group: Any) -> None:
+        """Remove the placement group of one process; nothing when it is the one that the run began with."""
+        if any(one is group for one in self._groups[1:]):
+            self._groups = [one for one in self._groups if one is not group]
+            self._ray.util.remove_placement_group(group)
+
+    def _reserve(self, wanted: Sequence[tuple[str, dict[str, float]]]) -> Any:
+        """A placement group with one bundle for each (node id, resources). LaunchError when it does not get them."""
+        group = self._ray.util.placement_group(
+            [resources for _, resources in wanted],
+            bundle_label_selector=[{"ray.io/node-id": node_id} for node_id, _ in wanted],
+        )
+        limit_s = self._config.node_connect_s
+        if not group.wait(limit_s):
+            self._ray.util.remove_placement_group(group)
+            needed = Counter[str]()
+            for _, resources in wanted:
+                needed.update(resources)
+            free = {name: count for name, count in self._ray.available_resources().items() if name in ("CPU", "GPU")}
+            known = _living(self._ray)
+            nodes = ", ".join(sorted({known[one].host.node if one in known else one for one, _ in wanted}))
+            message = (
+                f"Ray did not reserve {_text(needed)} on {nodes} in {limit_s:g} s; free in the cluster: {_text(free)}"
+            )
+            raise LaunchError(message, code="launch.ray_busy")
+        self._groups.append(group)
+        return group
+
+    def _actor(self, bundle: _Bundle) -> Any:
+        strategies = self._ray.util.scheduling_strategies
+        where = strategies.PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
+        actor = self._ray.remote(
+            num_cpus=bundle.resources["CPU"],
+            num_gpus=bundle.resources.get("GPU", 0),
+            concurrency_groups={"input": 1, "output": 1},
+            scheduling_strategy=where,
+        )(AgentActor)
+        return actor.remote()
+
+    def _open(self, actor: Any, bundle: _Bundle) -> _Seat:
+        """The seat of an actor that has been created, connected to the run."""
+        assert self._run is not None
+        transport = ActorTransport(self._ray, actor, bundle)
+        hello = Hello(folder=os.getcwd(), silence_s=self._config.node_silence_s)
+        name, limit_s = bundle.place.machine.host.node, self._config.node_connect_s
+        link = NodeLink(name, transport, hello, connect_limit_s=limit_s)
+        try:
+            link.open(*self._run)
+        except LaunchError:
+            link.close()
+            transport.kill()
+            raise
+        return _Seat(bundle=bundle, transport=transport, link=link)
+
+
+def demands(plan: LaunchPlan, machines: Sequence[Machine]) -> list[tuple[PlannedProcess, dict[str, float]]]:
+    """The CPUs and GPUs that Ray reserves for each process.
+
+    A process with GPUs gets the CPUs of its threads, others one; less when they exceed the CPUs of their node.
+    """
+    cpus = {planned.name: planned.num_threads if planned.gpus else 1 for planned in plan.processes}
+    total = Counter[str]()
+    for planned in plan.processes:
+        total[planned.host.node] += cpus[planned.name]
+    cores = {machine.host.node: machine.cores for machine in machines}
+    shares = {node: min(1.0, cores[node] / total[node]) for node in total}
+    return [
+        (planned, _resources(shares[planned.host.node] * cpus[planned.name], len(planned.gpus)))
+        for planned in plan.processes
+    ]
+
+
+def _resources(cpus: float, gpus: int) -> dict[str, float]:
+    """Resources of a bundle. At least some of a CPU, which need not be free: Ray counts in 0.0001."""
+    return {"CPU": max(0.001, int(cpus * 1000) / 1000)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+def _living(ray: Any) -> dict[str, Machine]:
+    """Nodes that run processes, by their ids: those with GPUs first, then by address."""
+    found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    found.sort(key=lambda node: (-node["Resources"].get("GPU", 0), node["NodeManagerAddress"], node["NodeID"]))
+    names = Counter(node["NodeManagerHostname"] for node in found)
+    nodes: dict[str, Machine] = {}
+    for node in found:
+        name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+        host = Host(bind=address, advertise=address, node=name if names[name] == 1 else f"{name}-{node['NodeID'][:6]}")
+        gpus = tuple(str(index) for index in range(int(node["Resources"].get("GPU", 0))))
+        nodes[node["NodeID"]] = Machine(cores=int(node["Resources"]["CPU"]), gpus=gpus, host=host)
+    return nodes
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in sorted(resources.items()))
 
 
 def run_command(words: Sequence[str]) -> int:

@@ -8,6 +8,8 @@ from typing import Protocol
 from areal.api.config import BaseExperimentConfig
 from areal.system.etcd_registry import EtcdRegistry
 from areal.system.file_registry import FileRegistry
+from areal.system.process import ProcessContext
+from areal.system.ray_registry import RayRegistry
 from areal.system.run_paths import RunPaths
 
 
@@ -48,6 +50,9 @@ class NameRegistry(Protocol):
 def registry_of(config: BaseExperimentConfig) -> NameRegistry:
     """The registry of the configured run."""
     options = config.cluster.name_resolve
+    if options.type == "ray":
+        is_launcher = ProcessContext.from_env(os.environ) is None
+        return RayRegistry(f"{config.experiment_name}/{config.trial_name}", makes_actor=is_launcher)
     if options.type != "nfs":
         return EtcdRegistry(
             options.etcd3_addr,

@@ -13,7 +13,7 @@ import pytest
 from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import LaunchError
 from areal.launcher.job import LaunchPlan, RunNumbers
-from areal.launcher.ray_cluster import RayCluster
+from areal.launcher.ray import RayCluster
 from areal.system.process import TRANSIENT_EXIT, ProcessContext
 from areal.system.run_paths import RunPaths
 from tests.cluster.nodes import RAY_HEALTH, start_ray, wait_for
@@ -185,6 +185,7 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_and_a_lost_node(three, tmp
     )
     subprocess.run([*quick, f"cluster.fileroot={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
     options = ("recover.mode=auto", "recover.freq_steps=1", "total_train_steps=8", "cluster.node_silence_s=3")
+    options += ("cluster.name_resolve.type=ray",)
     launcher = launched(three[1], tmp_path, *options)
     metrics = tmp_path / "quickstart/grpo/metrics.jsonl"
 
@@ -204,8 +205,38 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_and_a_lost_node(three, tmp
         [sys.executable, "-m", "areal.ledger.audit", str(tmp_path / "quickstart/grpo")], capture_output=True, text=True
     )
     assert audit.returncode == 0, audit.stdout
-    left = [pid for node in (three[1], three[2]) for pid in node.pids() if "areal." in " ".join(cmdline(pid))]
-    assert left == []
+    assert not (tmp_path / "quickstart/grpo/names").exists()
+    assert left(three) == []
+
+
+def left(nodes):
+    """Processes of areal and its actors."""
+    lines = [" ".join(cmdline(pid)) for node in nodes for pid in node.pids()]
+    return [line for line in lines if "areal." in line or "AgentActor" in line or "NameActor" in line]
+
+
+def test_nodes_that_cannot_run_it_are_refused_and_nothing_is_left(three, tmp_path):
+    """Another version of areal, a folder that is not shared, and too few nodes."""
+    (tmp_path / "__init__.py").write_text((ROOT / "areal/__init__.py").read_text() + "\n__version__ = '0.0.0'\n")
+    (tmp_path / "runs").mkdir()
+
+    def refusal(*overrides):
+        words = ("--config", "examples/quickstart/sft.yaml", f"cluster.fileroot={tmp_path}/runs", "cluster.n_nodes=3")
+        argv = [sys.executable, "-m", "areal.launcher.ray", *words, "allocation_mode=fsdp:d3", *overrides]
+        done = three[1].run(argv, cwd=ROOT)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("areal: error:")]
+        assert (done.returncode, len(errors)) == (2, 1), done.stderr
+        wait_for(lambda: left(three) == [])
+        return errors[0]
+
+    subprocess.run([sys.executable, "examples/quickstart/prepare.py", f"{tmp_path}/runs/quickstart/data"], check=True)
+    assert "launch.ray_too_small" in refusal("cluster.n_nodes=4", "cluster.node_connect_s=1")
+    three[3].run(["mount", "-t", "tmpfs", "none", str(tmp_path / "runs")])
+    assert "launch.folder_not_shared" in refusal()
+    three[3].run(["umount", str(tmp_path / "runs")])
+    version = str(ROOT / "areal/__init__.py")
+    three[3].run(["mount", "--bind", str(tmp_path / "__init__.py"), version])
+    assert "launch.other_version" in refusal()
 
 
 def cmdline(pid):

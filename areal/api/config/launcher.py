@@ -15,8 +15,8 @@ _ADDRESS = re.compile(r"(https?://)?([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}
 class NameResolveConfig:
     """How processes find each other."""
 
-    type: str = choice("nfs", "nfs", "etcd", "etcd3")
-    """Discovery backend; nfs = files in a shared folder, etcd (or etcd3) = an etcd cluster."""
+    type: str = choice("nfs", "nfs", "etcd", "etcd3", "ray")
+    """Discovery backend; nfs = files in a shared folder, etcd (or etcd3) = an etcd cluster, ray = an actor in Ray."""
     nfs_record_root: str = option("", relevant=when("type", "nfs"))
     """Folder of the discovery files; empty = inside the run folder."""
     etcd3_addr: str = option("localhost:2379", relevant=_ETCD)

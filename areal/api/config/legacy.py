@@ -48,7 +48,7 @@ _IGNORED, _SILENT, _BACKEND = LegacyRule("ignore"), LegacyRule("ignore", is_sile
 _NAMES: dict[str, LegacyRule] = {"experiment_name": _copy("experiment_name"), "trial_name": _copy("trial_name")}
 _PLACE: dict[str, LegacyRule] = {**_NAMES, "fileroot": _copy("cluster.fileroot")}
 _SCHEDULING: dict[str, LegacyRule] = {"scheduling_spec": _IGNORED, "scheduling_strategy": _IGNORED}
-_ONLY_FILES = "this version finds processes through files or etcd (type: nfs, etcd)"
+_ACTOR = "the actor of type: ray is named after the run"
 
 _LEGACY: dict[str, dict[str, LegacyRule]] = {
     "BaseExperimentConfig": {
@@ -110,7 +110,7 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
     },
     "ClusterSpecConfig": {"cluster_name": _SILENT},
     "NameResolveConfig": {
-        "ray_actor_name": _accept("ray_kv_store", hint=_ONLY_FILES),
+        "ray_actor_name": _accept("ray_kv_store", hint=_ACTOR),
     },
     "EvaluatorConfig": _PLACE,
     "RecoverConfig": _PLACE,
