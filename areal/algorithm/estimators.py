@@ -25,6 +25,8 @@ class AdvantageRecipe:
     """Then `optimal_token_baseline` is subtracted, with positions by token or by trained token."""
     adv_norm: NormConfig | None = None
     """Last, the advantages of the tokens are centred and scaled."""
+    is_custom: bool = False
+    """All of the above is replaced by `custom_advantages`."""
 
 
 _GROUP_MEAN = NormConfig(mean_level="group", std_level=None)
@@ -44,6 +46,7 @@ _RECIPES = {
     "otb": AdvantageRecipe(token_baseline="token"),
     "otb_tir": AdvantageRecipe(token_baseline="trained_token"),
     "remax": AdvantageRecipe(baseline="greedy"),
+    "custom": AdvantageRecipe(is_custom=True),
 }
 
 

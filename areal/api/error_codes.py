@@ -10,6 +10,8 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
+algorithm.custom_advantage: The function at actor.custom_advantage.path did not return one number per token.
+    Return a floating-point tensor of the shape of answers.mask.
 algorithm.no_reward_parts: No reward function in actor.gdpo_weights scored an answer of the train batch.
     Use the names in the metrics reward/NAME; scores are recorded with reward.fns or reward.by_source.
 algorithm.not_finite: A train batch holds NaN or infinity in a reward or at a trained token.

@@ -88,6 +88,7 @@ REWARD_CALL = CallForm(
 ACCEPT_CALL = CallForm(text="f(group)", num_positional=1)
 MAP_CALL = CallForm(text="f(row)", num_positional=1)
 LOSS_CALL = CallForm(text="f(tokens, options)", num_positional=2)
+ADVANTAGE_CALL = CallForm(text="f(answers, options)", num_positional=2)
 
 
 def function_ref(function: Callable[..., Any]) -> FunctionRef:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce
 from areal.algorithm.covariance import drawn_between, highest_covariances, token_covariances, token_draws
+from areal.algorithm.custom_advantage import custom_advantages, no_answers
 from areal.algorithm.kl_control import KLController
 from areal.algorithm.regularisers import adapted_entropy_coef
 from areal.algorithm.resampling import resampled_counts, resampling_weights, sequence_draws
@@ -47,8 +48,8 @@ class PPOActor:
     ) -> None:
         """`max_new_tokens`: limit of an answer, which the overlong penalty needs. `seed`: of the run; it determines the
         order of sequences in later epochs. The first `frozen_steps` train steps change no weight. `critic_lambda`: of
-        the critic's targets; None = that of the advantages. A custom loss is called once without tokens: its errors are
-        raised here, ConfigError when it returns no PolicyLoss."""
+        the critic's targets; None = that of the advantages. A custom loss and a custom estimator are called once
+        without tokens: their errors are raised here, ConfigError when they return what is no loss or advantage."""
         self._teacher = teacher
         self._engine = engine
         self._config = config
@@ -62,6 +63,8 @@ class PPOActor:
         """Of the last batch with advantages."""
         if config.policy_loss == "custom":
             self._rule().names_only()  # detects an error in the user's loss before the first rollouts
+        if config.adv_estimator == "custom":
+            custom_advantages(no_answers(), config)  # as for a custom loss
 
     def state(self) -> ActorState:
         """The adaptive coefficients, which a recovery checkpoint stores."""

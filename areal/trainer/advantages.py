@@ -18,6 +18,7 @@ from areal.algorithm.advantage import (
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics, trained_counts
 from areal.algorithm.baselines import best_of_group, decoupled_rewards, length_weighted, valid_sample_scale
 from areal.algorithm.correction_rules import Spans
+from areal.algorithm.custom_advantage import RewardedAnswers, custom_advantages
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
 from areal.algorithm.normalise import normalise
 from areal.algorithm.token_baseline import optimal_token_baseline
@@ -50,9 +51,10 @@ def with_advantages(
     if config.mask_no_eos_with_zero:
         rewards = withhold_unfinished(rewards, batch.finished)
     kl = kl_penalty(batch, config) if kl_coef else None
+    per_token = token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef)
     estimate = partial(
         generalised_advantages,
-        token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef),
+        per_token,
         batch.values,
         mask,
         sequence_index,
@@ -66,6 +68,8 @@ def with_advantages(
         policy_lambda = adaptive_lambda(lengths, config.gae_length_alpha)
     result = estimate(gae_lambda=policy_lambda)
     advantages = result.advantages
+    if recipe.is_custom:
+        advantages = custom_advantages(_answers(batch, rewards, per_token, reduce=reduce), config)
     if recipe.token_baseline != "none":
         advantages = optimal_token_baseline(
             advantages,
@@ -82,6 +86,24 @@ def with_advantages(
         return replace(batch, advantages=advantages)
     targets = result if critic_lambda is None else estimate(gae_lambda=critic_lambda)
     return replace(batch, advantages=advantages, returns=targets.returns)
+
+
+def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: Reduce) -> RewardedAnswers:
+    """What a custom estimator reads."""
+    return RewardedAnswers(
+        rewards=rewards,
+        token_rewards=per_token,
+        mask=batch.loss_mask,
+        sequence_index=batch.sequence_index,
+        num_sequences=batch.num_sequences,
+        group_ids=batch.group_ids,
+        finished=batch.finished,
+        logprobs=batch.rollout_logprobs if batch.prox_logprobs is None else batch.prox_logprobs,
+        values=batch.values,
+        reward_parts=batch.reward_parts,
+        reward_names=batch.reward_names,
+        reduce=reduce,
+    )
 
 
 def centred(

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from areal.api.config.custom import CustomFunctionOptions
 from areal.api.config.fields import Problem, Problems, choice, number, option, section
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.config.relevance import Condition, given, satisfies, unless, when
+from areal.api.functions import ADVANTAGE_CALL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,12 @@ ADV_ESTIMATORS = (
     "otb",
     "otb_tir",
     "remax",
+    "custom",
 )
 """`areal.algorithm.estimators` defines each."""
-_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
-_WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax")
+_WITH_WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "custom")
+_WITHOUT_GROUPS = ("gae", "reinforce", "reinforce_plus_plus", "remax", "custom")
+"""A custom estimator may do either, so nothing is refused because of it."""
 
 REWARDS = Condition("/teacher.rl_weight", lambda weight: weight != 0, "is not 0 (or teacher is null)")
 """The advantages from rewards are used."""
@@ -91,6 +95,10 @@ class AdvantageOptions:
         also="verl: algorithm.gdpo_reward_keys, gdpo_reward_weights",
     )
     """Weights of the normalised scores by the function's name in metrics; others count 0; {} = all count 1."""
+    custom_advantage: CustomFunctionOptions = section(
+        CustomFunctionOptions, relevant=REWARDS & when("adv_estimator", "custom")
+    )
+    """The estimator of adv_estimator=custom, called as estimator(answers, options)."""
     passk_std: bool = option(
         False, relevant=REWARDS & when("adv_estimator", "grpo_passk"), also="verl: algorithm.norm_adv_by_std_in_grpo"
     )
@@ -124,6 +132,8 @@ class AdvantageOptions:
         if self.adv_estimator == "gdpo" and self.overlong_reward_penalty:
             text = "cannot be combined with adv_estimator=gdpo: write the penalty as a reward function"
             yield "overlong_reward_penalty", text
+        if self.adv_estimator == "custom":
+            yield from self.custom_advantage.problems_as("custom_advantage", "adv_estimator=custom", ADVANTAGE_CALL)
 
     @property
     def has_token_baseline(self) -> bool:

@@ -243,7 +243,7 @@ class PPOConfig(BaseExperimentConfig):
         if critic.warmup_steps >= (self.total_train_steps or math.inf):
             text = f"{critic.warmup_steps} is not below total_train_steps={self.total_train_steps}: lower it"
             yield "critic.warmup_steps", text
-        if self.actor.adv_estimator != "gae":
+        if self.actor.adv_estimator not in ("gae", "custom"):
             yield "critic", f"would be a second baseline of actor.adv_estimator={self.actor.adv_estimator}: remove it"
 
     @property

@@ -4,13 +4,12 @@ To add a loss: add its name to POLICY_LOSSES and to the conditions below that ap
 the function `loss` in `areal/algorithm/losses`, one test, one row in docs/algorithms.md.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from areal.api.config.fields import Problem, Problems, choice, number, section
+from areal.api.config.custom import CustomFunctionOptions
+from areal.api.config.fields import Problems, choice, number, section
 from areal.api.config.relevance import when
-from areal.api.errors import ConfigError
-from areal.api.functions import LOSS_CALL, parse_function_path
+from areal.api.functions import LOSS_CALL
 
 POLICY_LOSSES = (
     "ppo",
@@ -142,16 +141,6 @@ class DppoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomLossOptions:
-    """A user-defined loss."""
-
-    path: str = ""
-    """Loss function, `module:function` or `file.py:function`, called as loss(tokens, options)."""
-    args: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the loss function, available as options.custom.args."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions:
     """The policy-gradient loss."""
 
@@ -187,18 +176,10 @@ class PolicyLossOptions:
     """Options of policy_loss=kimi15."""
     dppo: DppoOptions = section(DppoOptions, relevant=when("policy_loss", "dppo"))
     """Options of policy_loss=dppo."""
-    custom: CustomLossOptions = section(CustomLossOptions, relevant=when("policy_loss", "custom"))
-    """Options of policy_loss=custom."""
+    custom: CustomFunctionOptions = section(CustomFunctionOptions, relevant=when("policy_loss", "custom"))
+    """The loss function of policy_loss=custom, called as loss(tokens, options)."""
 
     def policy_loss_problems(self) -> Problems:
         """Errors in the path of a user-defined loss."""
-        if self.policy_loss != "custom":
-            return
-        if not self.custom.path:
-            text = "is required with policy_loss=custom: give module:function or file.py:function"
-            yield Problem("custom.path", text, "config.missing_requirement")
-            return
-        try:
-            parse_function_path(self.custom.path, key="custom.path", call=LOSS_CALL)
-        except ConfigError as error:
-            yield from error.problems
+        if self.policy_loss == "custom":
+            yield from self.custom.problems_as("custom", "policy_loss=custom", LOSS_CALL)
