@@ -1,16 +1,19 @@
 """Datasets: rows from files, folders and the hub, mapped to the columns that workflows and rewards read."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
-from areal.api.config import DatasetConfig, ValidDatasetConfig
+from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
+from areal.data.mix import mixed_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
 from areal.data.row_check import require_usable, size_problem
 from areal.data.sft_rows import EncodedRow, encode_sft_row
@@ -29,14 +32,20 @@ def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer
     A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
     `load_sft_rows` and `load_pairs` load rows for training without rollouts.
     """
-    rows, limit = _mapped_rows(config, default_split), config.max_length
-    if limit is None:
-        return _first_rows(rows, config)
-    if config.type != "rl":
+    limit = config.max_length
+    if limit is not None and config.type != "rl":
         raise ValueError(f"max_length of dataset {config.path}: rows of type={config.type} are truncated when encoded")
-    if tokenizer is None:
+    if limit is not None and tokenizer is None:
         message = f"max_length={limit} of dataset {config.path} needs a tokenizer: pass one to load_rows"
         raise ConfigError(message, code="data.no_tokenizer")
+    return _of_all(config, lambda one: _short_rows(one, default_split, tokenizer))
+
+
+def _short_rows(config: DatasetConfig, default_split: str, tokenizer: Tokenizer | None) -> list[Row]:
+    """The mapped rows of one dataset whose prompt has at most max_length tokens."""
+    rows, limit = _mapped_rows(config, default_split), config.max_length
+    if limit is None or tokenizer is None:
+        return rows
     kept: list[Row] = []
     for index, row in enumerate(rows):
         with _naming(config, index):
@@ -45,21 +54,23 @@ def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer
             kept.append(row)
         elif config.truncation == "error":
             raise _too_long(config, index, num_tokens, limit)
-    return _first_rows(kept, config)
+    return kept
 
 
 def load_sft_rows(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, train_on: str = "last"
 ) -> list[EncodedRow]:
     """Load the encoded rows of a dataset of type sft, at most max_length tokens each. Raises InputError."""
-    return _encoded(config, default_split, lambda row: encode_sft_row(row, tokenizer, train_on=train_on))
+    encode = partial(encode_sft_row, tokenizer=tokenizer, train_on=train_on)
+    return _of_all(config, lambda one: _encoded(one, default_split, encode))
 
 
 def load_pairs(
     config: DatasetConfig, tokenizer: Tokenizer, *, default_split: str, use_margin: bool = False
 ) -> list[EncodedPair]:
     """Load the encoded pairs of a dataset of type rw, at most max_length tokens per side. Raises InputError."""
-    return _encoded(config, default_split, lambda row: encode_pair(row, tokenizer, use_margin=use_margin))
+    encode = partial(encode_pair, tokenizer=tokenizer, use_margin=use_margin)
+    return _of_all(config, lambda one: _encoded(one, default_split, encode))
 
 
 def gsm8k_row(row: Row) -> Row:
@@ -69,9 +80,10 @@ def gsm8k_row(row: Row) -> Row:
 
 
 def _raw_rows(config: DatasetConfig, split: str) -> list[Row]:
-    path = Path(config.path).expanduser()
+    (name,) = config.paths
+    path = Path(name).expanduser()
     if path.suffix not in (".jsonl", ".json"):
-        return _hub_rows(str(path) if path.exists() else config.path, name=config.name, split=split)
+        return _hub_rows(str(path) if path.exists() else name, name=config.name, split=split)
     if not path.is_file():
         raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
     return list(_lines(path)) if path.suffix == ".jsonl" else _whole(path)
@@ -163,7 +175,7 @@ def _without_long_texts(rows: list[Row], config: DatasetConfig) -> list[Row]:
     """Drop rows above max_characters where longer rows are dropped anyway; else raise InputError."""
     found = [size_problem(row, config.max_characters) for row in rows]
     if config.max_length is None or config.truncation != "drop":
-        require_usable(found, config.path)
+        require_usable(found, str(config.path))
     return [row for row, problem in zip(rows, found, strict=True) if problem is None]
 
 
@@ -191,7 +203,7 @@ def _encoded(config: DatasetConfig, default_split: str, encode: Callable[[Row], 
             made = made.shortened(limit, keep_end=config.truncation == "left")
         if made.is_trainable:
             encoded.append(made)
-    return _first_rows(encoded, config)
+    return encoded
 
 
 def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) -> InputError:
@@ -199,11 +211,16 @@ def _too_long(config: DatasetConfig, index: int, num_tokens: int, limit: int) ->
     return InputError(message, code="data.too_long")
 
 
-def _first_rows(rows: list[AnyT], config: DatasetConfig) -> list[AnyT]:
-    """The first max_rows of a held-out set, else all. Raises InputError when there are none."""
-    if isinstance(config, ValidDatasetConfig) and config.max_rows is not None:
-        rows = rows[: config.max_rows]
-    if not rows:
-        limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
-        raise InputError(f"dataset {config.path} has no rows{limit}", code="data.no_rows")
-    return rows
+def _of_all(config: DatasetConfig, load: Callable[[DatasetConfig], list[AnyT]]) -> list[AnyT]:
+    """The rows that `load` gives for each dataset of `path`, mixed by `weights`, or the first max_rows of them.
+
+    Raises InputError when a dataset has no rows.
+    """
+    parts: list[list[AnyT]] = []
+    for path in config.paths:
+        parts.append(load(dataclasses.replace(config, path=path)))
+        if not parts[-1]:
+            limit = f" of at most max_length={config.max_length} tokens" if config.max_length else ""
+            raise InputError(f"dataset {path} has no rows{limit}", code="data.no_rows")
+    rows = mixed_rows(parts, config.weights if isinstance(config, TrainDatasetConfig) else ())
+    return rows[: config.max_rows] if isinstance(config, ValidDatasetConfig) else rows

@@ -28,15 +28,12 @@ class PromptStream(Generic[RowT]):
         batch_size: int,
         shuffle: bool = True,
         drop_last: bool = True,
-        num_epochs: int = 1,
     ) -> None:
         self._rows = rows
         self.seed = seed
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.num_rows = len(rows)
-        self.num_epochs = num_epochs
-        """Planned epochs; replacements of rejected episodes may exceed them."""
         self.rows_per_epoch = len(rows) // batch_size * batch_size if drop_last else len(rows)
         if self.rows_per_epoch == 0:
             message = f"train_dataset.batch_size={batch_size} exceeds its {len(rows)} usable rows: lower it or add data"
@@ -52,7 +49,6 @@ class PromptStream(Generic[RowT]):
             batch_size=config.train_dataset.batch_size,
             shuffle=config.train_dataset.shuffle,
             drop_last=config.train_dataset.drop_last,
-            num_epochs=config.total_train_epochs,
         )
 
     def index(self, k: int) -> int:

@@ -78,7 +78,11 @@ def file_problem(data: DatasetConfig, *, kind: str) -> str:
     `kind`: rl, sft or rw; empty = the columns are not checked. Those of a dataset with a map_fn are not checked either,
     because that needs the user's code. Of a large file, the rows in the first MAX_FILE_BYTES are checked.
     """
-    path = Path(data.path).expanduser()
+    problems = (_problem_of_file(Path(path).expanduser(), data, kind) for path in data.paths)
+    return next(filter(None, problems), "")
+
+
+def _problem_of_file(path: Path, data: DatasetConfig, kind: str) -> str:
     if path.suffix != ".jsonl" or not path.is_file():
         return ""
     kind = "" if data.map_fn else kind

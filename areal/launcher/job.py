@@ -1,6 +1,7 @@
 """The plan of a launch, as pure data: its processes with their commands, and the numbers that a config implies."""
 
 import dataclasses
+import math
 import os
 import sys
 from collections import Counter
@@ -12,11 +13,13 @@ from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
 from areal.api.config.rollout import server_url
 from areal.api.errors import ConfigError
+from areal.data.run_length import step_limits, steps_per_epoch
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
 from areal.launcher.placement import Demand, Machine, Place, Placement, place
 from areal.launcher.restart_rules import Role
+from areal.observe.log import get_logger
 from areal.system.device import core_ids
 from areal.system.model_shape import ModelShape
 from areal.system.network import TRAINERS_VARIABLE, Host
@@ -314,17 +317,14 @@ def _run_numbers(config: BaseExperimentConfig, num_rows: int | None) -> RunNumbe
         staleness, on_stale = config.rollout.max_head_offpolicyness, config.rollout.on_stale
     elif isinstance(config, RowsExperimentConfig):
         samples = config.sequences_per_row
-    per_epoch = None
-    limits: list[int] = []
+    per_epoch = total = None
     if num_rows is not None:
-        per_epoch = num_rows // data.batch_size if data.drop_last else -(-num_rows // data.batch_size)
-        all_rows = num_rows * config.total_train_epochs
-        limits.append(per_epoch * config.total_train_epochs if data.drop_last else -(-all_rows // data.batch_size))
-    if config.total_train_steps is not None:
-        limits.append(config.total_train_steps)
-    if config.total_train_n_seqs is not None:
-        limits.append(-(-config.total_train_n_seqs // (data.batch_size * samples)))
-    total = min(limits) if num_rows is not None else None
+        per_epoch = math.ceil(steps_per_epoch(config, num_rows))
+        limits = step_limits(config, num_rows, samples_per_row=samples)
+        total = min(limits.values())
+        if asked := [f"{name}={limits[name]}" for name in limits if name.endswith("steps") and limits[name] > total]:
+            by = next(name for name, steps in limits.items() if steps == total)
+            get_logger("launcher").warning("%s is more than %s allows: the run has %d train steps", asked[0], by, total)
     return RunNumbers(
         episodes_per_step=data.batch_size,
         samples_per_step=data.batch_size * samples,

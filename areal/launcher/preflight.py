@@ -32,6 +32,7 @@ from areal.api.functions import (
     source_signature,
 )
 from areal.api.workflow import constructor_problems
+from areal.data.mix import mixed_counts
 from areal.data.row_check import file_problem
 from areal.fleet.backends import backend_named
 from areal.system.checkpoint_files import stored_weights
@@ -66,9 +67,9 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is not a folder")
     for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
-        path = Path(data.path) if data is not None else Path()
-        if (path.suffix in _DATA_ENDINGS or (data is not None and looks_local(data.path))) and not path.exists():
-            problems.append(f"{key}.path: {path} does not exist")
+        for path in data.paths if data is not None else ():
+            if (Path(path).suffix in _DATA_ENDINGS or looks_local(path)) and not Path(path).exists():
+                problems.append(f"{key}.path: {path} does not exist")
     if script is None:  # a script may have its own rows
         problems += _row_problems(config)
     return problems
@@ -256,12 +257,14 @@ def earlier_step_s(paths: RunPaths) -> float | None:
 
 
 def count_rows(config: BaseExperimentConfig) -> int | None:
-    """Rows of a training set that is a local .jsonl file, before any filter; None for others."""
-    path = Path(config.train_dataset.path)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        return sum(1 for line in file if line.strip())
+    """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
+    data, sizes = config.train_dataset, list[int]()
+    for path in map(Path, data.paths):
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        with open(path, "rb") as file:
+            sizes.append(sum(1 for line in file if line.strip()))
+    return sum(mixed_counts(sizes, data.weights if len(data.weights) == len(sizes) else ()))
 
 
 @contextmanager

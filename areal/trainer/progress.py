@@ -11,6 +11,7 @@ from fractions import Fraction
 from areal.api.config import BaseExperimentConfig
 from areal.api.data import StepInfo
 from areal.api.errors import ConfigError, TrainingDiverged
+from areal.data.run_length import step_limits, steps_per_epoch
 from areal.observe.log import get_logger
 
 
@@ -25,17 +26,12 @@ class TrainingLength:
     @classmethod
     def of(cls, config: BaseExperimentConfig, *, num_rows: int, samples_per_row: int = 1) -> TrainingLength:
         """Raises ConfigError when the dataset does not fill one batch."""
-        data = config.train_dataset
-        per_epoch = num_rows // data.batch_size if data.drop_last else Fraction(num_rows, data.batch_size)
+        data, per_epoch = config.train_dataset, steps_per_epoch(config, num_rows)
         if per_epoch == 0:
             message = f"train_dataset.batch_size={data.batch_size} exceeds the {num_rows} usable rows of {data.path}"
             raise ConfigError(message, code="data.too_few_rows")
-        total = math.ceil(per_epoch * config.total_train_epochs)
-        if config.total_train_steps is not None:
-            total = min(total, config.total_train_steps)
-        if config.total_train_n_seqs is not None:
-            total = min(total, -(-config.total_train_n_seqs // (data.batch_size * samples_per_row)))
-        return cls(steps_per_epoch=per_epoch, total_steps=total)
+        limits = step_limits(config, num_rows, samples_per_row=samples_per_row)
+        return cls(steps_per_epoch=per_epoch, total_steps=min(limits.values()))
 
     def info(self, step: int) -> StepInfo:
         """The position of step `step`, counted from 0."""

@@ -37,7 +37,9 @@ def problem(tmp_path: Path):
     ("override", "path", "suggestion"),
     [
         ("seeed=3", "seeed", "seed"),
-        ("actor.optimizer.learning_rate=1", "actor.optimizer.learning_rate", ""),
+        ("actor.optimizer.learning_rate=1", "actor.optimizer.learning_rate", "actor.optimizer.lr"),
+        ("actor.ppo_max_token_len_per_gpu=1", "actor.ppo_max_token_len_per_gpu", "actor.mb_spec.max_tokens_per_mb"),
+        ("total_training_steps=3", "total_training_steps", "total_train_steps"),
         ("actor.lr=3", "actor.lr", "actor.optimizer.lr"),
         ("batch_size=3", "batch_size", "train_dataset.batch_size"),
         ("rollout.max_head_offpolicynes=3", "rollout.max_head_offpolicynes", "rollout.max_head_offpolicyness"),
@@ -48,6 +50,19 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(problem, override: str, 
     (found,) = problem(override).problems
     assert (found.path, found.code, found.suggestion) == (path, "config.unknown_key", suggestion)
     assert suggestion in found.message
+
+
+def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> None:
+    """The command line for an override, the file for the rest; each line of several has its own place."""
+    file = f"({tmp_path / 'x.yaml'})"
+    assert str(problem("seeed=3")).endswith("(command line)")
+    assert str(problem("actor.optimizer={lr: 1, lrr: 3}")).endswith("(command line)")
+    assert str(problem("seed")).endswith("(command line)")
+    assert str(problem(text=MINIMAL + "seeed: 3\n")).endswith(file)
+    first, second = str(problem("rollout.x=1", text=MINIMAL + "seeed: 3\n")).splitlines()[1:]
+    ends = {line.strip().partition(":")[0]: line for line in (first, second)}
+    assert ends["rollout.x"].endswith("(command line)")
+    assert ends["seeed"].endswith(file)
 
 
 @pytest.mark.parametrize(

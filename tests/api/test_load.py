@@ -189,6 +189,49 @@ def test_interpolation_sees_defaults_other_sections_and_whole_sections(grpo) -> 
     assert config.tokenizer_path == config.ref.path == "/models/tiny"
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("train_dataset.path=[a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("train_dataset.path=[a.jsonl]", ["a.jsonl"]),
+        ("train_dataset.path=007", "007"),
+        ("train_dataset.path=a b: c", "a b: c"),
+    ],
+)
+def test_a_dataset_is_a_path_or_a_list_of_paths(grpo, word: str, expected: Any) -> None:
+    assert grpo(word).train_dataset.path == expected
+
+
+@pytest.mark.parametrize("word", ["train_dataset.path=null", "train_dataset.path=[[a]]"])
+def test_another_value_as_a_dataset_is_refused_in_one_line(write, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", write(MINIMAL), word], GRPOConfig)
+    assert [(found.path.partition("[")[0], found.code) for found in caught.value.problems] == [
+        ("train_dataset.path", "config.wrong_type")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["gconfig.temperature=0.5"], [0.5, 0.5, 0.5]),
+        (["gconfig.temperature=${oc.env:AREAL_TEST_T}", "ref.temperature=${actor.temperature}"], [0.25, 0.25, 0.25]),
+        (["gconfig={temperature: 0.5}", "actor={path: a, temperature: 0.5, optimizer: {lr: 1e-4}}"], [0.5, 0.5, 0.5]),
+        ([], [1.0, 1.0, 1.0]),
+    ],
+)
+def test_temperatures_of_the_models_follow_the_sampling(grpo, monkeypatch, words, expected) -> None:
+    monkeypatch.setenv("AREAL_TEST_T", "0.25")
+    config = grpo("ref.path=r", "teacher.path=t", *words)
+    assert [model.temperature for model in (config.actor, config.ref, config.teacher)] == expected
+
+
+def test_a_wrong_sampling_temperature_is_reported_once(write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", write(MINIMAL), "gconfig.temperature=warm"], GRPOConfig)
+    assert [found.path for found in caught.value.problems] == ["gconfig.temperature"]
+
+
 def test_load_experiment_picks_the_class(write) -> None:
     rl, sft = write(MINIMAL), write(MINIMAL_SFT, "sft.yaml")
     assert type(load_experiment(["--config", rl])) is GRPOConfig

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 
 import pytest
 
@@ -145,7 +146,7 @@ def test_servers_on_the_cpu_leave_the_gpus_to_the_trainers(tmp_path):
     assert [process.gpus for process in plan.processes] == [(), (), (), ("0",), ("1",)]
 
 
-def test_supervised_run_starts_only_trainers(tmp_path):
+def test_supervised_run_starts_only_trainers(tmp_path, caplog):
     config = SFTConfig(
         experiment_name="e",
         trial_name="t",
@@ -162,7 +163,9 @@ def test_supervised_run_starts_only_trainers(tmp_path):
     assert plan.numbers.max_staleness is None
     assert make_plan(config, [Machine(cores=2)]).numbers.total_steps is None
     two_epochs = dataclasses.replace(config, total_train_epochs=2)
-    assert make_plan(two_epochs, [Machine(cores=2)], num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
+    with caplog.at_level(logging.WARNING):
+        assert make_plan(two_epochs, [Machine(cores=2)], num_rows=65).numbers.total_steps == 5  # 130 rows of 32 a step
+    assert [record.args for record in caplog.records] == [("total_train_steps=7", "total_train_epochs", 5)]
 
 
 def test_runs_on_pairs_start_only_trainers_and_count_every_model(tmp_path):

@@ -50,6 +50,13 @@ def test_the_smallest_limit_wins():
     assert length.total_steps == 2
 
 
+@pytest.mark.parametrize(("limits", "steps"), [({"total_train_steps": 7}, 7), ({"total_train_n_seqs": 33}, 9), ({}, 2)])
+def test_without_total_train_epochs_the_other_limits_are_honoured(limits, steps):
+    """10 rows are two steps an epoch: seven steps are three and a half epochs."""
+    length = TrainingLength.of(config(**limits), num_rows=10)
+    assert (length.total_steps, length.steps_per_epoch) == (steps, 2)
+
+
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
     with raises_code("data.too_few_rows", "batch_size=4", 3):
         TrainingLength.of(config(), num_rows=3)

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
-from areal.api.config.fields import Problem, Problems, choice, number, option
-from areal.api.config.relevance import given
+from areal.api.config.fields import Problem, Problems, choice, number, option, section
+from areal.api.config.relevance import given, satisfies
+
+_SEVERAL = satisfies("path", lambda path: not isinstance(path, str), "a list")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """A dataset and how its rows are read."""
 
-    path: str = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
-    """Dataset: a .jsonl or .json file, a folder saved by `datasets`, or a Hugging Face hub name."""
+    path: str | list[str] = option("???", also="verl: data.train_files, data.val_files; ROLL: data_args.file_name")
+    """Dataset: a .jsonl or .json file, a folder saved by `datasets`, a Hugging Face hub name, or a list of these."""
     type: str = choice("rl", "rl", "sft", "rw")
     """Kind of rows: rl = prompt and reward data, sft = prompt and answer, rw = chosen and rejected answer."""
     split: str = ""
@@ -30,8 +32,13 @@ class DatasetConfig:
     max_characters: int | None = number(1_000_000, low=1)
     """Maximum characters of a text of a row, null = no limit; longer rows are dropped or refused, see truncation."""
 
+    @property
+    def paths(self) -> list[str]:
+        """Every dataset of `path`."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
     def problems(self) -> Problems:
-        if not self.path:
+        if not self.paths or not all(self.paths):
             text = "is empty: name a .jsonl file, a folder or a hub dataset"
             yield Problem("path", text, "config.missing_requirement")
         if self.truncation in ("left", "right") and self.type == "rl":
@@ -42,12 +49,24 @@ class DatasetConfig:
 class TrainDatasetConfig(DatasetConfig):
     """The training set."""
 
+    weights: list[float] = section(list[float], relevant=_SEVERAL)
+    """Part of each dataset of `path` in the mix, any scale; small ones are repeated, none is cut; [] = by size."""
     batch_size: int = number(1, low=1, also="verl: data.train_batch_size; ROLL: rollout_batch_size")
     """Rows per train step, over all ranks."""
     shuffle: bool = option(True, also="verl: data.shuffle")
     """Shuffle the rows of every epoch with a seed derived from `seed` and the epoch."""
     drop_last: bool = True
     """Skip the rows after an epoch's last full batch; false = fill that batch with rows of the next epoch."""
+
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if self.weights and len(self.weights) != len(self.paths):
+            yield (
+                "weights",
+                f"has {len(self.weights)} numbers for {len(self.paths)} datasets of path: give one for each",
+            )
+        if any(weight <= 0 for weight in self.weights):
+            yield "weights", "has a number that is not above 0: remove that dataset from path, or weight it"
 
 
 @dataclass(frozen=True, kw_only=True)

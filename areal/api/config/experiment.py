@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.advantages import REWARDS, baseline_problems
@@ -34,6 +36,9 @@ from areal.api.errors import ConfigError
 class BaseExperimentConfig:
     """Options of every kind of training."""
 
+    FOLLOWERS: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Option -> the option whose value it has unless it is given."""
+
     strict_config: bool = False
     """Refuse options that have no effect under the other options; false = one notice at start-up lists them."""
     experiment_name: str = "???"
@@ -46,12 +51,12 @@ class BaseExperimentConfig:
     """Backends and their parallel sizes, e.g. native:d1+fsdp:d1."""
     seed: int = number(1, low=0)
     """Base seed; every process derives its own seed from it."""
-    total_train_epochs: int = number(1, low=1, also="verl: trainer.total_epochs")
-    """Passes over the training set."""
+    total_train_epochs: int | None = number(None, low=1, also="verl: trainer.total_epochs")
+    """Passes over the training set; null = what the limits of steps and sequences need, or 1 without them."""
     total_train_steps: int | None = number(None, low=1, also="verl: trainer.total_training_steps; ROLL: max_steps")
     """Maximum train steps; null = no limit other than total_train_epochs."""
     total_train_n_seqs: int | None = number(None, low=1)
-    """Maximum trained sequences; null = no limit."""
+    """Maximum trained sequences, rounded up to full train steps; null = no limit."""
     tokenizer_path: str = ""
     """Folder or hub name of the tokenizer; empty = path of the trained model."""
     train_dataset: TrainDatasetConfig = field(default_factory=TrainDatasetConfig)
@@ -130,6 +135,10 @@ _RESETS = given("ref") & _KL
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(BaseExperimentConfig):
     """Reinforcement learning of a policy, with a critic (PPO) or without (GRPO)."""
+
+    FOLLOWERS: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {f"{name}.temperature": "gconfig.temperature" for name in ("actor", "ref", "teacher")}
+    )
 
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """Sampling of training answers."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -46,7 +46,7 @@ def load_config(argv: Sequence[str], cls: type[T]) -> T:
     if line.help_section is not None:
         sys.stdout.write(help_text(cls, line.help_section))
         raise SystemExit(0)
-    return _build(cls, line.given(cls), line.source, allow_unknown_top_level=False)
+    return _build(cls, line, allow_unknown_top_level=False)
 
 
 def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = False) -> BaseExperimentConfig:
@@ -62,7 +62,7 @@ def load_experiment(argv: Sequence[str], *, allow_unknown_top_level: bool = Fals
             sys.stdout.write(help_of_kinds())
         raise SystemExit(0)
     cls = line.kind(allow_unknown=allow_unknown_top_level)
-    return _build(cls, line.given(cls), line.source, allow_unknown_top_level=allow_unknown_top_level)
+    return _build(cls, line, allow_unknown_top_level=allow_unknown_top_level)
 
 
 def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
@@ -81,7 +81,7 @@ def script_keys(argv: Sequence[str], script_text: str = "") -> dict[str, Any]:
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
         if near and not re.search(rf"\b{re.escape(key)}\b", script_text):
             problems.append(ConfigProblem(key, f"unknown key; did you mean {near[0]}?", "config.unknown_key", near[0]))
-    raise_problems(problems, line.source)
+    raise_problems(problems, line.source, line.typed)
     return extra
 
 
@@ -125,7 +125,7 @@ def read(
     `resolved` holds them with defaults and without interpolations; None = `given` has no interpolation. `unresolved`
     are the paths of interpolations that failed; they are reported elsewhere.
     """
-    tree = with_defaults(cls, given) if resolved is None else resolved
+    tree = _completed(cls, given) if resolved is None else resolved
     legacy = LegacyKeys(tree, given)
     legacy.apply(cls)
     if allow_unknown_top_level:
@@ -159,6 +159,11 @@ class _CommandLine:
     @property
     def source(self) -> str:
         return ", ".join(self.files)
+
+    @property
+    def typed(self) -> list[str]:
+        """The paths of the overrides."""
+        return [word.lstrip("+~").partition("=")[0].strip() for word in self.overrides]
 
     @staticmethod
     def parse(argv: Sequence[str]) -> _CommandLine:
@@ -194,7 +199,7 @@ class _CommandLine:
         tree = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=False))
         wrong = [found for word in self.overrides if (found := _override(tree, word, cls)) is not None]
         problems = [ConfigProblem(path, message, "config.bad_override") for path, message in wrong]
-        raise_problems([*problems, *_not_storable(tree)], self.source)
+        raise_problems([*problems, *_not_storable(tree)], self.source, self.typed)
         return tree
 
 
@@ -264,7 +269,8 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
 def _override_value(text: str, spec: Any) -> Any:
     """Text fields take their text unchanged (007, 1e-3, yes); everything else is read as YAML."""
     text = text.strip()
-    is_text = spec is not None and spec.hint is str and text != "null" and text[:1] not in ("'", '"')
+    takes_text = spec is not None and (spec.hint is str or (str in get_args(spec.hint) and text[:1] != "["))
+    is_text = takes_text and text != "null" and text[:1] not in ("'", '"')
     loaded = OmegaConf.create({"value": text} if is_text else f"value: {text}")
     return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
 
@@ -287,11 +293,12 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, children), default=0)
 
 
-def _build(cls: type[T], given: dict[str, Any], source: str, *, allow_unknown_top_level: bool) -> T:
-    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(with_defaults(cls, given)), {})
+def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool) -> T:
+    given = line.given(cls)
+    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(_completed(cls, given)), {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
-    raise_problems([*unresolved, *reading.problems], source)
+    raise_problems([*unresolved, *reading.problems], line.source, line.typed)
     if reading.ignored:
         # The saved configuration lacks these keys, so that the children of a launcher do not repeat this.
         names = ", ".join(reading.ignored)
@@ -315,7 +322,7 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     An interpolation that cannot be resolved is removed, so that the default takes its place. The reason is empty where
     another entry reports the cause: a target without a value, or a chain of copies.
     """
-    config = OmegaConf.create(with_defaults(cls, given))
+    config = OmegaConf.create(_completed(cls, given))
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
     texts: list[tuple[DictConfig | ListConfig, Any, Any]] = []
 
@@ -345,6 +352,23 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
         problems[path] = "" if copied or not reason else f"{written} cannot be resolved: {reason}"
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), problems
+
+
+def _completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with defaults; options that follow another one have its value unless they are given."""
+    tree = with_defaults(cls, given)
+    followers = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
+    for path, source in followers.items():
+        (section, name), (other, key) = path.split("."), source.split(".")
+        own, written, leader = tree.get(section), given.get(section), tree.get(other)
+        if not isinstance(own, dict) or not isinstance(leader, dict):
+            continue
+        value: Any = cast("dict[str, Any]", leader).get(key)
+        if isinstance(value, str):  # an interpolation; another text is wrong, and reported once
+            value = "${" + source + "}" if value.startswith("${") else None
+        if value is not None and not (isinstance(written, dict) and name in written):
+            cast("dict[str, Any]", own)[name] = value
+    return tree
 
 
 def _number_or_text(text: str) -> Any:

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -49,6 +50,12 @@ class FieldSpec:
         """The range of a number in words, or ''."""
         limits = self.entry.metadata
         return " and ".join(f"{words} {limits[name]:g}" for name, words in _BOUNDS.items() if name in limits)
+
+    @property
+    def other_names(self) -> frozenset[str]:
+        """The last parts of its names in other systems."""
+        names = re.findall(r"[\w.]+(?![\w.:])", self.entry.metadata.get("also", ""))
+        return frozenset(name.rpartition(".")[2] for name in names)
 
     @property
     def sentence(self) -> str:
@@ -131,7 +138,13 @@ def find_field(cls: type[Any], path: str) -> FieldSpec | None:
 
 
 def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
-    """The dotted path a user most likely meant by the unknown `key` in `section`, whose class is `below`; or ''."""
+    """The dotted path a user most likely meant by the unknown `key` in `section`, whose class is `below`; or ''.
+
+    The name of an option in another system, see `FieldSpec.other_names`, is better evidence than a similar spelling.
+    """
+    renamed = [name for name, spec in fields_of(below).items() if key in spec.other_names]
+    if renamed:
+        return f"{section}.{renamed[0]}" if section else renamed[0]
     siblings = difflib.get_close_matches(key, fields_of(below), n=1, cutoff=0.6)
     if siblings:
         return f"{section}.{siblings[0]}" if section else siblings[0]
@@ -139,6 +152,9 @@ def nearest(root: type[Any], section: str, below: type[Any], key: str) -> str:
     same_name = [path for path in paths if path.rpartition(".")[2] == key]
     if same_name:
         return same_name[0]
+    renamed = [path for path, spec in leaf_paths(root) if key in spec.other_names]
+    if renamed:
+        return renamed[0]
     return next(iter(difflib.get_close_matches(key, paths, n=1, cutoff=0.7)), "")
 
 
@@ -176,6 +192,8 @@ def type_text(hint: Any) -> str:
     if _is_section(hint):
         return "section"
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(type_text, args))
     if origin is list or hint is list:
         return "list of sections" if _item_section(hint) else f"list of {type_text(args[0])}" if args else "list"
     if origin is dict or hint is dict:

@@ -78,7 +78,7 @@ class TrainEngineConfig:
     init_from_scratch: bool = False
     """Initialise random weights from the model config in `path` instead of loading its weights."""
     temperature: float = number(1.0, low=1e-6, high=1e6)
-    """Divisor of the logits before log-probabilities; must equal gconfig.temperature."""
+    """Divisor of the logits before log-probabilities; must equal gconfig.temperature, which it follows if not given."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     """How batches are split into forward passes."""
     disable_dropout: bool = False

@@ -1,7 +1,7 @@
 """The checks of config values: types and limits of each field by pydantic, then `problems()` of each section."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast, get_args
@@ -58,14 +58,28 @@ def _required(path: str) -> ConfigProblem:
     return ConfigProblem(path, f"is required: give it in the file or as {path}=...", "config.required")
 
 
-def raise_problems(problems: Sequence[ConfigProblem], source: str = "") -> None:
-    """Raise ConfigError unless `problems` is empty. `source` names the file."""
+COMMAND_LINE = "command line"
+"""The source of an option that was given as key=value."""
+
+
+def raise_problems(problems: Sequence[ConfigProblem], source: str = "", typed: Collection[str] = ()) -> None:
+    """Raise ConfigError unless `problems` is empty. `source`: the files; `typed`: the options given as key=value."""
     if not problems:
         return
-    lines = [str(problem) for problem in problems]
-    where = f" in {source}" if source else ""
+
+    def is_typed(problem: ConfigProblem) -> bool:
+        path = f"{problem.path}."
+        return problem.code == "config.bad_override" or any(path.startswith(f"{name}.") for name in typed)
+
+    places = [COMMAND_LINE if is_typed(problem) else source for problem in problems]
+    if len(set(places)) == 1:
+        lines, where = [str(problem) for problem in problems], places[0]
+    else:
+        lines = [f"{problem} ({place})" for problem, place in zip(problems, places, strict=True)]
+        where = ""
     if len(lines) == 1:
-        raise ConfigError(lines[0] + (f" ({source})" if source else ""), problems=problems)
+        raise ConfigError(lines[0] + (f" ({where})" if where else ""), problems=problems)
+    where = f" in {'the ' * (where == COMMAND_LINE)}{where}" if where else ""
     raise ConfigError("\n  ".join([f"{len(lines)} problems{where}:", *lines]), problems=problems)
 
 
