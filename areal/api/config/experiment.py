@@ -28,6 +28,7 @@ from areal.api.config.relevance import Condition, above, given, options_without_
 from areal.api.config.reward import RewardConfig, score_weight_problems, selection_problems
 from areal.api.config.roles import RewardModelConfig, TeacherConfig
 from areal.api.config.rollout import InferenceEngineConfig
+from areal.api.config.schema import with_defaults
 from areal.api.config.train import TrainEngineConfig
 from areal.api.errors import ConfigError
 
@@ -310,3 +311,20 @@ def no_optimizer(model: str) -> Problem:
     """The problem of a trained model without an optimiser."""
     text = "is null, so the model would not be trained: set at least {lr: 1e-5}"
     return Problem(f"{model}.optimizer", text, "config.missing_requirement")
+
+
+def completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with defaults; options that follow another one have its value unless they are given."""
+    tree = with_defaults(cls, given)
+    followers = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
+    for path, source in followers.items():
+        (section, name), (other, key) = path.split("."), source.split(".")
+        own, written, leader = tree.get(section), given.get(section), tree.get(other)
+        if not isinstance(own, dict) or not isinstance(leader, dict):
+            continue
+        value: Any = cast("dict[str, Any]", leader).get(key)
+        if isinstance(value, str):  # an interpolation; another text is wrong, and reported once
+            value = "${" + source + "}" if value.startswith("${") else None
+        if value is not None and not (isinstance(written, dict) and name in written):
+            cast("dict[str, Any]", own)[name] = value
+    return tree

@@ -21,12 +21,12 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig
+from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, completed
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
 from areal.api.config.legacy import LegacyKeys, legacy_rule
 from areal.api.config.redaction import without_secrets
-from areal.api.config.schema import MISSING, fields_of, find_field, with_defaults
+from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
 from areal.api.errors import ConfigError, ConfigProblem
 
@@ -125,7 +125,7 @@ def read(
     `resolved` holds them with defaults and without interpolations; None = `given` has no interpolation. `unresolved`
     are the paths of interpolations that failed; they are reported elsewhere.
     """
-    tree = _completed(cls, given) if resolved is None else resolved
+    tree = completed(cls, given) if resolved is None else resolved
     legacy = LegacyKeys(tree, given)
     legacy.apply(cls)
     if allow_unknown_top_level:
@@ -295,7 +295,7 @@ def _depth(value: Any) -> int:
 
 def _build(cls: type[T], line: _CommandLine, *, allow_unknown_top_level: bool) -> T:
     given = line.given(cls)
-    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(_completed(cls, given)), {})
+    tree, broken = _resolved(cls, given) if _has_interpolation(given) else (deepcopy(completed(cls, given)), {})
     reading = read(cls, given, tree, unresolved=broken, allow_unknown_top_level=allow_unknown_top_level)
     unresolved = [ConfigProblem(path, text, "config.unresolved_interpolation") for path, text in broken.items() if text]
     raise_problems([*unresolved, *reading.problems], line.source, line.typed)
@@ -322,7 +322,7 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
     An interpolation that cannot be resolved is removed, so that the default takes its place. The reason is empty where
     another entry reports the cause: a target without a value, or a chain of copies.
     """
-    config = OmegaConf.create(_completed(cls, given))
+    config = OmegaConf.create(completed(cls, given))
     broken: list[tuple[DictConfig | ListConfig, Any, str, str, str]] = []
     texts: list[tuple[DictConfig | ListConfig, Any, Any]] = []
 
@@ -352,23 +352,6 @@ def _resolved(cls: type[Any], given: dict[str, Any]) -> tuple[dict[str, Any], di
         copied = any("${" + other + "}" in written for _, _, other, _, _ in broken if other != path)
         problems[path] = "" if copied or not reason else f"{written} cannot be resolved: {reason}"
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)), problems
-
-
-def _completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with defaults; options that follow another one have its value unless they are given."""
-    tree = with_defaults(cls, given)
-    followers = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
-    for path, source in followers.items():
-        (section, name), (other, key) = path.split("."), source.split(".")
-        own, written, leader = tree.get(section), given.get(section), tree.get(other)
-        if not isinstance(own, dict) or not isinstance(leader, dict):
-            continue
-        value: Any = cast("dict[str, Any]", leader).get(key)
-        if isinstance(value, str):  # an interpolation; another text is wrong, and reported once
-            value = "${" + source + "}" if value.startswith("${") else None
-        if value is not None and not (isinstance(written, dict) and name in written):
-            cast("dict[str, Any]", own)[name] = value
-    return tree
 
 
 def _number_or_text(text: str) -> Any:
