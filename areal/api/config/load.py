@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -269,7 +269,7 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
 def _override_value(text: str, spec: Any) -> Any:
     """Text fields take their text unchanged (007, 1e-3, yes); everything else is read as YAML."""
     text = text.strip()
-    takes_text = spec is not None and (spec.hint is str or (str in get_args(spec.hint) and text[:1] != "["))
+    takes_text = spec is not None and (spec.hint is str or (spec.hint == str | list[str] and text[:1] != "["))
     is_text = takes_text and text != "null" and text[:1] not in ("'", '"')
     loaded = OmegaConf.create({"value": text} if is_text else f"value: {text}")
     return cast("dict[str, Any]", OmegaConf.to_container(loaded, resolve=False))["value"]
