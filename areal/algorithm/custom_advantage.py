@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.algorithm.aggregate import Reduce, identity_reduce
+from areal.algorithm.normalise import group_scope
 from areal.api.config import AdvantageOptions
 from areal.api.errors import ConfigError
 from areal.api.functions import ADVANTAGE_CALL, load_function, parse_function_path
@@ -58,8 +59,9 @@ def custom_advantages(answers: RewardedAnswers, options: AdvantageOptions) -> Te
 def median_baseline(answers: RewardedAnswers, options: AdvantageOptions) -> Tensor:
     """An example: A = scale (r - median of r in the group), scale from options.custom_advantage.args."""
     centred = torch.zeros_like(answers.rewards)
-    for group in answers.group_ids.unique():  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        members = answers.group_ids == group
+    groups = group_scope(answers.group_ids)
+    for group in range(groups.size):
+        members = groups.index == group
         centred[members] = answers.rewards[members] - answers.rewards[members].median()
     return float(options.custom_advantage.args["scale"]) * centred[answers.sequence_index]
 

@@ -316,7 +316,7 @@ def no_optimizer(model: str) -> Problem:
 def completed(cls: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     """`given` with defaults; options that follow another one have its value unless they are given."""
     tree = with_defaults(cls, given)
-    followers = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
+    followers: Mapping[str, str] = cls.FOLLOWERS if issubclass(cls, BaseExperimentConfig) else {}
     for path, source in followers.items():
         (section, name), (other, key) = path.split("."), source.split(".")
         own, written, leader = tree.get(section), given.get(section), tree.get(other)
