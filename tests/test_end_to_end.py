@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from areal.api.errors import InputError
+from areal.cli.main import run_command
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import AuditReport, audit
 from areal.ledger.event_files import LedgerReader
@@ -223,12 +225,16 @@ def versions(found: Run) -> list[int]:
 STEPS = 12
 
 
-def test_asynchronous_grpo_with_rejected_and_failed_episodes(folder):
+def test_asynchronous_grpo_with_rejected_and_failed_episodes(folder, tmp_path, capsys):
     """Both ways to start training in one run: the controller uses the configured functions, the trainer a script."""
     functions = [f"reward_fn={folder}/script.py:raises_for_some", f"rollout.should_accept_fn={folder}/script.py:accept"]
-    found = run(folder, f"total_train_steps={STEPS}", *functions, script=True)
+    recover = ["recover.mode=auto", "recover.freq_steps=99"]  # one recovery checkpoint, at the end
+    found = run(folder, f"total_train_steps={STEPS}", *functions, *recover, script=True)
     check_training(found, folder)
     check_replacements(found, folder)
+    check_exports(found.folder, tmp_path)
+    capsys.readouterr()
+    check_samples(found.folder, capsys)
 
 
 @pytest.mark.slow
@@ -255,6 +261,36 @@ def check_training(found: Run, folder: Path) -> None:
     assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(found.batch_staleness()))
     assert max(found.batch_staleness()) > 0, "nothing was asynchronous"
     check_checkpoint(found.folder / "checkpoints" / "actor" / f"step-{STEPS:06}", folder / "model")
+
+
+def check_exports(root: Path, output: Path) -> None:
+    """An export, and one of the recovery checkpoint of the same step, have bitwise the saved weights."""
+    saved = root / "checkpoints" / "actor" / f"step-{STEPS:06}"
+    for words in ([], ["--recover"]):
+        folder = output / f"exported{len(words)}"
+        assert run_command(["export", str(root), *words, "-o", str(folder)]) == 0
+        assert (folder / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+        assert {path.name for path in folder.iterdir()} == {path.name for path in saved.iterdir()}
+    with pytest.raises(InputError) as error:
+        run_command(["export", str(root), "--step", "3"])
+    assert error.value.code == "export.no_checkpoint"
+
+
+def check_samples(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`areal show` finds accepted, rejected and failed answers; some of a step are in a table."""
+    assert run_command(["show", str(root), "--best", "3", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["samples"]
+    assert [sample["reward"] for sample in best] == pytest.approx([s["answer"].count("1") / 8 for s in best])
+    assert run_command(["show", str(root), "--rejected", "--limit", "200", "--json"]) == 0
+    lost = json.loads(capsys.readouterr().out)["samples"]
+    assert {sample["state"] for sample in lost} == {"rejected", "failed"}
+    kept = [sample for sample in lost if "answer" in sample]
+    assert kept
+    assert all((sample["reward"] is None) == (sample["state"] == "failed") for sample in kept)
+    assert all(sample["prompt"].endswith("=") and sample["answer"] for sample in [*best, *kept])
+    tables = {path.name: path.read_text().splitlines() for path in (root / "samples").iterdir()}
+    assert {name: len(lines) for name, lines in tables.items()} == {"step-000001.jsonl": 4, "step-000010.jsonl": 4}
+    assert all(json.loads(line)["prompt"].endswith("=") for lines in tables.values() for line in lines)
 
 
 def check_checkpoint(path: Path, start: Path) -> None:

@@ -102,6 +102,8 @@ data.no_traces: A run folder contains no trace files.
     Run with perf_tracer.enabled=true, or name another folder.
 data.not_found: A dataset file, hub dataset or split does not exist or cannot be loaded.
     Correct the dataset's path, name or split.
+data.other_rows: The dataset has another number of rows than the run had, so a row number means another row.
+    Restore the dataset, or leave out --row.
 data.token_id: A train batch contains a token id outside the model's vocabulary.
     Check what the workflow returns, and that the tokenizer belongs to the model.
 data.too_few_rows: A dataset has fewer usable rows than one batch needs.
@@ -110,6 +112,11 @@ data.too_long: A dataset row, or a sequence of a train batch, has more tokens th
     Raise max_length or mb_spec.max_tokens_per_mb, shorten the texts, or choose another truncation.
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
     Choose a granularity that divides the number of sequences of every rank.
+
+export.folder: The folder that `areal export` shall write exists.
+    Choose another folder with -o.
+export.no_checkpoint: The run has no checkpoint of this step, of this kind (export or recovery) or of this model.
+    Use a step, --recover or a --role that the message names.
 
 fleet.closed: A request was waiting when its fleet was closed.
     None: the controller is ending.

@@ -24,9 +24,11 @@ COMMANDS = (
     Command(
         "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
     ),
+    Command("show", "read prompts, answers and rewards; history of an episode", "areal.cli.show:show"),
     Command("audit", "check that no episode was lost or trained on twice", "areal.cli.wrapped:audit"),
     Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.cli.wrapped:stats"),
     Command("replay", "train again from the recorded batches of a run", "areal.cli.wrapped:replay"),
+    Command("export", "write a checkpoint of a run as a Hugging Face folder", "areal.cli.export:export"),
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
     Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),
     Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),

@@ -1,5 +1,6 @@
 """Hugging Face exports and per-rank recovery state on disk. A folder is complete or does not exist."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -115,6 +116,29 @@ def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
         part, _, name = key.partition("/")
         parts[part][name] = value
     return RecoveryState(weights=parts["weights"], optimizer=parts["optimizer"], num_steps=facts["num_steps"])
+
+
+def read_whole_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a recovery state as one process holds them, by name.
+
+    The file of a rank has its part of each weight, split in dimension 0. `shapes`: those of the whole weights.
+    Raises InputError when a file is missing or damaged, or a shape differs.
+    """
+    files = sorted(folder.glob("rank-*.safetensors"))
+    try:
+        if len(files) != json.loads((folder / _STATE).read_bytes())["world_size"]:
+            raise ValueError(f"it has {len(files)} files of ranks")
+        with contextlib.ExitStack() as stack:
+            ranks = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+            for name, shape in shapes.items():
+                parts: list[Tensor] = [rank.get_tensor(f"weights/{name}") for rank in ranks]
+                whole = parts[0] if tuple(parts[0].shape) == shape else torch.cat(parts)
+                if tuple(whole.shape) != shape:
+                    raise ValueError(f"{name} has shape {tuple(whole.shape)}, the model's has {shape}")
+                yield name, whole
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        message = f"the recovery state in {folder} cannot be read: {error}"
+        raise InputError(message, code="checkpoint.damaged") from error
 
 
 def _rank_file(rank: int, mesh: TrainerMesh) -> str:

@@ -15,9 +15,10 @@ from areal.api.errors import LedgerError
 from areal.ledger.audit_report import AuditReport, listed
 from areal.ledger.audit_rules import AuditRules
 from areal.ledger.event_files import LedgerReader, PayloadReader, open_reader, payload_path
+from areal.ledger.kept import kept_names, read_kept
 from areal.ledger.payload import EpisodeColumns, read_columns
 from areal.ledger.reading_progress import Progress
-from areal.ledger.state import Event, LedgerState
+from areal.ledger.state import FAILED, REJECTED, Event, LedgerState
 
 
 def ledger_folder(run: Path) -> Path:
@@ -110,9 +111,26 @@ class _Audit:
         if self.num_decreasing:
             note = f"{self.num_decreasing} trajectories have a token of an older version than an earlier token"
             report.notes.append(note)
+        self._note_kept(report)
         if first := min(self.rules.batches, default=0):
             report.notes.append(f"the ledger starts at step {first}; rows of earlier steps may be used again")
         return report
+
+    def _note_kept(self, report: AuditReport) -> None:
+        """Payloads kept for readers prove nothing and are not durable, so a damaged one is not a violation."""
+        num_others, damaged = 0, list[int]()
+        kept = kept_names(self.folder)
+        for episode_id, attempt in kept:
+            states = self.state.states
+            num_others += not (episode_id < len(states) and states[episode_id] in (REJECTED, FAILED))
+            try:
+                read_kept(self.folder, episode_id, attempt)
+            except LedgerError:
+                damaged.append(episode_id)
+        if num_others:
+            report.notes.append(f"{num_others} of {len(kept)} kept payloads are of attempts that a crash ended")
+        if damaged:
+            report.notes.append(f"the kept payloads of the rejected or failed episodes {listed(damaged)} are damaged")
 
     def _compare_models(self, report: AuditReport) -> None:
         """The state machine of the controller must agree with the rules."""

@@ -7,7 +7,7 @@ thread: first the payloads, then the event lines that refer to them.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -25,6 +25,7 @@ from areal.ledger.event_files import (
     events_path,
     payload_path,
 )
+from areal.ledger.kept import KeptPayloads
 from areal.ledger.state import Event
 
 LINGER_S = 0.05
@@ -42,6 +43,10 @@ class EventLog(Protocol):
         """Returns segment, offset and size."""
         ...
 
+    def keep(self, episode_id: int, attempt: int, data: bytes) -> None:
+        """Keep the payload of an episode that is not trained on, for readers; the oldest ones are removed."""
+        ...
+
     async def durable(self) -> None:
         """Return when everything appended so far is on disk. Raises LedgerError when that failed."""
         ...
@@ -53,6 +58,8 @@ class EventLog(Protocol):
 class _Group:
     events: list[Event] = field(default_factory=list[Event])
     payloads: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    kept: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
+    """Episode, attempt and payload."""
     num_bytes: int = 0
 
 
@@ -66,8 +73,11 @@ class GroupWriter:
         *,
         after: GroupEnd = NO_GROUP,
         open_file: Callable[[Path], AppendFile] = AppendFile,
+        keep_rejected: int = 0,
     ) -> None:
+        """`keep_rejected`: number of rejected or failed episodes whose payload stays."""
         self.folder = folder
+        self.kept = KeptPayloads(folder, keep_rejected)
         self._number = number
         self._end = after
         self._open_file = open_file
@@ -75,7 +85,9 @@ class GroupWriter:
         self._durable_bytes = 0
         self._segment: tuple[int, AppendFile] | None = None
 
-    def write(self, events: list[Event], payloads: list[tuple[int, bytes]]) -> None:
+    def write(
+        self, events: list[Event], payloads: list[tuple[int, bytes]], kept: Sequence[tuple[int, int, bytes]] = ()
+    ) -> None:
         """Make one group durable. After an error the file may end with an incomplete group; the next writer cuts it."""
         data, end = encode_group(self._end, time.time(), events)
         if self._events is None:
@@ -84,6 +96,8 @@ class GroupWriter:
             file = self._segment_file(segment)
             file.write(b"".join([payload for _, payload in pieces]))
             file.sync()
+        if kept:
+            self.kept.write(kept)
         try:
             self._events.write(data)
             self._events.sync()
@@ -155,6 +169,13 @@ class GroupCommitLog:
             self._wake.set()
         return where
 
+    def keep(self, episode_id: int, attempt: int, data: bytes) -> None:
+        self._raise_failure()
+        kept, limit = self._group.kept, self._writer.kept.limit
+        if limit:
+            kept.append((episode_id, attempt, data))
+            del kept[:-limit]
+
     async def durable(self) -> None:
         self._raise_failure()
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -185,7 +206,9 @@ class GroupCommitLog:
             waiters, self._waiters = self._waiters, []
             try:
                 if group.events:
-                    await loop.run_in_executor(self._thread, self._writer.write, group.events, group.payloads)
+                    await loop.run_in_executor(
+                        self._thread, self._writer.write, group.events, group.payloads, group.kept
+                    )
             except Exception as error:  # noqa: BLE001 - all waiting callers must receive any error of the writer
                 self._fail(error, waiters)
                 return

@@ -74,8 +74,10 @@ class Ledger:
         self.state = state or LedgerState()
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, *, keep_rejected: int = 0) -> Self:
         """Continue the ledger in `folder`, or create it. New events go to new files.
+
+        `keep_rejected`: number of rejected or failed episodes whose payload stays for readers.
 
         Raises LedgerError when another process writes this ledger.
         """
@@ -85,7 +87,7 @@ class Ledger:
         except LedgerError:
             lock.release()
             raise
-        writer = GroupWriter(folder, found.next_number, after=found.end)
+        writer = GroupWriter(folder, found.next_number, after=found.end, keep_rejected=keep_rejected)
         log = GroupCommitLog(writer, first_segment=found.next_number)
         read = partial(read_payload, folder)
         return cls(log, state=found.state, read_payload=read, lock=lock, lost=found.lost)
@@ -165,14 +167,24 @@ class Ledger:
             }
         )
 
-    def reject(self, episode_id: int, reason: str) -> None:
-        """An episode is not trained on: the workflow or the filter rejected it, or it is stale."""
+    def reject(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
+        """An episode is not trained on: the workflow or the filter rejected it, or it is stale.
+
+        `payload`: its trajectories, kept for readers within the limit; empty = there are none.
+        """
+        self._keep(episode_id, payload)
         self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
         self._cached.pop(episode_id, None)
 
-    def fail(self, episode_id: int, reason: str) -> None:
-        """An episode ended with an error."""
+    def fail(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
+        """An episode ended with an error. `payload`: its answers so far, as in `reject`."""
+        self._keep(episode_id, payload)
         self._record({"event": "failed", "id": episode_id, "reason": _clean(reason)})
+
+    def _keep(self, episode_id: int, payload: bytes) -> None:
+        running = self.state.running.get(episode_id)
+        if payload and running is not None:  # a stale episode that was accepted has its payload already
+            self._log.keep(episode_id, running.attempt, payload)
 
     def batched(
         self, *, step: int, version: int, mask_before: int, episode_ids: Sequence[int], stats: dict[str, float]

@@ -1,4 +1,5 @@
-"""The binary format of the trajectories of one episode. A payload is written once, when the episode is accepted.
+"""The binary format of the trajectories of one episode. A payload is written once, when the episode is accepted
+(or rejected, see kept.py).
 
 Little-endian: a header, then arrays in the dtypes of BatchShare, so that a batch is a concatenation:
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
 from areal.api.errors import ArealError, LedgerError
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event
@@ -61,8 +62,31 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
             "the workflow returned a group without trajectories; return None to reject an episode",
             code="workflow.trajectory_lengths",
         )
+    return _encode(episode_id, group.trajectories)
+
+
+def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> bytes:
+    """The payload of an episode without trajectories: each answer after its prompt, not scored; empty = no answer.
+
+    Raises TrajectoryError when an answer has lists of unequal lengths.
+    """
+    trajectories = [
+        Trajectory(
+            token_ids=answer.input_ids + answer.output_ids,
+            loss_mask=[0] * (len(answer.input_ids) + len(answer.output_ids)),
+            rollout_logprobs=[0.0] * len(answer.input_ids) + answer.output_logprobs,
+            output_versions=[-1] * len(answer.input_ids) + answer.output_versions,
+            reward=math.nan,
+            finished=answer.stop_reason == "stop",
+        )
+        for answer in answers
+    ]
+    return _encode(episode_id, trajectories, is_scored=False).payload if trajectories else b""
+
+
+def _encode(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool = True) -> EncodedEpisode:
     try:
-        return _encode(episode_id, group.trajectories)
+        return _joined(episode_id, trajectories, is_scored=is_scored)
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
@@ -70,7 +94,7 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
         raise TrajectoryError(message, code="workflow.wrong_type") from error
 
 
-def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
+def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool) -> EncodedEpisode:
     lengths: list[int] = []
     token_ids: list[int] = []
     versions: list[int] = []
@@ -83,7 +107,7 @@ def _encode(episode_id: int, trajectories: list[Trajectory]) -> EncodedEpisode:
         size = len(ids)
         if not size or not size == len(mask) == len(given) == len(made):
             raise _uneven(trajectory)
-        if not math.isfinite(reward):
+        if is_scored and not math.isfinite(reward):
             raise _not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
@@ -258,18 +282,27 @@ class EpisodeColumns(NamedTuple):
 
 def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
     """The trajectories of an `accepted` event. Raises LedgerError when its payload is missing, damaged or another."""
+    return to_columns(event["id"], read_payload_of(reader, event))
+
+
+def read_payload_of(reader: PayloadReader, event: Event) -> bytes:
+    """The payload of an `accepted` event, which may be damaged. Raises LedgerError when it is missing."""
     segment, offset, size = event["payload"]
-    payload = reader.read((segment, offset, size))
-    check_payload(event["id"], payload)
+    return reader.read((segment, offset, size))
+
+
+def to_columns(episode_id: int, payload: bytes) -> EpisodeColumns:
+    """The trajectories of the payload of an episode. Raises LedgerError when it is damaged or another's."""
+    check_payload(episode_id, payload)
     n, t = payload_sizes(payload)
     if n == 0 or t == 0 or len(payload) != _expected_bytes(payload):
-        raise _bad_payload(event["id"], f"has {len(payload)} bytes, which do not match its counts")
+        raise _bad_payload(episode_id, f"has {len(payload)} bytes, which do not match its counts")
     integers = np.frombuffer(payload, dtype="<i4", count=n + 2 * t, offset=_DATA)
     floats = np.frombuffer(payload, dtype="<f4", count=n + t, offset=_DATA + integers.nbytes)
     flags = np.frombuffer(payload, np.uint8, count=t + n, offset=_DATA + integers.nbytes + floats.nbytes)
     lengths = integers[:n]
     if sum(lengths.tolist()) != t:
-        raise _bad_payload(event["id"], f"has trajectory lengths whose sum is not {t}")
+        raise _bad_payload(episode_id, f"has trajectory lengths whose sum is not {t}")
     return EpisodeColumns(
         lengths=lengths,
         token_ids=integers[n : n + t],

@@ -4,10 +4,14 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
 from areal.api.config.redaction import public
@@ -16,10 +20,47 @@ from areal.system.durable import append_whole, write_atomic
 from areal.system.run_paths import RunPaths
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One trajectory in a table of samples."""
+
+    group: int
+    """Equal for the trajectories of one prompt."""
+    reward: float
+    reward_parts: dict[str, float]
+    prompt: str
+    answer: str
+    """Everything after the prompt, special tokens included."""
+    num_generated: int
+    """Generated tokens."""
+    versions: list[int]
+    """Lowest and highest policy version of the generated tokens; empty = none was generated."""
+    stop_reason: str
+
+    def cells(self) -> list[str]:
+        """The row as text, in the order of SAMPLE_COLUMNS."""
+        parts = ", ".join(f"{name} {score:g}" for name, score in self.reward_parts.items())
+        versions = " to ".join(map(str, dict.fromkeys(self.versions)))
+        return [
+            f"{self.reward:g}",
+            parts,
+            self.prompt,
+            self.answer,
+            str(self.num_generated),
+            versions,
+            self.stop_reason,
+            str(self.group),
+        ]
+
+
+SAMPLE_COLUMNS = ("reward", "parts", "prompt", "answer", "generated tokens", "versions", "stop reason", "group")
+
+
 class Tracker(Protocol):
-    """Receives the metrics of every train step."""
+    """Receives the metrics of every train step, and a table of samples at some."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None: ...
     def flush(self) -> None:
         """Return when everything logged survives this process. A recovery continues after it."""
         ...
@@ -62,10 +103,30 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlTracker(StepLines):
-    """metrics.jsonl: the values of every step; null for a value that is not finite."""
+    """metrics.jsonl: the values of every step; null for a value that is not finite.
+
+    The samples of a step are a file `samples/step-000100.jsonl` next to it, one line per row.
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        """Also removes the samples from `first_step` on."""
+        super().__init__(path, first_step=first_step)
+        self._samples = path.parent / "samples"
+        for old in self._samples.glob("step-*.jsonl"):
+            if first_step <= 1 or old.name >= _samples_name(first_step):
+                old.unlink()
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._samples.mkdir(exist_ok=True)
+        lines = [orjson.dumps({"step": step} | dataclasses.asdict(row)) + b"\n" for row in rows]
+        write_atomic(self._samples / _samples_name(step), b"".join(lines))
+
+
+def _samples_name(step: int) -> str:
+    return f"step-{step:06d}.jsonl"
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
@@ -95,6 +156,11 @@ class TensorBoardTracker:
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in _finite(values).items():
             self._writer.add_scalar(name, value, global_step=step)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """As a Markdown table, which TensorBoard shows under Text."""
+        lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_markdown_cell, row.cells()) for row in rows)]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), global_step=step)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -134,11 +200,16 @@ class WandBTracker:
         except wandb.Error as error:
             message = f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}"
             raise ConfigError(message, code="launch.tracker_failed") from error
+        self._table = wandb.Table
         self._run.define_metric("train_step", hidden=True)
         self._run.define_metric("*", step_metric="train_step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values) | {"train_step": step})
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        table = self._table(columns=list(SAMPLE_COLUMNS), data=[row.cells() for row in rows])
+        self._run.log({"samples": table, "train_step": step})
 
     def flush(self) -> None:
         """wandb sends and keeps everything in a separate process."""
@@ -165,9 +236,15 @@ class SwanLabTracker:
             config=public(dataclasses.asdict(config)),
             settings=quiet,
         )
+        self._text = swanlab.Text
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(_finite(values), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """One text per row: SwanLab shows texts at each step."""
+        texts = [self._text(f"{row.prompt}\n-- answer\n{row.answer}", caption=f"reward {row.reward:g}") for row in rows]
+        self._run.log({"samples": texts}, step=step)
 
     def flush(self) -> None:
         """SwanLab writes everything at once."""
@@ -192,6 +269,11 @@ def build_trackers(config: BaseExperimentConfig, paths: RunPaths, *, first_step:
 def _missing(key: str, package: str, extra: str) -> ConfigError:
     message = f"{key} needs the package {package}: pip install 'areal[{extra}]'"
     return ConfigError(message, code="launch.package_missing")
+
+
+def _markdown_cell(text: str) -> str:
+    """Text of a model inside a Markdown table: no markup, no new rows."""
+    return re.sub(r"([\\`*_<>|#\[\]])", r"\\\1", text).replace("\n", "<br>")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

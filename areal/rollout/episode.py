@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGrou
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import AcceptFn
 from areal.ledger.payload import EncodedEpisode, TrajectoryError, check_trajectory, encode_episode
+
+MAX_KEPT_ANSWERS = 16
+"""Answers of one rejected or failed episode that are kept for readers."""
 
 
 class EpisodeEngine:
@@ -18,7 +22,7 @@ class EpisodeEngine:
     would answer is older than the episode; the weight update that ends this sets it.
     """
 
-    __slots__ = ("_count_answer", "_engine", "_may_send", "num_interruptions", "replicas")
+    __slots__ = ("_count_answer", "_engine", "_may_send", "answers", "num_interruptions", "replicas")
 
     def __init__(
         self,
@@ -26,8 +30,10 @@ class EpisodeEngine:
         count_answer: Callable[[GenerationResponse], None],
         *,
         may_send: asyncio.Event | None = None,
+        keep_answers: bool = False,
     ) -> None:
-        """`may_send` None: requests never wait."""
+        """`may_send` None: requests never wait. `keep_answers`: the newest answers stay in `answers`."""
+        self.answers: deque[GenerationResponse] = deque(maxlen=MAX_KEPT_ANSWERS if keep_answers else 0)
         self._engine = engine
         self._count_answer = count_answer
         self._may_send = may_send
@@ -47,6 +53,7 @@ class EpisodeEngine:
             self._count_answer(response)
             if self._may_send is None or min(response.output_versions, default=sent_at) >= sent_at:
                 break  # otherwise the trainer went back before the first token was generated: send the request again
+        self.answers.append(response)
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:
             if name not in self.replicas:
@@ -59,6 +66,8 @@ class Rejected:
     """The verdict on an episode that is valid but not trained on."""
 
     reason: str
+    payload: bytes = b""
+    """The trajectories, if there are any."""
 
 
 def verdict_on(
@@ -74,7 +83,7 @@ def verdict_on(
     check_stats(group)
     _check_filter_rewards(group)
     if accept is not None and not accept(group):
-        return Rejected(reason="filter")
+        return Rejected(reason="filter", payload=encoded.payload)
     return encoded
 
 

@@ -17,7 +17,7 @@ from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode
+from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_answers
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
@@ -136,7 +136,12 @@ class Executor:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         start_s = loop.time()
-        engine = EpisodeEngine(self._engine, self._producer.count_answer, may_send=self._may_send)
+        engine = EpisodeEngine(
+            self._engine,
+            self._producer.count_answer,
+            may_send=self._may_send,
+            keep_answers=self._options.keep_rejected > 0,
+        )
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
@@ -147,11 +152,11 @@ class Executor:
             except asyncio.CancelledError:
                 if task.cancelling():
                     raise  # the controller stops; the ledger keeps the episode as running
-                self._failed(episode_id, RuntimeError("the workflow cancelled itself"))
+                self._failed(episode_id, RuntimeError("the workflow cancelled itself"), engine)
             except Exception as error:  # noqa: BLE001 - user code: an error ends this one episode
                 if task.cancelling():
                     return  # the workflow replaced the cancellation by an error
-                self._failed(episode_id, error)
+                self._failed(episode_id, error, engine)
             else:
                 if task.cancelling():
                     return  # the workflow ignored the cancellation; the episode runs again
@@ -176,7 +181,7 @@ class Executor:
         self._failed_in_a_row = 0
         if isinstance(verdict, Rejected):
             self._producer.num_rejected += 1
-            self._reject(episode_id, verdict.reason)
+            self._reject(episode_id, verdict.reason, verdict.payload or _answers_of(episode_id, engine))
             if warning := self._rejections.count_rejected(verdict.reason):
                 _log.warning("%s", warning)
             if why := self._rejections.exceeded_limit():
@@ -184,7 +189,7 @@ class Executor:
             return
         if self._is_dropped(verdict.min_version):
             self._producer.count_dropped(verdict.num_tokens)
-            self._reject(episode_id, "stale")
+            self._reject(episode_id, "stale", verdict.payload)
             return
         self._ledger.accept(
             episode_id,
@@ -200,17 +205,17 @@ class Executor:
             _log.info("episode %d accepted, reward %.4g; %s", episode_id, verdict.reward, self._ledger.state.counts)
         self._on_accepted()
 
-    def _reject(self, episode_id: int, reason: str) -> None:
-        self._ledger.reject(episode_id, reason)
+    def _reject(self, episode_id: int, reason: str, payload: bytes) -> None:
+        self._ledger.reject(episode_id, reason, payload=payload)
         if self._options.enable_rollout_tracing:
             _log.info("episode %d rejected (%s); %s", episode_id, reason, self._ledger.state.counts)
 
-    def _failed(self, episode_id: int, error: Exception) -> None:
+    def _failed(self, episode_id: int, error: Exception, engine: EpisodeEngine) -> None:
         reason = _described(error)
         without_traceback = isinstance(error, ArealError) or self._failed_in_a_row > 0
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
-        self._ledger.fail(episode_id, reason)
+        self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
         if not self._may_send.is_set():
             return  # perhaps a time limit of the workflow expired while its request was held
         now_s = asyncio.get_running_loop().time()
@@ -244,6 +249,14 @@ class Executor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _answers_of(episode_id: int, engine: EpisodeEngine) -> bytes:
+    """What an episode without usable trajectories generated, for readers; empty = nothing that can be recorded."""
+    try:
+        return encode_answers(episode_id, engine.answers)
+    except TrajectoryError:
+        return b""
 
 
 def _described(error: Exception) -> str:

@@ -4,7 +4,7 @@ Every rank calls it. Decisions are agreed by one reduction over all ranks, so th
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from areal.api.data import StepInfo
 from areal.api.engine import Ranks, TrainEngine
 from areal.api.metrics import Metrics, metric_values
 from areal.observe.log import get_logger
-from areal.observe.trackers import Tracker, build_trackers
+from areal.observe.trackers import SampleRow, Tracker, build_trackers
 from areal.system.durable import finish_interrupted_writes, remove_folder
 from areal.system.heartbeat import resident_bytes
 from areal.system.run_paths import RunPaths
@@ -236,6 +236,11 @@ class AfterStep:
         path = self._recover.save(point)
         if self._ranks.rank == 0:
             self._hooks.committed(point.step, path)
+
+    def log_samples(self, steps_done: int, rows: Sequence[SampleRow]) -> None:
+        """Give a table of samples to the trackers."""
+        for tracker in self._trackers:
+            tracker.log_samples(steps_done, rows)
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:

@@ -34,6 +34,7 @@ from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.process_setup import TrainingRank, announce_ready, training_rank
 from areal.trainer.progress import Progress, TrainingLength
 from areal.trainer.roles import PPORoles, build_roles
+from areal.trainer.sample_table import SampleTables
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
@@ -66,8 +67,13 @@ class PPOLoop:
         after_step: Callable[[StepInfo, Metrics, dict[str, float]], bool],
         progress: Progress,
         clock: PhaseClock,
+        add_samples: Callable[[int, BatchShare], None] | None = None,
     ) -> None:
-        """`after_step` gets the metrics of a step and the seconds of its phases; True ends the training."""
+        """`after_step` gets the metrics of a step and the seconds of its phases; True ends the training.
+
+        `add_samples` gets the number of steps done and the share of the last one, before `after_step`.
+        """
+        self._add_samples = add_samples
         self._roles = roles
         self._batches = batches
         self._channel = channel
@@ -114,6 +120,8 @@ class PPOLoop:
             found = merge_metrics(scored, filtered, mismatch, distilled, batch_metrics(batch))
             metrics = merge_metrics(metrics, found, _share_metrics(share, began_s))
             with phase("after_step"):
+                if self._add_samples is not None:
+                    self._add_samples(info.step + 1, share)
                 if self._after_step(info, metrics, self._clock.end_step()):
                     self._progress.stop()
             steps_done = info.step + 1
@@ -227,6 +235,7 @@ def _join_run(
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first()
+    tables = SampleTables(config.stats_logger, config.tokenizer_path or config.actor.path, after_step.log_samples)
     return PPOLoop(
         roles=roles,
         batches=client,
@@ -235,6 +244,7 @@ def _join_run(
         after_step=after_step,
         progress=progress,
         clock=rank.clock,
+        add_samples=tables.add if mesh.rank == 0 else None,
     )
 
 

@@ -43,7 +43,7 @@ def serve_rollouts(
         workflow.check_rows(rows)
 
     def make_controller() -> Controller:
-        ledger = Ledger.open(RunPaths.of(config).ledger)
+        ledger = Ledger.open(RunPaths.of(config).ledger, keep_rejected=config.rollout.keep_rejected)
         abandoned = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,

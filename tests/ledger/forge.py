@@ -22,6 +22,8 @@ class Forge:
         self.group_size = 3
         self.baseline: float | None = None
         """Of every trajectory from now on."""
+        self.answers: dict[int, TrajectoryGroup] = {}
+        """The trajectories of episodes that have others than one with two tokens."""
 
     def started(self, **changes: Any) -> None:
         identity = {"seed": 1, "batch_size": 2, "num_rows": 8, "rows_per_epoch": 8, "shuffle": True}
@@ -39,25 +41,17 @@ class Forge:
 
     def accepted(self, *ids: int, version: int = 0, **changes: Any) -> None:
         for number in ids:
-            trajectory = Trajectory(
-                token_ids=[number, 7],
-                loss_mask=[0, 1],
-                rollout_logprobs=[0.0, -0.5],
-                output_versions=[-1, version],
-                reward=float(number),
-                finished=True,
-                baseline=self.baseline,
-            )
-            episode = encode_episode(number, TrajectoryGroup(trajectories=[trajectory]))
+            group = self.answers.get(number) or self._short_answer(number, version)
+            episode = encode_episode(number, group)
             where = (1, len(self.payloads), len(episode.payload))
             self.payloads += episode.payload
             event = {
                 "event": "accepted",
                 "id": number,
                 "payload": where,
-                "trajectories": 1,
-                "tokens": 2,
-                "generated": 1,
+                "trajectories": episode.num_trajectories,
+                "tokens": episode.num_tokens,
+                "generated": episode.num_generated,
                 "min_version": version,
                 "max_version": version,
                 "reward": episode.reward,
@@ -67,6 +61,18 @@ class Forge:
                 "interruptions": 0,
             }
             self.events.append(event | changes)
+
+    def _short_answer(self, number: int, version: int) -> TrajectoryGroup:
+        trajectory = Trajectory(
+            token_ids=[number, 7],
+            loss_mask=[0, 1],
+            rollout_logprobs=[0.0, -0.5],
+            output_versions=[-1, version],
+            reward=float(number),
+            finished=True,
+            baseline=self.baseline,
+        )
+        return TrajectoryGroup(trajectories=[trajectory])
 
     def rejected(self, number: int, reason: str = "workflow") -> None:
         self.events.append({"event": "rejected", "id": number, "reason": reason})

@@ -7,8 +7,19 @@ import pytest
 
 from areal.api.config import SFTConfig, StatsLoggerConfig, SwanlabConfig, TensorBoardConfig, WandBConfig
 from areal.api.errors import ConfigError
-from areal.observe.trackers import JsonlTracker, build_trackers
+from areal.observe.trackers import JsonlTracker, SampleRow, build_trackers
 from areal.system.run_paths import RunPaths
+
+SAMPLE = SampleRow(
+    group=3,
+    reward=1.1,
+    reward_parts={"form": 0.1},
+    prompt="what is | here",
+    answer="line\nwrong-answer",
+    num_generated=5,
+    versions=[2, 3],
+    stop_reason="stop",
+)
 
 
 def config_with(**stats):
@@ -23,6 +34,7 @@ def log_three(trackers):
     for step in (1, 2, 3):
         for tracker in trackers:
             tracker.log(step, {"loss": 1.0 / step, "bad": math.nan, "huge": math.inf})
+            tracker.log_samples(step, [SAMPLE])
     for tracker in trackers:
         tracker.close()
 
@@ -51,6 +63,16 @@ def test_recovery_cuts_the_steps_that_come_again(tmp_path):
     assert [(row["step"], row["x"]) for row in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40.0)]
 
 
+def test_samples_are_a_file_per_step_and_later_ones_are_removed_at_a_recovery(tmp_path):
+    log_three(build_trackers(config_with(), RunPaths(tmp_path)))
+    files = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert files == ["step-000001.jsonl", "step-000002.jsonl", "step-000003.jsonl"]
+    (row,) = rows(tmp_path / "samples" / files[1])
+    assert (row["step"], row["reward"], row["answer"]) == (2, 1.1, "line\nwrong-answer")
+    JsonlTracker(tmp_path / "metrics.jsonl", first_step=3).close()
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == files[:2]
+
+
 def test_torn_tail_before_the_first_step_is_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2')
@@ -72,6 +94,8 @@ def test_tensorboard_events(tmp_path):
     (events,) = (tmp_path / "tb").iterdir()
     content = events.read_bytes()
     assert content.count(b"loss") == 3
+    assert content.count(b"line<br>wrong-answer") == 3
+    assert b"what is \\| here" in content
     assert b"huge" not in content
 
 
@@ -87,6 +111,9 @@ def test_wandb_offline(tmp_path, monkeypatch):
         time.sleep(0.05)  # wandb's own process writes on for a moment after finish()
     assert b"loss" in content
     assert b"train_step" in content
+    assert b"samples" in content
+    (table, *_) = (tmp_path / "wandb").rglob("*.table.json")
+    assert b"wrong-answer" in table.read_bytes()
     assert b"k" * 40 not in content
 
 
@@ -96,6 +123,7 @@ def test_swanlab_offline(tmp_path):
     log_three(build_trackers(config, RunPaths(tmp_path)))
     files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
     assert any(b"loss" in path.read_bytes() for path in files)
+    assert any(b"wrong-answer" in path.read_bytes() for path in files)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,9 @@ class MemoryLog:
         self.payloads.append(data)
         return (0, len(self.payloads) - 1, len(data))
 
+    def keep(self, episode_id: int, attempt: int, data: bytes) -> None:
+        return None
+
     async def durable(self) -> None:
         return None
 
@@ -219,9 +222,10 @@ class FileLog:
         self.state = found.state
         self._moment = moment
         self._segment, self._size = found.next_number, 0
-        self._writer = GroupWriter(folder, found.next_number, after=found.end, open_file=self._open)
+        self._writer = GroupWriter(folder, found.next_number, after=found.end, open_file=self._open, keep_rejected=3)
         self._events: list[Event] = []
         self._payloads: list[tuple[int, bytes]] = []
+        self._kept: list[tuple[int, int, bytes]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def _open(self, path: Path) -> _UnsyncedFile:
@@ -242,14 +246,18 @@ class FileLog:
         self._payloads.append((self._segment, data))
         return where
 
+    def keep(self, episode_id: int, attempt: int, data: bytes) -> None:
+        self._kept.append((episode_id, attempt, data))
+
     def _write(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._events:
-            events, payloads, self._events, self._payloads = self._events, self._payloads, [], []
+            events, payloads, kept = self._events, self._payloads, self._kept
+            self._events, self._payloads, self._kept = [], [], []
             with contextlib.suppress(Killed):
-                self._writer.write(events, payloads)
+                self._writer.write(events, payloads, kept)
                 self._moment("written")
 
     async def durable(self) -> None:

@@ -135,6 +135,10 @@ class TensorBoardConfig:
 class StatsLoggerConfig:
     """Metric trackers; metrics.jsonl in the run folder is always written."""
 
+    samples_freq_steps: int | None = number(10, low=1, relevant=_GENERATES, also="verl: trainer.log_val_generations")
+    """Train steps between two tables of samples in samples/ and the trackers, also after the first; null = none."""
+    samples: int = number(4, low=1, relevant=_GENERATES)
+    """Trajectories in a table of samples."""
     wandb: WandBConfig = field(default_factory=WandBConfig)
     """Weights & Biases."""
     swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)

@@ -1,0 +1,173 @@
+"""`areal show`: the answers of a run as a reader finds them, in text and JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import LedgerError
+from areal.cli.main import run_command
+from areal.ledger.event_files import payload_path
+from tests.ledger.forge import Forge
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
+PROMPT = "2+3="
+
+
+class Characters:
+    """One token per character; 0 is a special token."""
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "".join(chr(token) if token else "" if skip_special_tokens else "<eos>" for token in token_ids)
+
+
+def wrong_reward(completion, answer):
+    """Finds the answer anywhere in the completion, and rewards its form: the defect that the command must show."""
+    return (1.0 if answer in completion else 0.0) + (0.1 if completion[-1:].isdigit() else 0.0)
+
+
+def answered(completion, *, version=0, reward=None, logprob=-0.5, **parts):
+    tokens = [ord(letter) for letter in PROMPT + completion] + [0]
+    size = len(completion) + 1
+    return Trajectory(
+        token_ids=tokens,
+        loss_mask=[0] * len(PROMPT) + [1] * size,
+        rollout_logprobs=[0.0] * len(PROMPT) + [logprob] * size,
+        output_versions=[-1] * len(PROMPT) + [version] * size,
+        reward=wrong_reward(completion, "5") if reward is None else reward,
+        reward_parts=parts,
+        finished=version == 0,
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Six episodes: 0 to 3 trained, 4 rejected, 5 failed."""
+    monkeypatch.setattr("areal.cli.show.load_tokenizer", lambda path: Characters())
+    forge = Forge(tmp_path / "ledger")
+    answers = {
+        0: [answered("5"), answered("7")],
+        1: [answered("15"), answered("x\x1b[2J", reward=-1.0)],
+        2: [answered("6", version=1, exact=0.0, form=0.1)],
+        3: [answered("no", reward=0.5)],
+    }
+    forge.answers = {number: TrajectoryGroup(trajectories=found) for number, found in answers.items()}
+    forge.started()
+    forge.attached(0, 0)
+    forge.admitted(*range(6))
+    forge.accepted(0, 1)
+    forge.batched(0, 0, 1)
+    forge.trained(0)
+    forge.accepted(2, version=1)
+    forge.accepted(3)
+    forge.rejected(4, "filter")
+    forge.failed(5, "RewardError: the reward raised")
+    forge.batched(1, 2, 3)
+    forge.trained(1)
+    forge.write()
+    (tmp_path / "config.yaml").write_text(QUICKSTART.read_text())
+    return forge
+
+
+@pytest.fixture
+def shown(run, capsys, tmp_path):
+    def show(*words):
+        assert run_command(["show", str(tmp_path), "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return show
+
+
+def test_a_wrong_reward_is_seen_in_one_command(shown, run, tmp_path):
+    rows = [{"prompt": PROMPT, "answer": "5"}] * 8
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = QUICKSTART.read_text().replace("${cluster.fileroot}/${experiment_name}/data", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(config)
+    best = shown("--best", "2", "--row")["samples"]
+    assert [sample["reward"] for sample in best] == pytest.approx([1.1, 1.1])
+    assert best[0] == best[0] | {"prompt": PROMPT, "answer": "15", "columns": {"answer": "5"}, "episode": 1}
+
+
+def test_an_answer_has_its_prompt_reward_parts_versions_and_end(shown):
+    (sample,) = shown("--episode", "2")["samples"]
+    assert sample["reward_parts"] == pytest.approx({"exact": 0.0, "form": 0.1})
+    expected = {"state": "trained", "step": 1, "versions": [1, 1], "stop_reason": "length", "num_generated": 2}
+    assert sample == sample | expected | {"prompt": PROMPT, "answer": "6", "epoch": 0}
+    assert sample["spans"] == [{"generated": False, "text": PROMPT}, {"generated": True, "text": "6<eos>"}]
+    assert "tokens" not in sample
+    (sample,) = shown("--episode", "2", "--tokens")["samples"]
+    assert [token["text"] for token in sample["tokens"]] == [*PROMPT, "6", "<eos>"]
+    assert sample["tokens"][4] == {"id": 54, "text": "6", "in_loss": True, "logprob": -0.5, "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], [(3, 0), (2, 0), (1, 0), (1, 1), (0, 0), (0, 1)]),
+        (["--limit", "2"], [(3, 0), (2, 0)]),
+        (["--step", "0"], [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        (["--best", "3"], [(1, 0), (0, 0), (3, 0)]),
+        (["--worst", "1"], [(1, 1)]),
+        (["--worst", "2", "--limit", "1"], [(1, 1)]),
+        (["--grep", "=15"], [(1, 0)]),
+        (["--best", "5", "--grep", "no"], [(3, 0)]),
+        (["--rejected"], [(5, None), (4, None)]),
+        (["--reason", "filter"], [(4, None)]),
+        (["--reason", "rewarderror"], [(5, None)]),
+        (["--reason", "other"], []),
+    ],
+)
+def test_the_words_choose_the_answers(shown, words, found):
+    result = shown(*words)
+    assert [(sample["episode"], sample.get("trajectory")) for sample in result["samples"]] == found
+    assert result["more"] == ("--limit" in words or "--worst" in words or ("--best" in words and len(found) == 3))
+
+
+def test_the_text_has_no_control_characters_and_no_colour(run, capsys, tmp_path):
+    assert run_command(["show", str(tmp_path), "--worst", "1", "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "reward -1;" in out
+    assert "2+3=<v0>x{-0.50}\\x1b{-0.50}" in out
+
+
+def test_tokens_are_coloured_on_a_terminal_unless_no_color_is_set(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    run_command(["show", str(tmp_path), "--episode", "2", "--tokens"])
+    assert "\x1b[36m6\x1b[0m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    run_command(["show", str(tmp_path), "--episode", "2", "--tokens"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_episode_and_step_also_show_their_history(shown, run, capsys, tmp_path):
+    assert shown("--episode", "0")["history"][0] == "episode 0: consumed"
+    assert shown("--step", "1")["history"][0] == "batch of step 1"
+    run_command(["show", str(tmp_path), "--episode", "5"])
+    out = capsys.readouterr().out
+    assert "RewardError: the reward raised" in out
+    assert "rollout.keep_rejected" in out
+
+
+def test_without_a_tokenizer_or_a_payload_the_rest_is_shown(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the tokenizer of the configuration does not exist
+    assert run_command(["show", str(tmp_path), "--episode", "0", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["samples"][0]["answer"] == "53 0"
+    assert captured.err.count("\n") == 1
+    payload_path(run.folder, 1).unlink()
+    assert run_command(["show", str(tmp_path), "--json"]) == 0
+    assert {sample.get("answer") for sample in json.loads(capsys.readouterr().out)["samples"]} == {None}
+
+
+def test_wrong_questions_have_codes(run, tmp_path):
+    for words in (["--episode", "6"], ["--step", "2"]):
+        with pytest.raises(LedgerError) as error:
+            run_command(["show", str(tmp_path), *words])
+        assert error.value.code == "ledger.not_found"
+    for words in (["--best", "0"], ["--best", "1", "--worst", "1"], ["--reason", "x", "--step", "1"]):
+        with pytest.raises(SystemExit) as ended:
+            run_command(["show", str(tmp_path), *words])
+        assert ended.value.code == 2
