@@ -44,6 +44,8 @@ checkpoint.not_written: A checkpoint or an export could not be written.
 checkpoint.other_run: A recovery checkpoint belongs to another model, allocation_mode or version.
     Use the configuration it was written with, or change trial_name to start a new run.
 
+command.no_metric: None of the runs has recorded a metric of this name or pattern.
+    Use a name in metrics.jsonl, for example rollout/reward, or a pattern such as 'eval/*'.
 command.unknown: The command `areal` has no subcommand of this name.
     Use one of those that `areal --help` lists.
 

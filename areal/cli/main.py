@@ -28,6 +28,7 @@ COMMANDS = (
     Command("audit", "check that no episode was lost or trained on twice", "areal.cli.wrapped:audit"),
     Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.cli.wrapped:stats"),
     Command("replay", "train again from the recorded batches of a run", "areal.cli.wrapped:replay"),
+    Command("compare", "options and curves of several runs; PNG, one HTML file", "areal.cli.compare:compare"),
     Command("export", "write a checkpoint of a run as a Hugging Face folder", "areal.cli.export:export"),
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
     Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),

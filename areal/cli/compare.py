@@ -1,0 +1,184 @@
+"""`areal compare`: configuration differences and curves of several runs, as text, JSON, PNG and one HTML file."""
+
+import argparse
+import fnmatch
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from areal.api.config.load import load_experiment
+from areal.api.config.redaction import public
+from areal.api.errors import ConfigError, InputError
+from areal.cli.compare_page import html_page
+from areal.replay.recorded import read_metrics
+from areal.system.durable import write_atomic
+from areal.system.run_paths import RunPaths, run_folder
+
+METRICS = (
+    "rollout/reward",
+    "eval/*/reward",
+    "loss",
+    "eval_loss",
+    "actor/entropy",
+    "rollout/output_tokens",
+    "rollout/staleness_mean",
+    "actor/grad_norm",
+    "seconds/step",
+    "trained_tokens_per_s",
+)
+"""Patterns of the metrics that are compared unless --metric names others."""
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric of one run."""
+
+    steps: list[int]
+    """Train steps done."""
+    values: list[float]
+
+    def tail_mean(self) -> float:
+        """Mean of the last tenth of the values."""
+        last = self.values[-max(1, len(self.values) // 10) :]
+        return sum(last) / len(last)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several runs next to each other."""
+
+    runs: list[str]
+    config: dict[str, list[Any]]
+    """Option -> its value in each run, where they differ; None = it does not have this option."""
+    curves: dict[str, list[Curve | None]]
+    """Metric -> its curve in each run; None = the run has not recorded it."""
+
+
+def compare(words: Sequence[str]) -> int:
+    """Compare the runs that the words name; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="areal compare", description="Compare the options and the curves of runs.")
+    parser.add_argument("runs", metavar="RUN", type=run_folder, nargs="+", help="folders, or experiment/trial")
+    parser.add_argument("--metric", action="append", default=[], help="name or pattern; several are possible")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture (needs areal[plot])")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(words)
+    if len(given.runs) < 2:
+        parser.error("name at least two runs")
+    found = read_runs([path.absolute() for path in given.runs], given.metric or METRICS)
+    if given.html is not None:
+        write_atomic(given.html, html_page(found.runs, found.config, _points(found)).encode())
+    if given.png is not None:
+        _write_png(found, given.png)
+    text = json.dumps(asdict(found), indent=1) if given.json else "\n".join(_lines(found))
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
+    """What the run folders hold. Raises ConfigError or InputError when one has no configuration or metrics."""
+    names = [path.name for path in folders]
+    if len(set(names)) < len(names):
+        names = ["/".join(path.parts[-2:]) for path in folders]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in folders]
+    metrics = [read_metrics(RunPaths(path).metrics) for path in folders]
+    for path, rows in zip(folders, metrics, strict=True):
+        if not rows:
+            raise InputError(f"{path} has no metrics: name the folder of a run that trained", code="replay.no_run")
+    known = dict.fromkeys(key for rows in metrics for row in rows.values() for key in row)
+    chosen = [key for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern)]
+    curves = {key: [_curve(rows, key) for rows in metrics] for key in dict.fromkeys(chosen)}
+    if not curves:
+        raise ConfigError(f"no metric matches {', '.join(patterns)}", code="command.no_metric")
+    return Comparison(names, _differences([_options(path) for path in folders]), curves)
+
+
+def _curve(rows: dict[int, dict[str, Any]], key: str) -> Curve | None:
+    points = [(step, row[key]) for step, row in sorted(rows.items()) if isinstance(row.get(key), int | float)]
+    return Curve([step for step, _ in points], [float(value) for _, value in points]) if points else None
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    """The options of a run by dotted name, without secrets."""
+    config = load_experiment(["--config", str(RunPaths(folder).config)], allow_unknown_top_level=True)
+    flat: dict[str, Any] = {}
+
+    def visit(tree: dict[str, Any], prefix: str) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict) and value:
+                visit(value, f"{prefix}{name}.")
+            else:
+                flat[f"{prefix}{name}"] = value
+
+    visit(public(asdict(config)), "")
+    return flat
+
+
+def _differences(options: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for one in options for name in one)
+    rows = {name: [one.get(name) for one in options] for name in names}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _lines(found: Comparison) -> list[str]:
+    lines = [f"options that differ: {len(found.config)}"]
+    for name, values in found.config.items():
+        lines.append(f"  {name}: " + " | ".join(json.dumps(value, default=repr) for value in values))
+    width = max(map(len, found.runs))
+    for metric, curves in found.curves.items():
+        shown = [curve.values for curve in curves if curve is not None]
+        low, high = min(map(min, shown)), max(map(max, shown))
+        lines += ["", f"{metric} ({low:.4g} to {high:.4g})"]
+        for name, curve in zip(found.runs, curves, strict=True):
+            if curve is None:
+                lines.append(f"  {name:<{width}}  not recorded")
+                continue
+            facts = f"last {curve.values[-1]:.4g}, last tenth {curve.tail_mean():.4g}, {len(curve.values)} values"
+            lines.append(f"  {name:<{width}}  {sparkline(curve.values, low, high)}  {facts}")
+    return lines
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """At most _WIDTH bars between `low` and `high`, each the mean of an equal number of values."""
+    count = min(_WIDTH, len(values))
+    edges = [round(place * len(values) / count) for place in range(count + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _points(found: Comparison) -> dict[str, list[list[tuple[int, float]]]]:
+    return {
+        metric: [[] if curve is None else list(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+        for metric, curves in found.curves.items()
+    }
+
+
+def _write_png(found: Comparison, path: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        message = "--png needs the package matplotlib: pip install 'areal[plot]'; --html needs no package"
+        raise ConfigError(message, code="launch.package_missing") from None
+    columns = min(3, len(found.curves))
+    rows = -(-len(found.curves) // columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (metric, curves) in enumerate(found.curves.items(), start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        axes.set_title(metric)
+        axes.set_xlabel("train steps")
+        for name, curve in zip(found.runs, curves, strict=True):
+            if curve is not None:
+                axes.plot(curve.steps, curve.values, label=name)
+        axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,101 @@
+"""`areal compare`: differences of options and curves of several runs."""
+
+import builtins
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from areal.api.errors import ConfigError, InputError
+from areal.cli.compare import sparkline
+from areal.cli.main import run_command
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs with other learning rates; the second was evaluated."""
+    folders = []
+    for name, rate, rewards in (("slow", "4.0e-4", [0.1, 0.2, None]), ("fast", "8.0e-4", [0.1, 0.5, 0.9])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text(QUICKSTART.read_text().replace("lr: 4.0e-4", f"lr: {rate}"))
+        rows = [{"step": step, "time": 1.0, "rollout/reward": value} for step, value in enumerate(rewards, start=1)]
+        if name == "fast":
+            rows[2]["eval/greedy/reward"] = 0.75
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(str(folder))
+    return folders
+
+
+def test_options_that_differ_and_curves(runs, capsys):
+    assert run_command(["compare", *runs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == ["slow", "fast"]
+    assert found["config"] == {"actor.optimizer.lr": [4e-4, 8e-4]}
+    slow, fast = found["curves"]["rollout/reward"]
+    assert slow == {"steps": [1, 2], "values": [0.1, 0.2]}
+    assert fast["values"] == [0.1, 0.5, 0.9]
+    assert found["curves"]["eval/greedy/reward"] == [None, {"steps": [3], "values": [0.75]}]
+    assert run_command(["compare", *runs, "--metric", "eval/*", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["curves"]) == ["eval/greedy/reward"]
+
+
+def test_the_text_has_a_line_per_run_and_metric(runs, capsys):
+    assert run_command(["compare", *runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  actor.optimizer.lr: 0.0004 | 0.0008" in lines
+    assert lines[lines.index("rollout/reward (0.1 to 0.9)") + 2].split()[:2] == ["fast", "▁▅█"]
+    assert lines[-2].split() == ["slow", "not", "recorded"]
+
+
+def test_a_long_curve_fits_the_line():
+    bars = sparkline(list(range(1000)), 0, 999)
+    assert len(bars) == 40
+    assert sorted(bars) == list(bars)
+    assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"
+
+
+def test_the_page_needs_nothing_else(runs, tmp_path):
+    page = tmp_path / "page.html"
+    assert run_command(["compare", *runs, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "http" not in text
+    assert "<script" not in text
+    assert text.count("<polyline") == 3
+    assert "actor.optimizer.lr" in text
+    for chart in text.split("<figure>")[1:]:
+        ET.fromstring(chart[chart.index("<svg") : chart.index("</svg>") + 6])
+
+
+def test_the_picture_is_written_or_the_missing_package_is_named(runs, tmp_path, monkeypatch):
+    picture = tmp_path / "curves.png"
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", without)
+        with pytest.raises(ConfigError) as error:
+            run_command(["compare", *runs, "--png", str(picture)])
+    assert error.value.code == "launch.package_missing"
+    pytest.importorskip("matplotlib")
+    assert run_command(["compare", *runs, "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_cannot_be_compared_have_codes(runs, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        run_command(["compare", runs[0]])
+    assert ended.value.code == 2
+    with pytest.raises(InputError) as no_metrics:
+        run_command(["compare", runs[0], str(tmp_path)])
+    assert no_metrics.value.code == "replay.no_run"
+    with pytest.raises(ConfigError) as no_match:
+        run_command(["compare", *runs, "--metric", "rewards"])
+    assert no_match.value.code == "command.no_metric"
