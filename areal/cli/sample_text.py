@@ -30,7 +30,7 @@ def facts_of(
         "step": record.step,
         "row": record.row,
         "epoch": record.epoch,
-        "stats": {} if record.accepted is None else record.accepted["stats"],
+        "stats": record.stats,
     }
     if sample is None:
         return facts

@@ -116,7 +116,7 @@ def _select(samples: Samples, question: Question) -> Iterable[Found]:
         return ((sample.record, sample) for sample in samples.ranked(best=bool(question.best)))
     if question.rejected or question.reason is not None:
         return _trajectories(samples, samples.not_trained(question.reason or ""))
-    return _trajectories(samples, (record for record in samples.newest() if record.accepted is not None))
+    return _trajectories(samples, (record for record in samples.newest() if record.payload is not None))
 
 
 def _trajectories(samples: Samples, records: Iterable[EpisodeRecord]) -> Iterator[Found]:

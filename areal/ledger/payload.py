@@ -282,13 +282,8 @@ class EpisodeColumns(NamedTuple):
 
 def read_columns(reader: PayloadReader, event: Event) -> EpisodeColumns:
     """The trajectories of an `accepted` event. Raises LedgerError when its payload is missing, damaged or another."""
-    return to_columns(event["id"], read_payload_of(reader, event))
-
-
-def read_payload_of(reader: PayloadReader, event: Event) -> bytes:
-    """The payload of an `accepted` event, which may be damaged. Raises LedgerError when it is missing."""
     segment, offset, size = event["payload"]
-    return reader.read((segment, offset, size))
+    return to_columns(event["id"], reader.read((segment, offset, size)))
 
 
 def to_columns(episode_id: int, payload: bytes) -> EpisodeColumns:

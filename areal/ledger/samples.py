@@ -13,7 +13,7 @@ from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
-from areal.ledger.payload import read_columns, read_payload_of, reward_names, reward_parts, to_columns
+from areal.ledger.payload import reward_names, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.state import Event, row_stream
 
@@ -29,7 +29,10 @@ class EpisodeRecord:
     """Why it was rejected or failed."""
     step: int | None = None
     """Train step of its batch, counted from 0."""
-    accepted: Event | None = None
+    payload: tuple[int, int, int] | None = None
+    """Where its trajectories are; None = it was not accepted."""
+    stats: dict[str, float] = field(default_factory=dict[str, float])
+    """Statistics of the workflow."""
     row: int | None = None
     """Index of its dataset row."""
     epoch: int | None = None
@@ -92,7 +95,7 @@ class Samples:
                 record.row, record.epoch = rows.index(event["id"]), event["id"] // rows.rows_per_epoch
         elif kind == "accepted":
             record = self._record(event)
-            record.state, record.accepted = "accepted", event
+            record.state, record.payload, record.stats = "accepted", tuple(event["payload"]), event["stats"]
         elif kind in ("rejected", "failed"):
             record = self._record(event)
             record.state, record.reason = kind, event["reason"]
@@ -137,36 +140,35 @@ class Samples:
         """The accepted trajectories from the highest reward down, or from the lowest up; of equal ones the newest."""
         sign = -1.0 if best else 1.0
         places: list[tuple[float, int, int]] = []
-        with Progress("episodes read") as progress:
+        with Progress("episodes read") as progress, PayloadReader(self.folder) as reader:
             for record in self.records.values():
                 progress.step()
-                rewards = self._rewards(record)
+                rewards = _rewards(reader, record)
                 places += [(sign * reward, -record.episode, number) for number, reward in enumerate(rewards)]
         for _, episode_id, number in sorted(places):
             yield self.trajectories(self.records[-episode_id])[number]
 
-    def _rewards(self, record: EpisodeRecord) -> list[float]:
-        event = record.accepted
-        if event is None:
-            return []
-        try:
-            with PayloadReader(self.folder) as reader:
-                return read_columns(reader, event).rewards.tolist()
-        except LedgerError:
-            return []
-
     def trajectories(self, record: EpisodeRecord) -> list[Sample]:
         """The recorded trajectories of an episode; empty when none are recorded, or they cannot be read."""
         try:
-            if record.accepted is None:
+            if record.payload is None:
                 is_over = record.state in ("rejected", "failed")
                 kept = read_kept(self.folder, record.episode, record.attempt) if is_over else None
                 return samples_of(record, kept) if kept is not None else []
             with PayloadReader(self.folder) as reader:
-                payload = read_payload_of(reader, record.accepted)
-            return samples_of(record, payload)
+                return samples_of(record, reader.read(record.payload))
         except LedgerError:
             return []
+
+
+def _rewards(reader: PayloadReader, record: EpisodeRecord) -> list[float]:
+    """Rewards of the accepted trajectories; empty when there are none, or they cannot be read."""
+    try:
+        return (
+            [] if record.payload is None else to_columns(record.episode, reader.read(record.payload)).rewards.tolist()
+        )
+    except LedgerError:
+        return []
 
 
 def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
