@@ -137,7 +137,9 @@ def show(words: Sequence[str]) -> int:
     samples = Samples.read(folder)
     found = _select(samples, question)
     if question.grep is not None:
-        found = (entry for entry in found if entry[1] and question.grep in run.tokenizer.decode(entry[1].token_ids))
+        found = (
+            entry for entry in found if entry[1] and question.grep in run.tokenizer.decode(list(entry[1].token_ids))
+        )
     limit = _limit(question)
     chosen = list(itertools.islice(found, None if limit is None else limit + 1))
     is_more, chosen = limit is not None and len(chosen) > limit, chosen[:limit]
