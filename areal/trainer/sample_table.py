@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from areal.api.config import StatsLoggerConfig
 from areal.api.batch_share import BatchShare
+from areal.api.config import StatsLoggerConfig
 from areal.api.errors import InputError
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.observe.log import get_logger

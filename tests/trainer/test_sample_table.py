@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from areal.api.config import StatsLoggerConfig
 from areal.api.batch_share import BatchShare
+from areal.api.config import StatsLoggerConfig
 from areal.api.errors import InputError
 from areal.trainer import sample_table
 from areal.trainer.sample_table import SampleTables, sample_rows
