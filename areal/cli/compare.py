@@ -94,7 +94,9 @@ def read_runs(folders: Sequence[Path], patterns: Sequence[str]) -> Comparison:
         if not rows:
             raise InputError(f"{path} has no metrics: name the folder of a run that trained", code="replay.no_run")
     known = dict.fromkeys(key for rows in metrics for row in rows.values() for key in row)
-    chosen = [key for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern)]
+    # eval/NAME/episode/reward repeats eval/NAME/reward, so only a pattern that names it finds it.
+    found = ((key, pattern) for pattern in patterns for key in known if fnmatch.fnmatchcase(key, pattern))
+    chosen = [key for key, pattern in found if "/episode/" not in key or "/episode/" in pattern]
     curves = {key: [_curve(rows, key) for rows in metrics] for key in dict.fromkeys(chosen)}
     if not curves:
         raise ConfigError(f"no metric matches {', '.join(patterns)}", code="command.no_metric")

@@ -69,9 +69,9 @@ def _parse(words: Sequence[str]) -> Question:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 @dataclass(frozen=True)
