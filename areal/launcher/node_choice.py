@@ -22,8 +22,11 @@ class NodeChoice:
         gpu_limit: int,
         connect: Callable[[str], NodeLink],
         open_run: Callable[[NodeLink], None],
+        moved_to: Callable[[NodeLink], Machine] | None = None,
     ) -> None:
-        """`connect` starts a connection to the node with this name, and does not wait for it."""
+        """`connect` starts a connection to the node with this name, and does not wait for it. `moved_to`: the machine
+        that has this name after it was lost; None = machines do not change."""
+        self._moved_to = moved_to
         self._links = links
         self._machines = {machine.host.node: machine for machine in machines}
         self._gpu_limit = gpu_limit
@@ -35,18 +38,25 @@ class NodeChoice:
 
     def agent_for(self, planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
         """The agent that starts a process, and what it starts. LaunchError when no node is alive and has room."""
-        wanted = Place(machine=self._machines[planned.host.node], gpus=planned.gpus)
         self._placed.pop(planned.name, None)
         cause = self._return(planned.host.node)
-        alive = [machine for name, machine in self._machines.items() if not self._links[name].lost]
+        machine = self._machines[planned.host.node]
+        gpus = planned.gpus if set(planned.gpus) <= set(machine.gpus) else machine.gpus[: len(planned.gpus)]
+        wanted = Place(machine=machine, gpus=gpus)
+        alive = [
+            machine
+            for name, machine in self._machines.items()
+            if not self._links[name].lost and machine.role in (None, planned.role)
+        ]
         place = place_again(wanted, alive, self._in_use(), gpu_limit=self._gpu_limit)
         if place is None:
-            gpus = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
-            message = f"{planned.name} needs another node{gpus}, and there is none: {cause}"
+            room = f" with {len(planned.gpus)} free GPUs" if planned.gpus else ""
+            message = f"{planned.name} needs another node{room}, and there is none: {cause}"
             raise LaunchError(message, code="launch.node_lost")
         link = self._links[place.machine.host.node]
         self._placed[planned.name] = link, place
-        return link, planned if place == wanted else moved(planned, place.machine.host, place.gpus)
+        is_as_planned = (place.machine.host, place.gpus) == (planned.host, planned.gpus)
+        return link, planned if is_as_planned else moved(planned, place.machine.host, place.gpus)
 
     @property
     def pending(self) -> Collection[NodeLink]:
@@ -64,7 +74,10 @@ class NodeChoice:
             return ""
         is_new = name not in self._pending
         if is_new:
-            self._pending[name] = self._connect(name)
+            try:
+                self._pending[name] = self._connect(name)
+            except LaunchError as error:
+                return str(error)
         link = self._pending[name]
         if not link.has_answered(_RETURN_LIMIT_S if is_new else 0.0):
             return f"node {name} is lost: {lost}"
@@ -79,4 +92,6 @@ class NodeChoice:
             link.close()
             return str(error)
         self._links[name] = link
+        if self._moved_to is not None:
+            self._machines[name] = self._moved_to(link)
         return ""

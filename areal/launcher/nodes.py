@@ -20,6 +20,7 @@ from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.node_choice import NodeChoice
 from areal.launcher.node_link import Ended, NodeLink
 from areal.launcher.placement import Machine
+from areal.launcher.restart_rules import Role
 from areal.launcher.status import StatusLine
 from areal.launcher.transport import CommandTransport
 from areal.system.network import Host
@@ -41,12 +42,18 @@ class Node:
     """Host name or address under which the other nodes find it."""
     command: tuple[str, ...]
     """Connects standard input and output to an agent there, for example `ssh node2 python -m ...node_agent`."""
+    role: Role | None = None
+    """Only processes of this role run there; None = of all roles."""
 
 
 class NodeCluster:
     """The nodes of a run, with an agent on each. Implements `Cluster`."""
 
-    def __init__(self, nodes: Sequence[Node], config: ClusterSpecConfig) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], config: ClusterSpecConfig, renew: Callable[[str], Node] | None = None
+    ) -> None:
+        """`renew`: the node with a name that was lost, before it is connected again; None = nodes do not change."""
+        self._renew = renew
         self._nodes = {node.name: node for node in nodes}
         self._limit_s = config.node_connect_s
         self._silence_s = config.node_silence_s
@@ -63,7 +70,7 @@ class NodeCluster:
                 where = "ahead of" if link.clock_s > 0 else "behind"
                 text = f"the clock of node {name} is {abs(link.clock_s):.0f} s {where} that of the launcher"
                 self._say(f"areal: warning: {text}: times in its logs differ")
-        return [_machine(link) for link in self._links.values()]
+        return [self._machine(link) for link in self._links.values()]
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
         for link in self._links.values():
@@ -75,10 +82,11 @@ class NodeCluster:
         self._say(f"areal: shared folder {paths.root}: {measured}")
         self._choice = NodeChoice(
             self._links,
-            [_machine(link) for link in self._links.values()],
+            [self._machine(link) for link in self._links.values()],
             gpu_limit=self._gpu_limit,
-            connect=lambda name: self._connected(name, waits=False),
+            connect=self._connected_again,
             open_run=lambda link: link.open(paths, secrets),
+            moved_to=None if self._renew is None else self._machine,
         )
         return NodesBackend(self._choice.agent_for)
 
@@ -87,17 +95,21 @@ class NodeCluster:
         for link in (*self._links.values(), *pending):
             link.close()
 
+    def _connected_again(self, name: str) -> NodeLink:
+        if self._renew is not None:
+            self._nodes[name] = self._renew(name)
+        return self._connected(name, waits=False)
+
     def _connected(self, name: str, *, waits: bool) -> NodeLink:
         node = self._nodes[name]
         peers = (socket.gethostname(), *(other.address for other in self._nodes.values() if other.name != name))
         hello = wire.Hello(folder=os.getcwd(), silence_s=self._silence_s, peers=peers)
         return NodeLink(name, CommandTransport(node.command), hello, connect_limit_s=self._limit_s, waits=waits)
 
-
-def _machine(link: NodeLink) -> Machine:
-    found = link.facts
-    host = Host(bind=found.address, advertise=found.address, node=link.node)
-    return Machine(cores=found.cores, gpus=found.gpus, host=host)
+    def _machine(self, link: NodeLink) -> Machine:
+        found = link.facts
+        host = Host(bind=found.address, advertise=found.address, node=link.node)
+        return Machine(cores=found.cores, gpus=found.gpus, host=host, role=self._nodes[link.node].role)
 
 
 class NodesBackend:

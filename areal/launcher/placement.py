@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from areal.api.errors import ConfigError
+from areal.launcher.restart_rules import Role
 from areal.system.network import Host
 
 
@@ -17,6 +18,8 @@ class Machine:
     """Ids in the form of CUDA_VISIBLE_DEVICES."""
     host: Host = field(default_factory=Host)
     """Where processes on it listen. `host.node` names the machine."""
+    role: Role | None = None
+    """Only processes of this role are placed here; None = of all roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +64,22 @@ def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu
         taken = tuple(free[index].pop(0) for _ in range(count))
         return Place(machine=machines[index], gpus=taken)
 
-    def by_cores() -> int:
-        index = min(load, key=lambda index: (load[index] + 1) / machines[index].cores)
+    def usable_by(role: Role) -> list[int]:
+        return [index for index, machine in enumerate(machines) if machine.role in (None, role)]
+
+    def by_cores(role: Role) -> int:
+        index = min(usable_by(role), key=lambda index: (load[index] + 1) / machines[index].cores)
         load[index] += 1
         return index
 
     def server() -> tuple[Place, ...]:
         if not servers.gpus:
-            return (take(by_cores(), 0),)
-        if (one := next((index for index in free if len(free[index]) >= servers.gpus), None)) is not None:
+            return (take(by_cores("server"), 0),)
+        allowed = usable_by("server")
+        if (one := next((index for index in allowed if len(free[index]) >= servers.gpus), None)) is not None:
             return (take(one, servers.gpus),)
         largest = max(1, *map(len, usable))
-        whole = [index for index in free if len(free[index]) == len(usable[index]) == largest]
+        whole = [index for index in allowed if len(free[index]) == len(usable[index]) == largest]
         members = servers.gpus // largest
         if servers.gpus <= largest or servers.gpus % largest or len(whole) < members:
             raise _too_few(machines, usable, servers, trainers)
@@ -80,12 +87,13 @@ def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu
 
     placed_servers = tuple(server() for _ in range(servers.count))
     if trainers.gpus:
-        by_room = sorted(free, key=lambda index: len(free[index]) < len(usable[index]))  # stable: whole ones first
+        # stable: whole ones first
+        by_room = sorted(usable_by("trainer"), key=lambda index: len(free[index]) < len(usable[index]))
         slots = [index for index in by_room for _ in range(len(free[index]) // trainers.gpus)][: trainers.count]
         if len(slots) < trainers.count:
             raise _too_few(machines, usable, servers, trainers)
     else:
-        slots = sorted(by_cores() for _ in range(trainers.count))
+        slots = sorted(by_cores("trainer") for _ in range(trainers.count))
     placed_trainers = tuple(take(index, trainers.gpus) for index in slots)
     spare = tuple((machines[index], tuple(gpus)) for index, gpus in free.items() if gpus)
     return Placement(placed_servers, placed_trainers, spare)

@@ -7,78 +7,103 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import save_config
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher.local import Launch, checked_plan, read_command_line
-from areal.launcher.placement import Machine
 from areal.launcher.preflight import check_run_folder, make_run_folder
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_follow import Follower, SubmittedJob
 from areal.launcher.slurm_inside import run_inside
-from areal.launcher.slurm_job import gpu_hours, resources_of, script_of
+from areal.launcher.slurm_job import (
+    Resources,
+    component_script,
+    components_of,
+    gpu_hours,
+    greatest,
+    machines_of,
+    resources_of,
+    run_script,
+)
 from areal.launcher.slurm_states import meaning_of
+from areal.launcher.slurm_sweep import SweepRun, follow_sweep, read_sweep, runs_of_sweep, write_sweep
 from areal.launcher.status import StatusLine
-from areal.system.device import cpu_count
 from areal.system.durable import write_atomic
-from areal.system.network import Host
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths
 
 USAGE = """usage: python -m areal.launcher.slurm [SCRIPT.py] --config FILE.yaml [key.sub=value ...]
-       [--detach] [--dry-run]
+       [--sweep KEY=VALUE,VALUE... [--at-once N]] [--detach] [--dry-run]
        python -m areal.launcher.slurm --attach RUN
 
 Submits a configuration as one job of cluster.n_nodes nodes, from a login node, and follows it. The options of the job
 are in launcher.slurm. The working directory, cluster.fileroot and the Python environment must be at the same path on
 all nodes. Ctrl-C cancels the job; a closed terminal leaves it, and --attach follows it again. --detach prints its id
-and leaves. --dry-run prints the plan and the script, and submits nothing.
+and leaves. --dry-run prints the plan and the script, and submits nothing. --sweep, once or more, submits an array of
+jobs: one run, named TRIAL_0, TRIAL_1, ..., for each combination of the values, at most N of them at a time.
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was cancelled.
 
 """
 
 
-def expected_machines(config: BaseExperimentConfig) -> list[Machine]:
-    """The machines for the plan before any is known: equal ones with the GPUs that the job requests."""
-    gpus = tuple(str(index) for index in range(config.cluster.n_gpus_per_node))
-    names = [f"node{index + 1}" for index in range(config.cluster.n_nodes)]
-    return [Machine(cores=cpu_count(), gpus=gpus, host=Host(node=name)) for name in names]
+def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach: bool) -> int:
+    """Submit the job of a run, or an array of jobs for the runs of a sweep, and follow it. Returns the exit status.
 
-
-def submit(request: Launch, *, detach: bool) -> int:
-    """Submit the job of a run and follow it. Returns the exit status."""
-    config, paths, line, slurm = request.config, RunPaths.of(request.config), StatusLine(), SlurmClient()
-    plan = checked_plan(request, expected_machines(config), line)
-    needs = resources_of(plan, config)
-    words = [*([] if request.script is None else [str(Path(request.script).absolute())]), "--config"]
-    script = script_of(
-        config,
+    `paths`: of the run, or of the sweep.
+    """
+    line, slurm, first = StatusLine(), SlurmClient(), requests[0]
+    runs = [RunPaths.of(request.config) for request in requests]
+    is_sweep = runs != [paths]
+    needs = greatest([_needs(request, line) for request in requests])
+    script = run_script(
+        first.config,
         needs,
         folder=paths.slurm,
-        directory=Path.cwd(),
-        words=[*words, str(paths.slurm / "config.yaml")],
-        python=sys.executable,
+        script=first.script,
+        runs=[run.root for run in runs] if is_sweep else (),
+        at_once=at_once,
     )
-    if request.dry_run:
-        hours = gpu_hours(needs, config.launcher.slurm.time_limit)
-        most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} in one turn"
-        sys.stdout.write(f"GPU hours: {most}\njob script:\n{script}")
+    if first.dry_run:
+        sys.stdout.write(_dry_run_text(first, needs, script))
         return 0
-    make_run_folder(paths)
-    check_run_folder(config, paths)
-    _refuse_second_job(slurm, paths)
-    paths.slurm.mkdir(exist_ok=True)
-    variables = save_config(config, paths.slurm / "config.yaml", extra=request.extras)
+    variables = dict[str, str]()
+    for request, run in zip(requests, runs, strict=True):
+        make_run_folder(run)
+        check_run_folder(request.config, run)
+        _refuse_second_job(slurm, run)
+        run.slurm.mkdir(exist_ok=True)
+        variables = save_config(request.config, run.slurm / "config.yaml", extra=request.extras)
+    paths.slurm.mkdir(parents=True, exist_ok=True)
     file = paths.slurm / "job.sh"
     write_atomic(file, script.encode(), mode=0o700)
     job = slurm.submit(file, {**os.environ, **variables}, str(needs))
-    submitted = SubmittedJob(job=job, log=str(paths.slurm / f"job-{job}.log"))
-    write_atomic(paths.slurm / "job.json", json.dumps(dataclasses.asdict(submitted)).encode())
-    line.say(f"areal: job {job} is submitted: {file}, log {submitted.log}")
+    jobs = [f"{job}_{index}" for index in range(len(runs))] if is_sweep else [job]
+    members = [
+        SweepRun(run_dir=str(run.root), job=one, log=str(paths.slurm / f"job-{one}.log"))
+        for run, one in zip(runs, jobs, strict=True)
+    ]
+    for run, member in zip(runs, members, strict=True):
+        submitted = SubmittedJob(job=member.job, log=member.log)
+        write_atomic(run.slurm / "job.json", json.dumps(dataclasses.asdict(submitted)).encode())
+    write_sweep(paths, members if is_sweep else [])
+    line.say(f"areal: job {job} is submitted: {file}, log {', '.join(member.log for member in members)}")
     if detach:
         sys.stdout.write(f"{job}\n")
         return 0
-    return Follower(slurm, submitted, paths, line).run(from_start=True)
+    return _follow(slurm, paths, line, from_start=True)
+
+
+def _needs(request: Launch, line: StatusLine) -> Resources:
+    return resources_of(checked_plan(request, machines_of(request.config), line), request.config)
+
+
+def _dry_run_text(request: Launch, needs: Resources, script: str) -> str:
+    """GPU hours and scripts."""
+    config, folder = request.config, RunPaths.of(request.config).slurm
+    others = components_of(config)[1:] if config.launcher.slurm.separate_jobs else []
+    hours = gpu_hours([needs, *(component.needs for component in others)], config.launcher.slurm.time_limit)
+    most = "unknown without launcher.slurm.time_limit" if hours is None else f"at most {hours:g} in one turn"
+    texts = [component_script(config, one, folder=folder, main_job="JOB") for one in others]
+    return f"GPU hours: {most}\n" + "\n".join(f"job script:\n{text}" for text in (script, *texts))
 
 
 def _refuse_second_job(slurm: SlurmClient, paths: RunPaths) -> None:
@@ -91,14 +116,15 @@ def _refuse_second_job(slurm: SlurmClient, paths: RunPaths) -> None:
         raise LaunchError(message, code="launch.run_in_use")
 
 
-def follow(folder: str) -> int:
-    """Follow the newest job of a run again. Returns the exit status."""
-    paths = RunPaths(Path(folder).expanduser().absolute())
+def _follow(slurm: SlurmClient, paths: RunPaths, line: StatusLine, *, from_start: bool) -> int:
+    """Follow the newest job or sweep of a run folder. Returns the exit status."""
+    if runs := runs_of_sweep(paths):
+        return follow_sweep(slurm, runs, line)
     submitted = SubmittedJob.read(paths)
     if submitted is None:
-        message = f"--attach {folder}: no job was submitted for this folder; give the run folder"
+        message = f"--attach {paths.root}: no job was submitted for this folder; give the run folder"
         raise ConfigError(message, code="launch.no_run_folder")
-    return Follower(SlurmClient(), submitted, paths, StatusLine()).run(from_start=False)
+    return Follower(slurm, submitted, paths, line).run(from_start=from_start)
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -106,11 +132,19 @@ def run_command(words: Sequence[str]) -> int:
         case ["--inside", *rest]:
             return run_inside(rest, USAGE, os.environ)
         case ["--attach", folder]:
-            return follow(folder)
+            return _follow(
+                SlurmClient(), RunPaths(Path(folder).expanduser().absolute()), StatusLine(), from_start=False
+            )
         case _:
-            rest = [word for word in words if word != "--detach"]
-            request = read_command_line(rest, usage=USAGE, on_one_machine=False)
-            return submit(request, detach="--detach" in words)
+            sweep = read_sweep([word for word in words if word != "--detach"])
+            request = read_command_line(sweep.words, usage=USAGE, on_one_machine=False)
+            trial = request.config.trial_name
+            requests = [
+                read_command_line([*sweep.words, *overrides, f"trial_name={trial}_{index}"], on_one_machine=False)
+                for index, overrides in enumerate(sweep.overrides)
+            ]
+            paths = RunPaths.of(request.config)
+            return submit(requests or [request], paths, at_once=sweep.at_once, detach="--detach" in words)
 
 
 def main() -> None:

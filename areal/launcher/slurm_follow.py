@@ -56,7 +56,10 @@ class Follower:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        look_s: float = _LOOK_S,
+        is_alone: bool = True,
     ) -> None:
+        """`is_alone`: show also the log and the status of the job."""
         self._slurm = slurm
         self._job = submitted.job
         self._log = Path(submitted.log)
@@ -64,6 +67,9 @@ class Follower:
         self._line = line
         self._clock = clock
         self._sleep = sleep
+        self._look_s = look_s
+        self._is_alone = is_alone
+        self.phase = "pending"
         self._read_bytes = 0
         self._unfinished = ""
         self._turn: int | None = None
@@ -84,7 +90,7 @@ class Follower:
         was_cancelled = False
         while True:
             try:
-                if (status := self._step()) is not None:
+                if (status := self.step()) is not None:
                     return status
                 self._sleep(_POLL_S)
             except KeyboardInterrupt:
@@ -95,23 +101,24 @@ class Follower:
                 self._line.say(f"areal: job {self._job} is being cancelled; Ctrl-C again leaves at once")
                 self._slurm.cancel(self._job)
 
-    def _step(self) -> int | None:
+    def step(self) -> int | None:
         """Show what is new. The exit status once the job has ended."""
         self._show_log()
         now_s = self._clock()
         if now_s < self._due_s:
             return None
-        self._due_s = now_s + _LOOK_S
+        self._due_s = now_s + self._look_s
         try:
             facts = self._slurm.look(self._job)
         except LaunchError as error:
-            self._line.show(f"job {self._job}: {error}")
+            self._show_status(f"job {self._job}: {error}")
             return None
         if facts is None:
             return self._forgotten()
         return self._show(facts, meaning_of(facts), now_s)
 
     def _show(self, facts: JobFacts, meaning: Meaning, now_s: float) -> int | None:
+        self.phase = meaning.phase
         if meaning.phase != "ended":
             self._ended_s = None
         if meaning.never_starts:
@@ -123,7 +130,7 @@ class Follower:
             if self._turn is not None:
                 self._turn = None
                 self._line.say(f"areal: job {self._job} is in the queue again (restart {facts.restarts})")
-            self._line.show(f"job {self._job} is pending{f': {meaning.cause}' if meaning.cause else ''}")
+            self._show_status(f"job {self._job} is pending{f': {meaning.cause}' if meaning.cause else ''}")
         elif meaning.phase == "running" and self._turn != facts.restarts:
             self._turn = facts.restarts
             again = f", restart {facts.restarts}" if facts.restarts else ""
@@ -156,7 +163,13 @@ class Follower:
         self._line.say(f"areal: Slurm does not know job {self._job} any more; {self._paths.summary} says: {status}")
         return {"completed": 0, "interrupted": 130}.get(status, 1)
 
+    def _show_status(self, text: str) -> None:
+        if self._is_alone:
+            self._line.show(text)
+
     def _show_log(self) -> None:
+        if not self._is_alone:
+            return
         for text in self._new_lines():
             (self._line.show if _STATUS.match(text) else self._line.say)(text)
 

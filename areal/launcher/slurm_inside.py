@@ -13,11 +13,13 @@ from pathlib import Path
 
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import LaunchError
+from areal.launcher.backend import Cluster
 from areal.launcher.local import launch, read_command_line
 from areal.launcher.nodes import NodeCluster
 from areal.launcher.preflight import newest_checkpoint
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_job import is_requeued, node_of
+from areal.launcher.slurm_jobs import JobsCluster
 from areal.system.process import ERROR_PREFIX
 from areal.system.run_paths import RunPaths
 
@@ -85,14 +87,14 @@ def may_requeue(config: BaseExperimentConfig, *, has_progress: bool, restarts: i
 
 def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> int:
     """Run the configuration on the nodes of this job. Returns the exit status; requeues the job where that helps."""
-    slurm, job = SlurmClient(), environ["SLURM_JOB_ID"]
+    slurm, job = SlurmClient(), _job_of(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     request = read_command_line(words, usage=usage, on_one_machine=False)
     config, paths = request.config, RunPaths.of(request.config)
     names = slurm.hostnames(environ["SLURM_JOB_NODELIST"])
     if restarts:
         _say(f"areal: job {job} starts again on {', '.join(names)} (restart {restarts})")
-    nodes = [node_of(name, config.launcher, python=sys.executable, environ=environ) for name in names]
+    cluster = _cluster(slurm, config, job, names, environ)
     limit = TimeLimit(
         paths,
         save_limit_s=max(1.0, config.launcher.slurm.signal_s - config.launcher.stop_grace_s - _MARGIN_S),
@@ -101,8 +103,12 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
     )
     first = newest_checkpoint(paths)
     paths.summary.unlink(missing_ok=True)  # of an earlier turn: a launch that fails early writes none
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the nodes are closed if it comes before the start
     with limit.watched():
-        code = launch(request, NodeCluster(nodes, config.cluster))
+        try:
+            code = launch(request, cluster)
+        except KeyboardInterrupt:
+            code = 130
     reason = "" if code == 0 else _requeue_reason(slurm, job, limit, code, paths)
     if not reason:
         return code
@@ -113,6 +119,22 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
     slurm.requeue(job)
     time.sleep(_REQUEUE_LIMIT_S)  # Slurm ends this process
     raise LaunchError(f"job {job} still runs {_REQUEUE_LIMIT_S:.0f} s after its requeue", code="launch.slurm_silent")
+
+
+def _job_of(environ: Mapping[str, str]) -> str:
+    """The id of this job. The last job of an array has, as SLURM_JOB_ID, the id of the array."""
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else environ["SLURM_JOB_ID"]
+
+
+def _cluster(
+    slurm: SlurmClient, config: BaseExperimentConfig, job: str, names: Sequence[str], environ: Mapping[str, str]
+) -> Cluster:
+    if config.launcher.slurm.separate_jobs:
+        return JobsCluster(slurm, config, main_job=job, main_node=names[0], environ=environ, say=_say)
+    cpus = int(environ["SLURM_CPUS_PER_TASK"])
+    nodes = [node_of(name, name, config.launcher, role=None, cpus=cpus, environ=environ) for name in names]
+    return NodeCluster(nodes, config.cluster)
 
 
 def _requeue_reason(slurm: SlurmClient, job: str, limit: TimeLimit, code: int, paths: RunPaths) -> str:

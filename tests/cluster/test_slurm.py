@@ -124,6 +124,13 @@ def _of_the_command(entered: "subprocess.Popen[str]") -> psutil.Process:
     return command
 
 
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     _, errors = process.communicate(timeout=_LIMIT_S)
     return process.returncode, errors
@@ -216,3 +223,78 @@ def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmClust
     assert status == 0, errors
     assert run.step == 30
     run.assert_clean()
+
+
+def test_separate_jobs_run_a_component_each_and_a_lost_server_gets_a_new_one(run: Run, slurm: SlurmCluster) -> None:
+    words = ("launcher.slurm.separate_jobs=true", "total_train_steps=60", "cluster.node_silence_s=3")
+    follower = run.launch(*words, "allocation_mode=native:d2+fsdp:d2")
+    run.await_step(3)
+    jobs = json.loads((run.folder / "slurm" / "jobs.json").read_text())
+    assert list(jobs) == ["server-0", "server-1", "trainers"]
+    assert len(slurm.queue().splitlines()) == 4
+    slurm.command("scancel", jobs["server-1"])
+    status, errors = ended(follower)
+    assert status == 0, errors
+    assert run.step == 60
+    again = json.loads((run.folder / "slurm" / "jobs.json").read_text())
+    assert {name for name in jobs if again[name] != jobs[name]} == {"server-1"}
+    run.assert_clean()
+
+
+def test_the_jobs_of_components_end_when_the_job_of_the_launcher_is_killed(run: Run, slurm: SlurmCluster) -> None:
+    follower = run.launch("launcher.slurm.separate_jobs=true", "recover.mode=disabled")
+    run.await_step(1)
+    inside = [
+        one for one in psutil.process_iter() if "--inside" in (words := _words_of(one)) and str(run.folder) in words[-1]
+    ]
+    for process in inside:
+        process.kill()
+    assert ended(follower)[0] == 1
+    run.assert_clean()
+
+
+def test_a_sweep_is_an_array_whose_runs_are_followed_together(run: Run, slurm: SlurmCluster) -> None:
+    words = ("--sweep", "seed=1,2", "--at-once", "1", "total_train_steps=2", "cluster.n_nodes=1")
+    status, errors = ended(run.launch(*words))
+    assert status == 0, errors
+    for index in (0, 1):
+        member = run.folder.with_name(f"grpo_{index}")
+        assert json.loads((member / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+        assert f"seed: {index + 1}\n" in (member / "config.yaml").read_text()
+        assert ended(run.command("--attach", str(member)))[0] == 0
+    assert ended(run.command("--attach", str(run.folder)))[0] == 0
+    wait_for(lambda: not slurm.queue(), "an empty queue")
+
+
+def test_a_job_of_higher_priority_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster) -> None:
+    follower = run.launch("total_train_steps=40", "cluster.n_nodes=3")
+    run.await_step(4)
+    urgent = slurm.command(
+        "sbatch", "--parsable", "-p", "urgent", "-N3", "--exclusive", "--wrap", "sleep 5", "-o", "/dev/null"
+    )
+    wait_for(lambda: run.facts().restarts >= 1, f"a requeue after job {urgent.stdout}")
+    status, errors = ended(follower)
+    assert status == 0, errors
+    assert run.step == 40
+    run.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("launcher.slurm.time_limit=1", "total_train_steps=100000"), "TIMEOUT"),
+        (("total_train_steps=1000",), "NODE_FAIL"),
+    ],
+)
+def test_an_end_of_the_job_without_recovery_is_named(run: Run, slurm: SlurmCluster, words, cause) -> None:
+    follower = run.launch("recover.mode=disabled", *words)
+    run.await_step(1)
+    if cause == "NODE_FAIL":
+        slurm.nodes[3].power_off()
+    status, errors = ended(follower)
+    if cause == "NODE_FAIL":
+        slurm.power_on(slurm.nodes[3])
+        wait_for(lambda: set(slurm.states().values()) == {"idle"}, "idle nodes")
+    assert status == 1, errors
+    assert cause in errors.splitlines()[-1]
+    wait_for(lambda: not slurm.queue(), "an empty queue")

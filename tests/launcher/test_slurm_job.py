@@ -4,16 +4,39 @@ import dataclasses
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from areal.api.config import BaseExperimentConfig, ClusterSpecConfig, LauncherConfig, RecoverConfig, TrainDatasetConfig
+from areal.api.config import (
+    BaseExperimentConfig,
+    ClusterSpecConfig,
+    GenerationHyperparameters,
+    GRPOConfig,
+    LauncherConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    TrainDatasetConfig,
+)
 from areal.api.config.launcher import SlurmConfig
+from areal.launcher.job import make_plan
 from areal.launcher.slurm_inside import TimeLimit, may_requeue
-from areal.launcher.slurm_job import Resources, gpu_hours, limit_s, node_of, resources_of, script_of
+from areal.launcher.slurm_job import (
+    Resources,
+    component_script,
+    components_of,
+    gpu_hours,
+    limit_s,
+    machines_of,
+    node_of,
+    resources_of,
+    run_script,
+)
 from areal.system.durable import seal_folder
 from areal.system.network import Host
 from areal.system.run_paths import RunPaths
@@ -33,17 +56,21 @@ def config_of(*, recover="auto", **slurm):
     )
 
 
-def directives(config):
-    script = script_of(
-        config, NEEDS, folder=Path("/runs/e/t/slurm"), directory=Path("/a b"), words=["--config", "c d"], python="py"
-    )
+def directives_in(script):
     lines = [
         shlex.split(line.removeprefix("#SBATCH "))[0] for line in script.splitlines() if line.startswith("#SBATCH")
     ]
-    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}, script
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
 
 
-def test_the_script_names_everything_that_the_job_needs() -> None:
+def directives(config, **options):
+    script = run_script(config, NEEDS, folder=Path("/runs/e/t u/slurm"), script=None, **options)
+    return directives_in(script), script
+
+
+def test_the_script_names_everything_that_the_job_needs(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
     found, script = directives(config_of(time_limit="12:00:00", partition="p", account="a", qos="q", reservation="r"))
     assert found["--nodes"] == "2"
     assert found["--gpus-per-node"] == "4"
@@ -53,9 +80,10 @@ def test_the_script_names_everything_that_the_job_needs() -> None:
     assert [found[f"--{name}"] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
     assert found["--signal"] == "B:USR1@120"
     assert "--requeue" in found
-    assert found["--chdir"] == "/a b"
+    assert found["--chdir"] == str(tmp_path / "a b")
     command = shlex.split(script.splitlines()[-1])
-    assert command == ["exec", "py", "-m", "areal.launcher.slurm", "--inside", "--config", "c d"]
+    inside = [sys.executable, "-m", "areal.launcher.slurm", "--inside"]
+    assert command == ["exec", *inside, "--config", "/runs/e/t u/slurm/config.yaml"]
 
 
 def test_a_run_that_does_not_recover_is_not_requeued() -> None:
@@ -84,8 +112,9 @@ def test_time_limits(text, seconds) -> None:
 
 
 def test_gpu_hours() -> None:
-    assert gpu_hours(NEEDS, "30") == 4.0
-    assert gpu_hours(NEEDS, "") is None
+    assert gpu_hours([NEEDS], "30") == 4.0
+    assert gpu_hours([NEEDS, dataclasses.replace(NEEDS, nodes=1)], "30") == 6.0
+    assert gpu_hours([NEEDS], "") is None
 
 
 def test_commands_of_a_node(monkeypatch) -> None:
@@ -93,16 +122,92 @@ def test_commands_of_a_node(monkeypatch) -> None:
     plain = LauncherConfig(
         slurm=SlurmConfig(srun_additional_args="--chdir $FOLDER", additional_bash_cmds=["ulimit -n"])
     )
-    command = node_of("node2", plain, python="py", environ={"SLURM_CPUS_PER_TASK": "5"}).command
+    command = node_of("node2", "node2", plain, role=None, cpus=5, environ={}).command
+    assert command[0] == "srun"
     assert {"--overlap", "--nodelist=node2", "--cpus-per-task=5", "/work"} <= set(command)
     assert command[-3:-1] == ("bash", "-c")
     assert command[-1].splitlines()[0] == "ulimit -n"
-    for kind, word in (("apptainer", "apptainer"), ("pyxis", "--container-image=i.sif")):
-        options = LauncherConfig(slurm=SlurmConfig(trainer_image="i.sif", container_type=kind, mount="/a:/b"))
-        command = node_of("node2", options, python="py", environ={}).command
-        assert word in command
-        assert "/a:/b" in " ".join(command)
-        assert command[-1] == "areal.launcher.node_agent"
+
+
+@pytest.mark.parametrize(("kind", "word"), [("apptainer", "apptainer"), ("pyxis", "--container-image=i.sif")])
+def test_an_image_and_its_mounts_are_in_the_command_of_a_node(kind, word) -> None:
+    options = LauncherConfig(slurm=SlurmConfig(trainer_image="i.sif", container_type=kind, mount="/a:/b"))
+    command = node_of("node2", "node2", options, role=None, cpus=5, environ={}).command
+    assert word in command
+    assert "/a:/b" in " ".join(command)
+    assert command[-1] == "areal.launcher.node_agent"
+
+
+@pytest.mark.parametrize(("role", "image"), [("server", "s.sif"), ("trainer", "t.sif"), ("controller", "t.sif")])
+def test_the_agent_of_a_separate_job_starts_in_the_image_of_its_role(role, image) -> None:
+    slurm = SlurmConfig(trainer_image="t.sif", inference_server_image="s.sif", separate_jobs=True)
+    assert not list(slurm.problems())
+    options = LauncherConfig(slurm=slurm)
+    environ = {"SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "HOME": "/h"}
+    node = node_of("server-0", "node2", options, role=role, cpus=5, environ=environ, job="7")
+    assert node.command[:4] == ("env", "--unset=SLURM_JOB_ID", "srun", "--jobid=7")
+    assert image in node.command
+    assert (node.name, node.address, node.role) == ("server-0", "node2", role)
+
+
+def components(allocation, gpus_per_node):
+    return GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        allocation_mode=allocation,
+        train_dataset=TrainDatasetConfig(path="x", batch_size=12),
+        gconfig=GenerationHyperparameters(n_samples=4),
+        actor=PPOActorConfig(path="org/model", optimizer=OptimizerConfig()),
+        cluster=ClusterSpecConfig(n_nodes=2, n_gpus_per_node=gpus_per_node),
+        launcher=LauncherConfig(slurm=SlurmConfig(separate_jobs=True)),
+    )
+
+
+def test_separate_jobs_request_what_their_component_needs() -> None:
+    config = components("sglang:d2t2+fsdp:d12", 8)
+    found = {one.name: one.needs for one in components_of(config)}
+    assert {name: (needs.nodes, needs.gpus, needs.cpus) for name, needs in found.items()} == {
+        "controller": (1, 0, 1), "server-0": (1, 2, 8), "server-1": (1, 2, 8), "trainers": (2, 6, 24)
+    }  # fmt: skip
+    assert resources_of(SimpleNamespace(processes=()), config) == found["controller"]
+    machines = machines_of(config)
+    assert [(one.host.node, len(one.gpus)) for one in machines] == [
+        ("controller", 0), ("server-0", 2), ("server-1", 2), ("trainers-0", 6), ("trainers-1", 6)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("allocation", "gpus"), [("sglang:d2t2+fsdp:d12", 8), ("native:d2+fsdp:d2", 0)])
+def test_each_process_is_placed_in_the_job_of_its_component(allocation, gpus) -> None:
+    plan = make_plan(components(allocation, gpus), machines_of(components(allocation, gpus)))
+    for process in plan.processes:
+        expected = process.name if process.role != "trainer" else "trainers"
+        assert process.host.node.startswith(expected)
+
+
+def test_the_job_of_a_component_watches_the_job_of_the_launcher() -> None:
+    config = components("sglang:d2t2+fsdp:d12", 8)
+    trainers = components_of(config)[-1]
+    script = component_script(config, trainers, folder=Path("/runs/slurm"), main_job="7")
+    found = directives_in(script)
+    assert (found["--nodes"], found["--gpus-per-node"], found["--mem"]) == ("2", "6", f"{6 * 32768}M")
+    assert "--no-requeue" in found
+    assert "--jobs=7 " in script
+
+
+def test_a_sweep_is_an_array_of_jobs_with_a_configuration_each() -> None:
+    found, script = directives(config_of(), runs=[Path("/runs/a 0"), Path("/runs/a 1")], at_once=1)
+    assert found["--array"] == "0-1%1"
+    assert found["--output"].endswith("job-%A_%a.log")
+    commands = script.replace("exec ", "printf '%s\\n' ")
+    for index in (0, 1):
+        done = subprocess.run(
+            ["bash", "-c", commands],
+            env={"SLURM_ARRAY_TASK_ID": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.splitlines()[-2:] == ["--config", f"/runs/a {index}/slurm/config.yaml"]
 
 
 def test_two_images_and_a_wrong_time_limit_are_refused() -> None:

@@ -75,6 +75,8 @@ class SlurmConfig:
     """Time limit in Slurm's form, for example 30 (minutes), 12:00:00 or 2-00:00:00; empty = that of the partition."""
     signal_s: int = number(120, low=30, high=65535)
     """Seconds before the time limit at which the run saves and requeues itself; Slurm may be up to 60 s early."""
+    separate_jobs: bool = False
+    """Submit one job for the controller, one for each server and one for all trainers, in place of one for all."""
     sbatch_additional_args: str = ""
     """More options of sbatch, separated by spaces, for example --constraint=a100."""
     srun_additional_args: str = ""
@@ -86,9 +88,9 @@ class SlurmConfig:
     mount: str = option("", relevant=_HAS_IMAGE)
     """Folders mounted into the container: source:target pairs separated by commas."""
     trainer_image: str | None = None
-    """Container image in which the agent of a node and all processes of the run start; null = none."""
+    """Container image in which the agent of a node and its processes start; null = inference_server_image, or none."""
     inference_server_image: str | None = None
-    """The same image again, as AReaL files name it; null = the one above."""
+    """The image for servers, if it differs; it needs separate_jobs. null = trainer_image."""
 
     def problems(self) -> Problems:
         if self.time_limit and not _TIME_LIMIT.fullmatch(self.time_limit):
@@ -97,11 +99,9 @@ class SlurmConfig:
                 f"{self.time_limit!r} is not minutes, hours:minutes:seconds or days-hours:minutes:seconds",
             )
         images = {self.trainer_image, self.inference_server_image} - {None}
-        if len(images) > 1 and self.container_type != "none":
-            yield (
-                "inference_server_image",
-                "differs from trainer_image: one agent per node starts both, so use one image",
-            )
+        if len(images) > 1 and self.container_type != "none" and not self.separate_jobs:
+            why = "differs from trainer_image: one agent per node starts both, so use one image or separate_jobs=true"
+            yield "inference_server_image", why
 
 
 @dataclass(frozen=True, kw_only=True)
