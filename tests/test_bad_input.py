@@ -185,7 +185,7 @@ def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
     assert used.returncode == 2
     assert "(ledger)" in used.stderr
     assert "[launch.earlier_run]" in used.stderr
-    assert "change trial_name" in used.stderr
+    assert "trial_name=NAME" in used.stderr
     assert (run / "ledger" / "events-000001.jsonl").read_text() == "{}\n"
     lock = RunPaths(run).lock
     with open(lock, "w") as file:

@@ -157,6 +157,8 @@ launch.disk_full: A disk is full.
     Make room on it, or set cluster.fileroot to another disk.
 launch.earlier_run: The run folder contains an earlier run, which recover.mode would overwrite.
     Change trial_name, delete the folder, or set recover.mode=auto to continue the run.
+launch.first_row: The trial of row 0, which runs before a run starts, failed with the quoted error.
+    Fix the error; areal test-workflow runs one episode and shows more.
 launch.folder_not_shared: The working directory or the run folder does not exist on a node.
     Use a file system that all nodes mount at the same path, for the code and for cluster.fileroot.
 launch.missing_inputs: The configuration names absent or unusable files, models or functions; the message lists them.
@@ -177,6 +179,8 @@ launch.node_unreachable: The agent of a node cannot be started, or a node cannot
     Correct the name or address of the node, its login, or the path of Python; the message has the last error line.
 launch.other_version: A node has another version of areal than the launcher.
     Install the same version on all nodes.
+launch.not_a_run: --overwrite would delete a folder that contains no run.
+    Choose another trial_name, or delete the folder by hand.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
 launch.ray_busy: Ray did not reserve the CPUs and GPUs of the run in time.
@@ -314,6 +318,8 @@ reward.bad_row: A column of a row has a value that a built-in reward function ca
     Correct the row or convert the column in the dataset's map_fn; docs/rewards.md lists the columns.
 reward.bad_section: Two options of the section `reward`, or `reward_fn` and that section, contradict each other.
     Change the option that the message names.
+reward.cannot_load: The module of a reward function raised an error at its import, or lacks the function.
+    Fix the error that the message quotes.
 reward.math_process_died: The process in which the reward `math` compares formulas died twice during one comparison.
     Look for a killed process (out of memory) in the log of the machine; give it more memory or lower reward.workers.
 reward.missing_column: A reward function has a parameter without default for which a row has no column.
@@ -322,6 +328,8 @@ reward.missing_library: The reward `math` needs the library math-verify, which i
     Install it: pip install 'math-verify>=0.9'.
 reward.none_given: Neither `reward_fn` nor `reward.fns` names a reward function.
     Set one of them, for example reward_fn=gsm8k.
+reward.not_a_number: A reward function returned something else than a finite number, or a mapping with `score`.
+    Return a number.
 reward.pool_closed: An answer was to be scored after the reward processes were ended, usually because the run is ending.
     None is needed at the end of a run; otherwise look for the first error in the log.
 reward.row_not_json: A row contains a value that JSON cannot represent, so it cannot be sent to a reward process.
@@ -339,6 +347,8 @@ rollout.controller_unreachable: A trainer could not reach the rollout controller
     Read the log of the controller for the reason why it ended or hangs.
 rollout.evaluation_failed: No row of an evaluation could be scored.
     Fix the cause that the message quotes: the workflow, the reward function or the rows of valid_dataset.
+rollout.first_failed: The first three episodes of the run failed with the same error, and none succeeded.
+    Fix the cause that the message quotes; areal test-workflow runs one episode.
 rollout.no_such_evaluation: A trainer requested an evaluation that this run does not have.
     Configure valid_dataset and the evaluation mode, or do not request it.
 rollout.not_a_share: The controller sent no batch share: it runs another version of areal than the trainer.

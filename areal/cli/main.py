@@ -32,6 +32,7 @@ COMMANDS = (
     Command("export", "write a checkpoint of a run as a Hugging Face folder", "areal.cli.export:export"),
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
     Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),
+    Command("test-workflow", "run one episode; show tokens, rewards, warnings", "areal.cli.try_workflow:try_workflow"),
     Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),
 )
 """All subcommands in the order of the help. A new one is one row."""

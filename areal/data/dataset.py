@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +24,18 @@ Row = dict[str, Any]
 AnyT = TypeVar("AnyT")
 EncodedT = TypeVar("EncodedT", EncodedRow, EncodedPair)
 
+_MORE_ROWS = 64
+"""Rows that are read beyond the first, because a map_fn and limits of length may drop some."""
 _GSM8K_INSTRUCTION = "\n\nThink step by step. End with a line that holds only #### and the final number, like: #### 42"
 
 
-def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer | None = None) -> list[Row]:
+def load_rows(
+    config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer | None = None, first: int | None = None
+) -> list[Row]:
     """Load the rows of a dataset in order and map them. Rows with a prompt above max_length are dropped or refused.
 
     A row for which map_fn returns None is dropped. InputError names the file and line, or the row, with the error.
+    `first`: at least this number of rows is returned if they exist; the rest of a .jsonl file may be left unread.
     `load_sft_rows` and `load_pairs` load rows for training without rollouts.
     """
     limit = config.max_length
@@ -38,12 +44,19 @@ def load_rows(config: DatasetConfig, *, default_split: str, tokenizer: Tokenizer
     if limit is not None and tokenizer is None:
         message = f"max_length={limit} of dataset {config.path} needs a tokenizer: pass one to load_rows"
         raise ConfigError(message, code="data.no_tokenizer")
+    if first is not None and len(config.paths) == 1:
+        with suppress(InputError):
+            rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, first + _MORE_ROWS))
+            if len(rows) >= first:
+                return rows
     return _of_all(config, lambda one: _short_rows(one, default_split, tokenizer))
 
 
-def _short_rows(config: DatasetConfig, default_split: str, tokenizer: Tokenizer | None) -> list[Row]:
+def _short_rows(
+    config: DatasetConfig, default_split: str, tokenizer: Tokenizer | None, first: int | None = None
+) -> list[Row]:
     """The mapped rows of one dataset whose prompt has at most max_length tokens."""
-    rows, limit = _mapped_rows(config, default_split), config.max_length
+    rows, limit = _mapped_rows(config, default_split, first), config.max_length
     if limit is None or tokenizer is None:
         return rows
     kept: list[Row] = []
@@ -79,14 +92,14 @@ def gsm8k_row(row: Row) -> Row:
     return {"messages": [message], "answer": row["answer"]}
 
 
-def _raw_rows(config: DatasetConfig, split: str) -> list[Row]:
+def _raw_rows(config: DatasetConfig, split: str, first: int | None) -> list[Row]:
     (name,) = config.paths
     path = Path(name).expanduser()
     if path.suffix not in (".jsonl", ".json"):
         return _hub_rows(str(path) if path.exists() else name, name=config.name, split=split)
     if not path.is_file():
         raise InputError(f"there is no dataset file {path}: correct the dataset's path", code="data.not_found")
-    return list(_lines(path)) if path.suffix == ".jsonl" else _whole(path)
+    return list(islice(_lines(path), first)) if path.suffix == ".jsonl" else _whole(path)
 
 
 def _hub_rows(path: str, *, name: str, split: str) -> list[Row]:
@@ -148,8 +161,8 @@ def _object(row: Any, place: str) -> Row:
     return row
 
 
-def _mapped_rows(config: DatasetConfig, default_split: str) -> list[Row]:
-    rows = _raw_rows(config, config.split or default_split)
+def _mapped_rows(config: DatasetConfig, default_split: str, first: int | None = None) -> list[Row]:
+    rows = _raw_rows(config, config.split or default_split, first)
     if not config.map_fn:
         return _without_long_texts(rows, config)
     function: Callable[[Row], Row | None] = load_function(

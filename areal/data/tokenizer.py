@@ -43,7 +43,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         message = f"there is no tokenizer folder {name}: correct tokenizer_path, or the model's path"
         raise InputError(message, code="data.no_tokenizer")
-    return _load(name, _from_hub(name, _TOKENIZER_FILE), _from_hub(name, "tokenizer_config.json"))
+    return _load(name, hub_file(name, _TOKENIZER_FILE), hub_file(name, "tokenizer_config.json"))
 
 
 def _load(name: str, tokenizer_file: Path | None, config_file: Path | None) -> Tokenizer:
@@ -67,8 +67,11 @@ def _has_own_code(config_file: Path | None) -> bool:
     return "AutoTokenizer" in json.loads(config_file.read_text(encoding="utf-8")).get("auto_map", {})
 
 
-def _from_hub(name: str, file: str) -> Path | None:
-    """A file of a hub repository, from the local cache if possible; None when the repository has no such file."""
+def hub_file(name: str, file: str, *, key: str = "tokenizer_path") -> Path | None:
+    """A file of a hub repository, from the local cache if possible; None when the repository has no such file.
+
+    InputError about the option `key` when the repository does not exist or the hub does not answer.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 
@@ -78,5 +81,6 @@ def _from_hub(name: str, file: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         # a LocalEntryNotFoundError: nothing is cached, and the hub does not answer
-        message = f"{name} is neither a folder with a tokenizer nor available from the hub: correct tokenizer_path"
-        raise InputError(message, code="data.no_tokenizer") from error
+        message = f"{name} is neither a folder nor available from the hub: correct {key}"
+        code = "data.no_tokenizer" if key == "tokenizer_path" else "model.not_found"
+        raise InputError(message, code=code) from error

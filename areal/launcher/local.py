@@ -25,6 +25,7 @@ from areal.launcher import attach
 from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
+from areal.launcher.first_row_check import TriedRow, tried_row
 from areal.launcher.job import LaunchPlan, make_plan
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
@@ -39,9 +40,11 @@ from areal.launcher.preflight import (
     make_run_folder,
     missing_inputs,
     newest_checkpoint,
+    overwrite_run,
     run_lock,
 )
 from areal.launcher.result import facts_text
+from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import notices, server_problems
 from areal.launcher.status import StatusLine, StatusSource
@@ -57,9 +60,11 @@ USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml 
        python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
-configuration names all parts. --dry-run prints the plan and starts nothing. --attach changes a run that is running
-(see --attach --help). AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as
-rollout.server_addrs does; AREAL_SERVER_TOKEN contains their token or API key.
+configuration names all parts. --dry-run prints the plan and the first prompt and starts nothing. --overwrite deletes an
+earlier run in the run folder. --attach changes a run that is running (see --attach --help).
+AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as rollout.server_addrs does;
+AREAL_SERVER_TOKEN contains their token or API key. The first Ctrl-C saves a recovery checkpoint where recover.mode
+allows; the second ends the run at once.
 Exit status: 0 the run completed, 1 it failed, 2 it could not start as configured, 130 it was interrupted.
 
 """
@@ -75,11 +80,13 @@ class Launch:
     """Top-level keys that belong to the script."""
     script: str | None
     dry_run: bool
+    overwrite: bool = False
+    """Delete an earlier run in the run folder."""
 
 
 def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
     """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
-    words = [word for word in argv if word != "--dry-run"]
+    words = [word for word in argv if word not in ("--dry-run", "--overwrite")]
     if "--help" in words or "-h" in words:
         sys.stdout.write(usage)
         load_experiment(words)  # prints the options and exits
@@ -94,7 +101,8 @@ def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine
         path = Path(script)
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    return Launch(config=config, extras=extras, script=script, dry_run="--dry-run" in argv)
+    flags = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv}
+    return Launch(config=config, extras=extras, script=script, **flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,20 @@ def launch(request: Launch, cluster: Cluster) -> int:
         cluster.close()
 
 
-def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine) -> LaunchPlan:
+def _tried(request: Launch, line: StatusLine) -> TriedRow:
+    """The trial of row 0. With a script there is none, because the script builds dataset and workflow."""
+    config = request.config
+    if not isinstance(config, PPOConfig) or request.script is not None:
+        return TriedRow()
+    tried = tried_row(config)
+    for warning in tried.warnings:
+        line.say(f"areal: warning: {warning}")
+    return tried
+
+
+def checked_plan(
+    request: Launch, machines: Sequence[Machine], line: StatusLine, *, tries_row: bool = True
+) -> LaunchPlan:
     """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
     config = request.config
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config))
@@ -151,12 +172,16 @@ def checked_plan(request: Launch, machines: Sequence[Machine], line: StatusLine)
         for notice in notices(config):
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
+    tried = _tried(request, line) if tries_row and not problems else TriedRow()
     if request.dry_run:
         sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config))))
+        if tried.prompt:
+            sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         if request.extras:
             sys.stdout.write(f"keys that only the script reads: {', '.join(request.extras)}\n")
     if problems:
         raise ConfigError("\n  ".join(problems), code="launch.missing_inputs")
+    raise_problems(tried.problems)
     return plan
 
 
@@ -164,7 +189,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     config, paths = request.config, RunPaths.of(request.config)
     line = StatusLine()
     machines = cluster.machines()
-    rows = checked_plan(request, machines, line).numbers.rows
+    rows = checked_plan(request, machines, line, tries_row=request.dry_run).numbers.rows
     if request.dry_run:
         return 0
     if notice := interrupts_notice():
@@ -174,12 +199,20 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     with run_lock(paths):
         wait_for_orphans(paths, limit_s=_ORPHANS_LIMIT_S, say=line.say)
         finish_interrupted_writes(paths.recover)
-        check_run_folder(config, paths)
+        check_run_folder(config, paths, overwrites=request.overwrite)
+        raise_problems(_tried(request, line).problems)
+        if request.overwrite:
+            overwrite_run(paths)
+        before = read_tree(paths.config)
         secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         with counted_interruptions() as interruptions, closing(registry_of(config)) as registry:
             try:
+                for change in (
+                    changes_text(before, read_tree(paths.config)) if config.recover.mode != "disabled" else ()
+                ):
+                    line.say(change)
                 outcome = _run(request, cluster, machines, paths, rows, line, interruptions, secrets, registry)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
@@ -202,6 +235,8 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 write_atomic(paths.summary, json.dumps(summary, indent=1).encode())
             except OSError as error:
                 line.say(f"areal: {paths.summary} was not written: {error.strerror or error}")
+        if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
+            line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
         return _report(outcome, paths, line)
 
 

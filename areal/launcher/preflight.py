@@ -44,6 +44,7 @@ _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
 _STEP = re.compile(r"step-(\d+)")
 _HEAD = "score.weight"
 _DATA_ENDINGS = (".jsonl", ".json")
+_OTHER_WAYS = "--overwrite deletes it and starts again, trial_name=NAME starts another run"
 _SPARE_BYTES = 64 * 2**20
 """Free space that a run needs in addition to its weights, for ledger, logs and metrics."""
 _FULL_BYTES = 2**20
@@ -175,8 +176,11 @@ def make_run_folder(paths: RunPaths) -> None:
         raise ConfigError(message, code="launch.cannot_write") from error
 
 
-def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
-    """ConfigError when the disk has too little space, or the folder holds an earlier run that would be overwritten."""
+def check_run_folder(config: BaseExperimentConfig, paths: RunPaths, *, overwrites: bool = False) -> None:
+    """ConfigError when the disk has too little space, or the folder holds an earlier run that would be overwritten.
+
+    `overwrites`: the user wants this.
+    """
     shapes = [(ModelShape.read(model.path), model.dtype) for model in config.models.values()]
     weights = sum(shape.parameters * (2 if dtype == "bfloat16" else 4) for shape, dtype in shapes if shape is not None)
     needed, free = _SPARE_BYTES + 4 * weights, shutil.disk_usage(paths.root).free
@@ -188,14 +192,14 @@ def check_run_folder(config: BaseExperimentConfig, paths: RunPaths) -> None:
     if mode == "resume" and newest_checkpoint(paths) is None:
         message = f"recover.mode=resume, but {paths.recover} contains no complete checkpoint: use auto"
         raise ConfigError(message, code="checkpoint.none_to_resume")
-    if mode in ("auto", "resume"):
+    if mode in ("auto", "resume") or overwrites:
         return
     found = [name for name in ("metrics.jsonl", "checkpoints", "recover") if _holds_data(paths.root / name)]
     found += ["ledger"] if _has_episodes(paths.ledger) else []
     if found:
         raise ConfigError(
             f"{paths.root} contains an earlier run ({', '.join(found)}), which recover.mode={mode} would overwrite: "
-            "change trial_name, delete the folder, or set recover.mode=auto to continue the run",
+            f"recover.mode=auto continues it, {_OTHER_WAYS}",
             code="launch.earlier_run",
         )
 
@@ -238,6 +242,21 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
     return next((numbered[step] for step in sorted(numbered, reverse=True) if is_complete(numbered[step])), None)
 
 
+def step_of(checkpoint: Path) -> int:
+    """Train steps done at a recovery checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def overwrite_run(paths: RunPaths) -> None:
+    """Delete the earlier run in a run folder, whose lock is held. ConfigError when the folder holds something else."""
+    files = [path for path in paths.root.iterdir() if path != paths.lock]
+    if files and not paths.config.is_file():
+        message = f"--overwrite: {paths.root} contains no run (config.yaml is missing): choose another trial_name"
+        raise ConfigError(message, code="launch.not_a_run")
+    for path in files:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> str:
     """A message about the earlier run that this launch continues; empty when there is none."""
     if newest is None and not paths.metrics.exists():
@@ -245,7 +264,7 @@ def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> 
     text = f"areal: continues the run in {paths.root}, trainers from {checkpoint_text(newest)}"
     if newest is not None and has_rollouts and not any(paths.ledger.glob("events-*.jsonl")):
         text += f"\nareal: warning: {paths.ledger} is missing: the dataset starts again from its first row"
-    return text
+    return f"{text}\nareal: {_OTHER_WAYS}"
 
 
 def earlier_step_s(paths: RunPaths) -> float | None:

@@ -89,6 +89,7 @@ def run_inside(words: Sequence[str], usage: str, environ: Mapping[str, str]) -> 
     """Run the configuration on the nodes of this job. Returns the exit status; requeues the job where that helps."""
     slurm, job = SlurmClient(), _job_of(environ)
     restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    words = [word for word in words if word != "--overwrite" or not restarts]  # it is for the first turn of the job
     request = read_command_line(words, usage=usage, on_one_machine=False)
     config, paths = request.config, RunPaths.of(request.config)
     names = slurm.hostnames(environ["SLURM_JOB_NODELIST"])

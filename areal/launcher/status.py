@@ -48,6 +48,7 @@ class RunStatus:
         self._liveness = liveness
         self._stall = StallWatch(config.stall_s, stacks, backend.request_stacks)
         self._next_s = 0.0
+        self._has_failure = False
         self.last: dict[str, Any] | None = None
         """The answer of the controller to the last request; None without one."""
         self.last_known: dict[str, Any] | None = None
@@ -65,6 +66,10 @@ class RunStatus:
         pids = {child.name: child.pid for child in children if child.is_running and child.pid is not None}
         if report := self._stall.look(status, self._liveness.beats, self._liveness.silent_s, pids):
             self._line.say(report)
+        failure = status.get("first_failure", "") if status else ""
+        if failure and not self._has_failure:
+            self._has_failure = True
+            self._line.say(f"areal: warning: {failure}")
         parts = [self._source.text(status) if was_ready else None, waiting_text(children, now_s)]
         if any(parts):
             self._line.show(" | ".join(part for part in parts if part))

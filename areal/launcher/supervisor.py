@@ -4,7 +4,6 @@ Its loop looks 20 times a second at the ready signs, heartbeats and exit codes o
 other commands, and at interruptions by the user. `restart_rules` decides which death leads to which restart.
 """
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from areal.api.config import ElasticConfig, LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.launcher.attach import RequestBox
 from areal.launcher.backend import ProcessBackend
+from areal.launcher.interruptions import Interruptions, unsaved_steps
 from areal.launcher.job import LaunchPlan
 from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
@@ -36,17 +36,6 @@ _STUCK_S = 10.0
 _RSS_INTERVAL_S = 1.0
 
 Status = Literal["completed", "failed", "interrupted"]
-
-
-class Interruptions:
-    """Number of the user's requests to stop: Ctrl-C, SIGTERM or a closed terminal."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, number: int, _: object = None) -> None:
-        """Signal handler. A terminal that closes may send SIGHUP several times, which is one request."""
-        self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +125,7 @@ class Supervisor:
             for unit in list(self._units):
                 self._start(unit)
             cause = self._watch()
+            self._save_before_stop()
         except (LaunchError, ServerUnavailable) as error:  # a process could not be started, or the registry is lost
             cause = f"{error} [{error.code}]"
         finally:
@@ -372,6 +362,24 @@ class Supervisor:
             self._reported_stuck.add(child.pid)
             process = f"{child.name} (pid {child.pid})"
             self._line.say(f"areal: {process} still runs {_STUCK_S:g} s after SIGKILL: waiting for its end")
+
+    def _save_before_stop(self) -> None:
+        """After the first Ctrl-C, wait until the trainers have saved the current step, or the second Ctrl-C."""
+        self._read_ready_signs()
+        saved, limit_s = newest_checkpoint(self._paths), self._config.save_grace_s
+        may_wait = self._interruptions.may_wait and self._trainers.is_ready and limit_s > 0
+        if not may_wait or unsaved_steps(self._paths) <= 0 or self._recover.mode == "disabled":
+            return
+        self._paths.checkpoint_request.parent.mkdir(parents=True, exist_ok=True)
+        self._paths.checkpoint_request.touch()
+        limit = f"at most {limit_s:g} s (launcher.save_grace_s)"
+        self._line.say(f"areal: interrupted: saves after this step, {limit}, and ends; Ctrl-C again ends it at once")
+        deadline = self._clock() + limit_s
+        while self._interruptions.count == 1 and newest_checkpoint(self._paths) == saved and self._clock() < deadline:
+            if self._kill_hung() or not all(child.is_running for child in self._trainers.children):
+                return
+            self._status.show(self._children, was_ready=self._was_ready)
+            time.sleep(_POLL_S)
 
     def _stop(self) -> None:
         """End all processes. A second interruption ends the grace period."""

@@ -322,6 +322,7 @@ class Controller:
             "catching_up": self._is_catching_up,
             "updating_to": self.weights.updating_to,
             **self.episodes(),
+            "first_failure": self._executor.first_failure,
             "accepted": state.num_accepted,
             "staleness_mean": stats.get("staleness_mean"),
             "staleness_max": stats.get("staleness_max"),

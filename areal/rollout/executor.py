@@ -18,6 +18,7 @@ from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_answers
+from areal.ledger.state import REJECTED
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
@@ -29,6 +30,8 @@ _log = get_logger(__name__)
 
 MIN_FAILURES_IN_A_ROW = 50
 """Consecutive failures that end the run, or three batches of them if that is more."""
+FIRST_FAILURES = 3
+"""The run ends when the episodes with this number of lowest ids all fail with one error and none was accepted."""
 SLOW_FAILURES_IN_A_ROW = 8
 SLOW_FAILURES_S = 120.0
 """Slow failures (a reward that hangs until its time limit) end the run after fewer: at least this many consecutive
@@ -79,6 +82,9 @@ class Executor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._dropped: list[asyncio.Task[None]] = []  # cancelled; their episodes run again
         self._to_restart = deque(ledger.state.running)  # same ids, next attempt; they wait for room like new ones
+        self.first_failure = ""
+        """Id and cause of the first episode that failed in this process; empty = none failed."""
+        self._first_failures: dict[int, str] = {}
         self._failed_in_a_row = 0
         self._failing_since_s = 0.0
         self._max_failed = max(MIN_FAILURES_IN_A_ROW, 3 * limits.batch_size)
@@ -216,6 +222,10 @@ class Executor:
         _log.warning("episode %d failed: %s", episode_id, reason, exc_info=None if without_traceback else error)
         self._producer.num_failed += 1
         self._ledger.fail(episode_id, reason, payload=_answers_of(episode_id, engine))
+        self.first_failure = self.first_failure or f"episode {episode_id} failed: {reason}"
+        if why := self._repeated(episode_id, error):
+            self._stop(f"{why}: {reason}", code="rollout.first_failed")
+            return
         if not self._may_send.is_set():
             return  # perhaps a time limit of the workflow expired while its request was held
         now_s = asyncio.get_running_loop().time()
@@ -228,6 +238,21 @@ class Executor:
                 f"the last {self._failed_in_a_row} episodes all failed, the last one with {reason}",
                 code="rollout.all_failed",
             )
+
+    def _repeated(self, episode_id: int, error: Exception) -> str:
+        """Why the run ends: its first episodes all failed with one error. Empty otherwise.
+
+        Lost servers and time limits are not counted. Ids are compared, because rows without the error may
+        take longer to end.
+        """
+        counts = self._ledger.state.counts
+        if episode_id >= FIRST_FAILURES or isinstance(error, ConnectionError | TimeoutError) or counts[REJECTED]:
+            return ""
+        self._first_failures[episode_id] = _cause(error)
+        causes = set(self._first_failures.values())
+        if self._ledger.state.num_accepted or len(self._first_failures) < FIRST_FAILURES or len(causes) > 1:
+            return ""
+        return f"the first {FIRST_FAILURES} episodes all failed with the same error"
 
     def _stop(self, why: str, *, code: str) -> None:
         if self.is_open:
@@ -257,6 +282,13 @@ def _answers_of(episode_id: int, engine: EpisodeEngine) -> bytes:
         return encode_answers(episode_id, engine.answers)
     except TrajectoryError:
         return b""
+
+
+def _cause(error: Exception) -> str:
+    """Equal for two errors of the same kind: numbers and names of rows in a message do not count."""
+    code = error.code if isinstance(error, ArealError) else ""
+    places = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} {code} {places[-1].filename}:{places[-1].lineno}" if places else code
 
 
 def _described(error: Exception) -> str:

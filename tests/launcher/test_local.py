@@ -130,6 +130,8 @@ def test_a_completed_run_is_not_overwritten(folder):
     assert "(metrics.jsonl)" in again.stderr
     assert "[launch.earlier_run]" in again.stderr
     assert again.stderr.startswith("areal: error: ")
+    replaced = launch(folder, "--overwrite")
+    assert (replaced.returncode, summary(folder)["started_at"] >= found["started_at"]) == (0, True)
 
 
 def test_failure_names_its_cause(folder):

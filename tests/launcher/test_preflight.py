@@ -256,3 +256,22 @@ def test_continuing_without_a_ledger_prints_a_warning(tmp_path):
     paths.ledger.mkdir()
     (paths.ledger / "events-000001.jsonl").touch()
     assert "warning" not in earlier_run(paths, newest, has_rollouts=True)
+
+
+def test_overwriting_deletes_a_run_and_nothing_else(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    make_run_folder(paths)
+    preflight.overwrite_run(paths)  # an empty folder
+    (paths.root / "data.jsonl").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        preflight.overwrite_run(paths)
+    assert error.value.code == "launch.not_a_run"
+    assert (paths.root / "data.jsonl").exists()
+    (tmp_path / "elsewhere").mkdir()
+    (paths.root / "link").symlink_to(tmp_path / "elsewhere")
+    paths.config.write_text("{}")
+    (paths.ledger / "deep").mkdir(parents=True)
+    with run_lock(paths):
+        preflight.overwrite_run(paths)
+        assert list(paths.root.iterdir()) == [paths.lock]
+    assert (tmp_path / "elsewhere").is_dir()

@@ -140,6 +140,52 @@ def test_interruption_leaves_no_process(make_run, grace_s):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("ending", ["saved", "again", "died", "limit"])
+def test_the_first_interruption_waits_for_a_checkpoint_of_the_step(make_run, ending):
+    run = make_run(**({"save_grace_s": 0.2} if ending == "limit" else {}))
+    run.write_checkpoint(3)
+    run.paths.metrics.write_text('{"step": 4}\n')
+
+    def interrupt():
+        run.until(lambda: "trainer-0" in ready_names(run))
+        run.interruptions.add(signal.SIGINT)
+        run.until(run.paths.checkpoint_request.exists)
+        if ending == "saved":
+            run.write_checkpoint(4)
+        elif ending == "again":
+            run.interruptions.add(signal.SIGINT)
+        elif ending == "died":
+            os.kill(run.pid_of("trainer-0"), signal.SIGKILL)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run(controller=SERVE, server_0=SERVE, trainer_0=SERVE)
+    thread.join()
+    assert outcome.status == "interrupted"
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 4), (signal.SIGINT, 3), (signal.SIGINT, 0)])
+def test_without_an_unsaved_step_and_after_sigterm_the_run_ends_at_once(make_run, number, step):
+    run = make_run()
+    run.write_checkpoint(3)
+    run.paths.metrics.write_text(f'{{"step": {step}}}\n')
+
+    def interrupt():
+        run.until(lambda: "trainer-0" in ready_names(run))
+        run.interruptions.add(number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run(controller=SERVE, server_0=SERVE, trainer_0=SERVE)
+    thread.join()
+    assert outcome.status == "interrupted"
+    assert not run.paths.checkpoint_request.exists()
+
+
+def ready_names(run):
+    return [path.stem for path in (run.names / "ready").glob("*.json")]
+
+
 def test_two_interruptions_between_two_polls_count_twice(make_run):
     """Also when both come before the launcher looks."""
     run = make_run(stop_grace_s=1000.0)

@@ -219,8 +219,8 @@ async def test_a_run_whose_episodes_all_fail_stops_with_the_reason(tmp_path, out
     async with running(controller) as address:
         client = RolloutClient(address, token=TOKEN)
         await asyncio.to_thread(client.attach, rank=0, world_size=1, dp_rank=0, dp_size=1, step=0, version=0)
-        cause = {"fail": r" 50 .*ValueError: row \d+ is broken", "reject": " 400 "}[outcome]
-        code = {"fail": "rollout.all_failed", "reject": "rollout.all_rejected"}[outcome]
+        cause = {"fail": r" 3 .*ValueError: row \d+ is broken", "reject": " 400 "}[outcome]
+        code = {"fail": "rollout.first_failed", "reject": "rollout.all_rejected"}[outcome]
         with pytest.raises(RequestError, match=cause) as received:
             await asyncio.to_thread(client.next_batch, 0)
         with pytest.raises(ProducerStopped, match=cause) as stopped:

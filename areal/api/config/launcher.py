@@ -151,6 +151,8 @@ class LauncherConfig:
     """Maximum seconds from the start of a process until it reports ready."""
     stop_grace_s: float = number(10.0, low=0)
     """Seconds between the termination signal and the kill signal of a process."""
+    save_grace_s: float = number(300.0, low=0)
+    """Seconds after the first Ctrl-C within which the trainers save a recovery checkpoint; 0 = they do not."""
     status_interval_s: float = number(1.0, above=0)
     """Seconds between two updates of the status line."""
     hang_s: float = number(120.0, above=0)

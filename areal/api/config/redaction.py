@@ -63,6 +63,8 @@ def public_command(words: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             hides = not equals and is_secret(flag)
             shown.append(f"{flag}={HIDDEN}" if equals and is_secret(flag, value) else word)
+        elif equals and is_secret(flag.rpartition(".")[2], value):  # an override key.sub=value
+            shown.append(f"{flag}={HIDDEN}")
         else:
             shown.append(HIDDEN if hides or is_secret("", word) else word)
     return shown

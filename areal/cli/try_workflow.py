@@ -1,0 +1,251 @@
+"""`areal test-workflow`: runs one episode of a configuration and shows its tokens, rewards and what is suspicious."""
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from areal.api.config import PPOConfig
+from areal.api.config.load import load_experiment, save_config
+from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ArealError, ConfigError, LaunchError
+from areal.data.tokenizer import Tokenizer
+from areal.fleet.fleet import Fleet
+from areal.fleet.native import NATIVE
+from areal.observe.episode_metrics import logged_metrics
+from areal.rollout.episode import verdict_on
+from areal.system.file_registry import FileRegistry
+from areal.system.network import TOKEN_VARIABLE
+from areal.system.process import kill_trees, spawn
+from areal.trainer.first_row import Trial
+from areal.workflow.sampling import request_settings
+from areal.workflow.trajectory_check import Remark, remarks_on, spans_of
+
+_POLL_S = 0.1
+
+
+class ScriptedPolicy:
+    """Answers from a list, in the order of the requests; the last answer is repeated. Implements InferenceEngine."""
+
+    version = 0
+
+    def __init__(self, answers: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._answers = list(answers)
+        self._tokenizer = tokenizer
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        text = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
+        ends = request.gconfig.stop_token_ids
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids += [] if ids[-1:] and ids[-1] in ends else ends[:1]
+        ids = ids[: request.gconfig.max_new_tokens]
+        return GenerationResponse(
+            request_id=request.request_id,
+            input_ids=request.input_ids,
+            output_ids=ids,
+            output_logprobs=[-1.0] * len(ids),
+            output_versions=[self.version] * len(ids),
+            stop_reason="stop" if ids[-1:] and ids[-1] in ends else "length",
+        )
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Keeps the answers of an engine."""
+
+    engine: InferenceEngine
+    responses: list[GenerationResponse] = field(default_factory=list[GenerationResponse])
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
+        response = await self.engine.agenerate(request)
+        self.responses.append(response)
+        return response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeReport:
+    """The result of one episode."""
+
+    row: dict[str, Any]
+    group: TrajectoryGroup | None
+    stats: dict[str, float]
+    remarks: list[list[Remark]]
+    """By trajectory."""
+    error: str = ""
+    """Why the episode is not accepted, with its code; empty = it is."""
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.error and not any(self.remarks)
+
+
+async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
+    """Run the episode of a trial. An ArealError of it is part of the report; another exception keeps its traceback."""
+    recorder, error, group = _Recorder(engine), "", None
+    with logged_metrics() as logged:
+        try:
+            group = await trial.workflow.arun_episode(recorder, dict(trial.row))
+            if group is None:
+                error = "the workflow returned None: the episode is rejected"
+            else:
+                verdict_on(0, group, accept=None, check_format=True)
+        except ArealError as failure:
+            error = f"{failure} [{failure.code}]"
+    end_ids = set(request_settings(trial.config.gconfig, trial.tokenizer).stop_token_ids)
+    trajectories = [] if group is None else group.trajectories
+    remarks = [remarks_on(one, recorder.responses, trial.tokenizer, end_ids) for one in trajectories]
+    stats = logged.means() | ({} if group is None else group.stats)
+    return EpisodeReport(row=trial.row, group=group, stats=stats, remarks=remarks, error=error)
+
+
+@asynccontextmanager
+async def native_server(config: PPOConfig) -> AsyncIterator[InferenceEngine]:
+    """A native server with the model of the configuration. LaunchError when it ends; waits rollout.setup_timeout."""
+    with tempfile.TemporaryDirectory(prefix="areal-") as name:
+        folder, token = Path(name), secrets.token_hex(16)
+        variables = save_config(replace(config, allocation_mode="native:d1+fsdp:d1"), folder / "config.yaml")
+        log = folder / "server.log"
+        command = [sys.executable, "-m", "areal.inference.server", "--config", str(folder / "config.yaml")]
+        process = spawn(command, os.environ | variables | {TOKEN_VARIABLE: token}, log)
+        try:
+            deadline = time.monotonic() + config.rollout.setup_timeout
+            while not (addresses := [line for line in log.read_text().splitlines() if line.startswith("http://")]):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+                    raise LaunchError(f"the inference server did not start: {last}", code="launch.cannot_start")
+                await asyncio.sleep(_POLL_S)
+            registry = FileRegistry(folder / "names")
+            registry.add("servers/0", json.dumps({"address": addresses[0], "pid": process.pid}))
+            fleet = Fleet(registry, 1, config.rollout, lambda name, address: NATIVE.client(name, address, token))
+            try:
+                await fleet.start()
+                yield fleet
+            finally:
+                await fleet.close()
+                registry.close()
+        finally:
+            kill_trees([process.pid], 5.0)
+            process.wait()
+
+
+def facts_of(report: EpisodeReport, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The report, JSON-ready."""
+    trajectories = [] if report.group is None else report.group.trajectories
+    return {
+        "row": report.row,
+        "trajectories": [
+            {
+                "reward": one.reward,
+                "reward_parts": one.reward_parts,
+                "finished": one.finished,
+                "spans": [
+                    {
+                        "trained": span.trained,
+                        "num_tokens": len(span.token_ids),
+                        "text": tokenizer.decode(span.token_ids),
+                    }
+                    for span in spans_of(one)
+                ],
+                "warnings": [remark._asdict() for remark in remarks],
+            }
+            for one, remarks in zip(trajectories, report.remarks, strict=True)
+        ],
+        "stats": report.stats,
+        "error": report.error,
+    }
+
+
+def text_of(facts: dict[str, Any], *, color: bool) -> str:
+    """The report for people. Trained tokens are green; without `color` they are between [[ and ]]."""
+    begin, end = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
+    lines: list[str] = []
+    for number, one in enumerate(facts["trajectories"]):
+        spans = one["spans"]
+        trained = sum(span["num_tokens"] for span in spans if span["trained"])
+        total = sum(span["num_tokens"] for span in spans)
+        lines.append(f"--- trajectory {number}: {total} tokens, {trained} trained")
+        lines.append("".join(f"{begin}{span['text']}{end}" if span["trained"] else span["text"] for span in spans))
+        lines.append(f"reward: {one['reward']}")
+        lines += [f"  {name}: {value}" for name, value in one["reward_parts"].items()]
+        lines += [f"warning: {remark['text']} [{remark['code']}]" for remark in one["warnings"]]
+    lines.append("statistics: " + ", ".join(f"{name} {value:g}" for name, value in facts["stats"].items()))
+    if facts["error"]:
+        lines.append(f"error: {facts['error']}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal test-workflow",
+        usage="%(prog)s --config FILE.yaml [key.sub=value ...] [--row N] [--samples N] [--answer TEXT]",
+        description="Run one episode on a row of train_dataset, on a native server that the command starts, and show "
+        "its tokens, rewards and what is suspicious. With --answer or --answers no server starts.",
+        epilog="exit status: 0 = the episode is accepted without a warning, 1 = it has an error or a warning",
+    )
+    parser.add_argument("--config", metavar="FILE", required=True)
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="row of train_dataset, from 0 (default: 0)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="gconfig.n_samples (default: 1)")
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument("--answer", action="append", metavar="TEXT", help="what the policy answers; may be repeated")
+    policy.add_argument("--answers", type=Path, metavar="FILE", help="JSON list of answers, or one answer per line")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+def _answers(given: argparse.Namespace) -> list[str]:
+    if given.answers is None:
+        return given.answer or []
+    try:
+        text = given.answers.read_text(encoding="utf-8")
+        found = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--answers {given.answers}: {error}", code="config.unreadable_file") from error
+    if not found or not all(isinstance(one, str) for one in found):
+        message = f"--answers {given.answers}: it must contain at least one answer, as text"
+        raise ConfigError(message, code="config.unreadable_file")
+    return found
+
+
+async def _run(trial: Trial, answers: Sequence[str]) -> EpisodeReport:
+    try:
+        if answers:
+            return await run_episode(trial, ScriptedPolicy(answers, trial.tokenizer))
+        async with native_server(trial.config) as fleet:
+            return await run_episode(trial, fleet)
+    finally:
+        await trial.workflow.aclose()
+
+
+def try_workflow(words: Sequence[str]) -> int:
+    """`areal test-workflow --config FILE`."""
+    given = _parser().parse_intermixed_args(words)
+    config = load_experiment(["--config", given.config, *given.overrides], allow_unknown_top_level=True)
+    if not isinstance(config, PPOConfig):
+        raise ConfigError(f"{given.config}: this kind of training has no workflow", code="config.conflict")
+    answers = _answers(given)
+    if config.actor.init_from_scratch and not answers:
+        message = "actor.init_from_scratch: there are no weights to serve yet: give --answer TEXT"
+        raise ConfigError(message, code="config.missing_requirement")
+    config = replace(config, gconfig=replace(config.gconfig, n_samples=given.samples))
+    trial = Trial.of(config, given.row)
+    report = asyncio.run(_run(trial, answers))
+    facts = facts_of(report, trial.tokenizer)
+    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    text = json.dumps(facts, indent=1, default=str) if given.json else text_of(facts, color=is_terminal)
+    sys.stdout.write(text + "\n")
+    return 0 if report.is_clean else 1

@@ -1,0 +1,49 @@
+"""What a user reads when a run ends early or continues: the command that continues it, and what changed."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal.api.config.redaction import public_command
+
+
+def how_to_continue(newest: Path | None, mode: str, command: Sequence[str]) -> str:
+    """The line after an interruption. `newest`: the newest recovery checkpoint; `command`: this process's words."""
+    words = [word for word in public_command(command) if word != "--overwrite"]
+    words += [] if mode in ("auto", "resume") else ["recover.mode=auto"]
+    place = f"saved as {newest.name}" if newest else "no recovery checkpoint yet, the finished episodes are kept"
+    return f"areal: {place}; to continue: {shlex.join(words)}"
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The values of a configuration file by dotted path; empty when there is none that can be read."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(_leaves("", tree)) if isinstance(tree, Mapping) else {}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _leaves(f"{path}.{name}" if path else str(name), below)
+    else:
+        yield path, value
+
+
+def changes_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One line per option that differs from the earlier run. Nothing when there was none.
+
+    `recover.mode` is not shown, because it is how a run is continued.
+    """
+    missing = object()
+    names = [name for name in dict.fromkeys([*before, *after]) if name != "recover.mode"] if before else []
+    changed = [name for name in names if before.get(name, missing) != after.get(name, missing)]
+    return [
+        f"areal: changed since the earlier run: {name}: {before.get(name, 'unset')} -> {after.get(name, 'unset')}"
+        for name in changed
+    ]

@@ -1,0 +1,179 @@
+"""Tries the first row of a configuration before a run starts: dataset, workflow, prompt, reward functions.
+
+Started by the launcher, because it runs the user's code: `python -m areal.trainer.first_row --config FILE`. It prints
+one JSON object; what the user's code prints goes to standard error.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from areal.api.config import PPOConfig
+from areal.api.config.load import load_experiment
+from areal.api.errors import ArealError, ConfigProblem, InputError
+from areal.api.functions import REWARD_FUNCTIONS, FunctionRef
+from areal.api.workflow import RolloutWorkflow
+from areal.data.chat import EncodedPrompt, encode_prompt
+from areal.data.dataset import load_rows
+from areal.data.tokenizer import Tokenizer, hub_file, load_tokenizer
+from areal.fleet.backends import backend_named
+from areal.reward.table import reward_table
+from areal.reward.worker import LoadedReward, parsed_result
+from areal.system.model_shape import context_length
+from areal.workflow.registry import build_workflow
+from areal.workflow.scored import ScoredWorkflow
+
+DUMMY_ANSWER = "0"
+"""The answer that the reward functions score."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstRow:
+    """What was found."""
+
+    prompt: str = ""
+    """The prompt of the row as the model gets it; empty when the workflow makes it in its own way."""
+    num_tokens: int = 0
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    """Each of them fails every episode."""
+    warnings: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One row of the configuration with what an episode on it needs."""
+
+    config: PPOConfig
+    tokenizer: Tokenizer
+    workflow: RolloutWorkflow
+    row: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: PPOConfig, index: int) -> Self:
+        """Load row `index` of train_dataset and build the workflow. Raises ArealError, or what the user's code raises.
+
+        Rows are counted after map_fn and max_length.
+        """
+        tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+        workflow = build_workflow(config, tokenizer)
+        data = config.train_dataset
+        rows = load_rows(data, default_split="train", tokenizer=tokenizer, first=index + 1)
+        if index >= len(rows):
+            message = f"train_dataset has {len(rows)} rows, and there is no row {index} (rows count from 0)"
+            raise InputError(message, code="data.no_rows")
+        workflow.check_rows(rows[index : index + 1])
+        return cls(config=config, tokenizer=tokenizer, workflow=workflow, row=rows[index])
+
+    def prompt(self) -> EncodedPrompt | None:
+        """The prompt of the row; None when the workflow makes it in its own way."""
+        if isinstance(self.workflow, ScoredWorkflow):
+            return self.workflow.prompt(self.row)
+        with suppress(InputError):
+            return encode_prompt(self.row, self.tokenizer)
+        return None
+
+
+def try_first_row(config: PPOConfig) -> FirstRow:
+    """Try row 0. Every failure is a problem or a warning of the result."""
+    found = FirstRow()
+    try:
+        _require_models(config)
+        trial = Trial.of(config, 0)
+        prompt = trial.prompt() or EncodedPrompt("", [])
+        found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
+        _check_context(config, found)
+        if config.reward_fn or config.reward.names_functions:
+            _try_rewards(trial, prompt, found)
+    except ArealError as error:
+        found.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
+    except Exception as error:  # noqa: BLE001 - the user's code: the run would end with the same error
+        found.problems.append(ConfigProblem("row 0", _described(error), "launch.first_row"))
+    return found
+
+
+def _require_models(config: PPOConfig) -> None:
+    """InputError when a model is no folder and its configuration cannot be read from the hub."""
+    for key, model in config.models.items():
+        if not Path(model.path).expanduser().is_dir():
+            hub_file(model.path, "config.json", key=f"{key}.path")
+
+
+def _check_context(config: PPOConfig, found: FirstRow) -> None:
+    if not found.num_tokens:
+        return
+    backend = backend_named(config.server_backend)
+    own = config.native.context_length if config.server_backend == "native" else None
+    limit = own or context_length(backend.model(config))
+    if limit is None:
+        return
+    gconfig = config.gconfig
+    longest = min(found.num_tokens + gconfig.max_new_tokens, gconfig.max_tokens)
+    if longest > limit:
+        text = f"row 0 has {found.num_tokens} prompt tokens, with an answer up to {longest}, and the context is {limit}"
+        advice = f"set gconfig.max_tokens={limit}" if found.num_tokens < limit else "shorten the prompts"
+        found.problems.append(ConfigProblem("gconfig", f"{text}: {advice}", "request.too_long"))
+
+
+def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
+    """Call each reward function of the row once. One that only raises may be unable to read the dummy answer."""
+    answer_ids = trial.tokenizer.encode(DUMMY_ANSWER, add_special_tokens=False)
+    table = reward_table(trial.config.reward_fn, trial.config.reward)
+    for term in table.of(trial.row):
+        loaded, problem = _loaded(term.function)
+        if loaded is None:
+            found.problems.append(ConfigProblem(str(term.function), problem, "reward.cannot_load"))
+            continue
+        columns = loaded.keywords(orjson.loads(orjson.dumps(trial.row, option=orjson.OPT_SERIALIZE_NUMPY)))
+        if term.function in REWARD_FUNCTIONS.values():
+            continue
+        try:
+            value = loaded.function(prompt.text, DUMMY_ANSWER, prompt.token_ids, answer_ids, **columns)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - one call of a user's function
+            text = f"the reward function {term.function} raised {_described(error)} for row 0"
+            found.warnings.append(f"{text} and the answer {DUMMY_ANSWER!r}")
+            continue
+        result = parsed_result(value)
+        if result["status"] != "ok":
+            found.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
+
+
+def _loaded(function: FunctionRef) -> tuple[LoadedReward | None, str]:
+    try:
+        return LoadedReward(function), ""
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
+        return None, f"cannot be imported: {_described(error)}"
+
+
+def _described(error: BaseException) -> str:
+    """One line: type, text, and the line of code."""
+    text = str(error) if isinstance(error, ArealError) else f"{type(error).__name__}: {error}"
+    places = traceback.extract_tb(error.__traceback__)
+    own = [place for place in places if "importlib" not in place.filename]
+    is_known = isinstance(error, ArealError | SyntaxError) or not own
+    return text if is_known else f"{text} ({own[-1].filename}:{own[-1].lineno})"
+
+
+def main(argv: Sequence[str]) -> None:
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        config = load_experiment(list(argv), allow_unknown_top_level=True)
+        assert isinstance(config, PPOConfig)
+        found = try_first_row(config)
+    except ArealError as error:
+        found = FirstRow(problems=[ConfigProblem("row 0", str(error), error.code)])
+    problems = [problem._asdict() for problem in found.problems]
+    facts = {"prompt": found.prompt, "num_tokens": found.num_tokens, "problems": problems, "warnings": found.warnings}
+    with os.fdopen(answer, "wb") as out:
+        out.write(orjson.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

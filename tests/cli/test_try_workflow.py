@@ -1,0 +1,89 @@
+"""`areal test-workflow` with scripted answers, on the calculator of examples/workflows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal.api.errors import ArealError
+from areal.cli import try_workflow as command
+from areal.cli.try_workflow import try_workflow
+from areal.trainer import first_row
+from tests.workflow.conftest import CharTokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "workflows"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(first_row, "load_tokenizer", lambda path: CharTokenizer())
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "20+3=", "answer": "23"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def call(*words):
+        overrides = [
+            f"train_dataset.path={tmp_path}/rows.jsonl",
+            f"workflow={EXAMPLE}/calculator.py:CalculatorWorkflow",
+            "reward.workers=1",
+        ]
+        status = try_workflow(["--config", str(EXAMPLE / "calculator.yaml"), *overrides, *words])
+        return status, capsys.readouterr().out
+
+    return call
+
+
+def test_an_episode_is_shown_as_json(run):
+    status, out = run("--row", "1", "--answer", "20+3?", "--answer", "23", "--json")
+    facts = json.loads(out)
+    assert (status, facts["error"], facts["row"]["answer"]) == (0, "", "23")
+    (one,) = facts["trajectories"]
+    assert (one["reward"], one["warnings"]) == (1.0, [])
+    assert "".join(span["text"] for span in one["spans"]) == "20+3=20+3?<e>23=23<e>"
+    assert [span["trained"] for span in one["spans"]] == [False, True, False, True]
+    assert (facts["stats"]["calculator_calls"], facts["stats"]["num_turns"]) == (1.0, 2.0)
+
+
+def test_text_marks_what_is_trained(run, monkeypatch):
+    _, plain = run("--answer", "3")
+    assert "1+2=[[3<e>]]" in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    _, colored = run("--answer", "3")
+    assert "1+2=\x1b[32m3<e>\x1b[0m" in colored
+
+
+def test_answers_of_a_file_and_a_warning(run, tmp_path):
+    (tmp_path / "answers.txt").write_text("1+2?\n" + "9" * 40)
+    status, out = run("--answers", str(tmp_path / "answers.txt"), "--json")
+    (one,) = json.loads(out)["trajectories"]
+    assert (status, [warning["code"] for warning in one["warnings"]]) == (1, ["no_end_token"])
+
+
+def test_an_error_of_the_episode_is_part_of_the_report(run, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def broken(prompt, completion, prompt_ids, completion_ids, **row):\n    return None\n")
+    status, out = run("--answer", "3", f"reward_fn={reward}:broken", "--json")
+    facts = json.loads(out)
+    assert (status, facts["trajectories"]) == (1, [])
+    assert "[workflow.reward_failed]" in facts["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--row", "9", "--answer", "3"), "data.no_rows"),
+        (("actor.init_from_scratch=true",), "config.missing_requirement"),
+        (("--answers", "missing.txt"), "config.unreadable_file"),
+    ],
+)
+def test_wrong_usage_has_a_code(run, words, code):
+    with pytest.raises(ArealError) as error:
+        run(*words)
+    assert error.value.code == code
+
+
+def test_a_server_that_does_not_start_is_named(run, monkeypatch):
+    monkeypatch.setattr(command.sys, "executable", "/bin/false")
+    with pytest.raises(ArealError) as error:
+        run()
+    assert error.value.code == "launch.cannot_start"

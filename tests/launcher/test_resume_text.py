@@ -1,0 +1,32 @@
+import yaml
+
+from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
+
+COMMAND = ["python", "-m", "areal", "run", "--config", "my file.yaml", "--overwrite", "seed=3"]
+
+
+def test_the_command_that_continues_is_that_of_the_run(tmp_path):
+    text = how_to_continue(tmp_path / "step-000012", "auto", COMMAND)
+    assert text.endswith("python -m areal run --config 'my file.yaml' seed=3")
+    assert "step-000012" in text
+    assert how_to_continue(None, "fault", COMMAND).endswith("seed=3 recover.mode=auto")
+    assert "hunter2" not in how_to_continue(None, "auto", ["x", "stats_logger.wandb.wandb_api_key=hunter2"])
+
+
+def test_options_that_changed_are_listed(tmp_path):
+    before = {"actor": {"optimizer": {"lr": 1.0e-4}, "path": "m"}, "seed": 1, "recover": {"mode": "disabled"}}
+    after = {"actor": {"optimizer": {"lr": 2.0e-4}, "path": "m"}, "more": [1], "recover": {"mode": "auto"}}
+    for name, tree in (("before", before), ("after", after)):
+        (tmp_path / name).write_text(yaml.safe_dump(tree))
+    lines = changes_text(read_tree(tmp_path / "before"), read_tree(tmp_path / "after"))
+    assert [line.split(": ", 2)[2] for line in lines] == [
+        "actor.optimizer.lr: 0.0001 -> 0.0002",
+        "seed: 1 -> unset",
+        "more: unset -> [1]",
+    ]
+
+
+def test_without_an_earlier_run_nothing_changed(tmp_path):
+    (tmp_path / "broken").write_text("a: [")
+    assert read_tree(tmp_path / "none") == read_tree(tmp_path / "broken") == {}
+    assert changes_text({}, {"seed": 1}) == []

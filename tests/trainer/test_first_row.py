@@ -1,0 +1,129 @@
+"""The trial of the first row: what fails every episode is found before anything starts."""
+
+import json
+
+import pytest
+
+from areal.api.config import (
+    ClusterSpecConfig,
+    GenerationHyperparameters,
+    NativeServerConfig,
+    PPOActorConfig,
+    PPOConfig,
+    RewardConfig,
+    TrainDatasetConfig,
+)
+from areal.trainer import first_row
+from areal.trainer.first_row import try_first_row
+from tests.workflow.conftest import CharTokenizer
+
+BROKEN = """
+import missing_module_of_a_test
+
+def good(prompt, completion, prompt_ids, completion_ids, **row):
+    return 1.0
+"""
+GOOD = """
+def good(prompt, completion, prompt_ids, completion_ids, answer, **row):
+    assert (prompt, completion) == ("2+2=", "0")
+    return {"score": 1.0}
+
+def raises(prompt, completion, prompt_ids, completion_ids, **row):
+    return int("x")
+
+def nothing(prompt, completion, prompt_ids, completion_ids, **row):
+    pass
+
+def other_column(prompt, completion, prompt_ids, completion_ids, solution):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def config_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_row, "load_tokenizer", lambda path: CharTokenizer())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rewards.py").write_text(GOOD)
+    (tmp_path / "broken.py").write_text(BROKEN)
+
+    def make(reward_fn="good", *, rows=({"prompt": "2+2=", "answer": "4"},), context=64, model="model", **options):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path, named = tmp_path / "rewards.py", ":" in reward_fn or not reward_fn
+        return PPOConfig(
+            experiment_name="e",
+            trial_name="t",
+            allocation_mode="native:d1+fsdp:d1",
+            cluster=ClusterSpecConfig(fileroot=str(tmp_path)),
+            train_dataset=TrainDatasetConfig(path=str(tmp_path / "rows.jsonl"), batch_size=1),
+            actor=PPOActorConfig(path=str(tmp_path / model) if model == "model" else model),
+            native=NativeServerConfig(context_length=context),
+            gconfig=GenerationHyperparameters(max_new_tokens=8),
+            reward_fn=reward_fn if named else f"{path}:{reward_fn}",
+            **options,
+        )
+
+    return make
+
+
+def codes_of(config):
+    return [problem.code for problem in try_first_row(config).problems]
+
+
+def test_a_usable_row_has_its_prompt_and_no_problem(config_of):
+    found = try_first_row(config_of())
+    assert (found.prompt, found.num_tokens, found.problems, found.warnings) == ("2+2=", 4, [], [])
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "code"), [("nothing", "reward.not_a_number"), ("other_column", "reward.missing_column")]
+)
+def test_a_reward_that_fails_for_every_answer_is_a_problem(config_of, reward_fn, code):
+    assert codes_of(config_of(reward_fn)) == [code]
+
+
+def test_a_reward_whose_module_cannot_be_imported_is_a_problem(config_of, tmp_path):
+    found = try_first_row(config_of("", reward=RewardConfig(fns={f"{tmp_path / 'broken.py'}:good": 1.0})))
+    assert [problem.code for problem in found.problems] == ["reward.cannot_load"]
+    assert "missing_module_of_a_test" in found.problems[0].message
+
+
+def test_a_reward_that_raises_for_the_dummy_answer_is_a_warning(config_of):
+    found = try_first_row(config_of("raises"))
+    assert found.problems == []
+    (warning,) = found.warnings
+    assert "ValueError" in warning
+
+
+def test_a_prompt_and_answer_beyond_the_context_are_a_problem(config_of):
+    assert codes_of(config_of(context=12)) == []
+    assert codes_of(config_of(context=11)) == ["request.too_long"]
+
+
+@pytest.mark.parametrize(
+    ("row", "code"), [({"question": "2+2="}, "data.missing_column"), ({"prompt": 5}, "data.invalid_column")]
+)
+def test_a_row_without_a_usable_prompt_is_a_problem(config_of, row, code):
+    assert codes_of(config_of(rows=[row])) == [code]
+
+
+def test_a_map_fn_that_raises_is_a_problem(config_of, tmp_path):
+    (tmp_path / "maps.py").write_text("def broken(row):\n    return row['missing']\n")
+    config = config_of()
+    data = TrainDatasetConfig(path=config.train_dataset.path, map_fn=f"{tmp_path / 'maps.py'}:broken")
+    config = PPOConfig(**{**vars(config), "train_dataset": data})
+    assert codes_of(config) == ["data.map_fn_failed"]
+
+
+def test_a_workflow_that_cannot_be_made_is_a_problem(config_of, tmp_path):
+    (tmp_path / "own.py").write_text("class Own:\n    def __init__(self):\n        raise ValueError('no')\n")
+    found = try_first_row(config_of(workflow=f"{tmp_path / 'own.py'}:Own"))
+    assert [problem.code for problem in found.problems] == ["launch.first_row"]
+    assert "own.py:3" in found.problems[0].message
+
+
+def test_a_model_that_the_hub_does_not_have_is_a_problem(config_of, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = try_first_row(config_of(model="no-such-owner/no-such-model"))
+    assert [problem.code for problem in found.problems] == ["model.not_found"]
+    assert "actor.path" in found.problems[0].message
