@@ -177,10 +177,10 @@ launch.node_lost: A node of the run stopped answering, or its connection closed.
     Look at the node: the message has its last error line. Its processes start on other nodes that have room for them.
 launch.node_unreachable: The agent of a node cannot be started, or a node cannot resolve the name of another one.
     Correct the name or address of the node, its login, or the path of Python; the message has the last error line.
-launch.other_version: A node has another version of areal than the launcher.
-    Install the same version on all nodes.
 launch.not_a_run: --overwrite would delete a folder that contains no run.
     Choose another trial_name, or delete the folder by hand.
+launch.other_version: A node has another version of areal than the launcher.
+    Install the same version on all nodes.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
 launch.ray_busy: Ray did not reserve the CPUs and GPUs of the run in time.
