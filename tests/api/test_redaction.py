@@ -29,7 +29,7 @@ def tracker_keys() -> list[str]:
     found = []
     for tracker in dataclasses.fields(StatsLoggerConfig):
         section = getattr(StatsLoggerConfig(), tracker.name)
-        names = [field.name for field in dataclasses.fields(section)]
+        names = [field.name for field in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
         found += [f"stats_logger.{tracker.name}.{name}" for name in names if is_secret(name)]
     return found
 
