@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workflow": {"api", "observe", "data", "reward"},
     "trainer": ALL,
     "launcher": {"api", "system", "observe", "data", "server_side", "fleet"},
+    "evaluate": ALL | {"trainer", "launcher"},
     "replay": ALL | {"trainer", "launcher"},
-    "cli": ALL | {"trainer", "launcher", "replay"},
+    "cli": ALL | {"trainer", "launcher", "replay", "evaluate"},
     "__main__": {"cli"},
 }
 """Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""

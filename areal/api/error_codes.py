@@ -115,6 +115,11 @@ data.too_long: A dataset row, or a sequence of a train batch, has more tokens th
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
     Choose a granularity that divides the number of sequences of every rank.
 
+evaluate.no_generation: The configuration file is for a training that generates no answers (SFT, DPO, a reward model).
+    Give a PPO or GRPO file, or no file and the options on the command line.
+evaluate.no_output_column: A line of a file with generations has no text in the column of the answers.
+    Name the column with --column; it holds a text, or a list of texts for several samples.
+
 export.folder: The folder that `areal export` shall write exists.
     Choose another folder with -o.
 export.no_checkpoint: The run has no checkpoint of this step, of this kind (export or recovery) or of this model.

@@ -51,6 +51,11 @@ ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {
     "mixed_rewards": FunctionRef(name="mixed_rewards", module="areal.workflow.accept"),
 }
 MAP_FUNCTIONS: dict[str, FunctionRef] = {"gsm8k": FunctionRef(name="gsm8k_row", module="areal.data.dataset")}
+ANSWER_FUNCTIONS: dict[str, FunctionRef] = {
+    "number": FunctionRef(name="canonical_answer", module="areal.reward.math_answer"),
+    "choice": FunctionRef(name="extract_choice", module="areal.reward.choice"),
+    "text": FunctionRef(name="stripped", module="areal.reward.text"),
+}
 """The tables of registered names are here, so that the launcher checks names without importing the functions."""
 
 
@@ -87,6 +92,7 @@ REWARD_CALL = CallForm(
 )
 ACCEPT_CALL = CallForm(text="f(group)", num_positional=1)
 MAP_CALL = CallForm(text="f(row)", num_positional=1)
+ANSWER_CALL = CallForm(text="f(completion)", num_positional=1)
 LOSS_CALL = CallForm(text="f(tokens, options)", num_positional=2)
 ADVANTAGE_CALL = CallForm(text="f(answers, options)", num_positional=2)
 

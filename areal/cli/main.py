@@ -24,6 +24,7 @@ COMMANDS = (
     Command(
         "run", "start a run: local, on Ray, Slurm or over ssh; change a run", "areal.launcher.__main__:run_command"
     ),
+    Command("score", "score generations made elsewhere: any reward, pass@k", "areal.evaluate.score:run_command"),
     Command("show", "read prompts, answers and rewards; history of an episode", "areal.cli.show:show"),
     Command("audit", "check that no episode was lost or trained on twice", "areal.cli.wrapped:audit"),
     Command("stats", "staleness, lengths, reasons of rejections, rates", "areal.cli.wrapped:stats"),

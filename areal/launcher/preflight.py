@@ -20,6 +20,8 @@ from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError,
 from areal.api.functions import (
     ACCEPT_CALL,
     ACCEPT_FUNCTIONS,
+    ANSWER_CALL,
+    ANSWER_FUNCTIONS,
     MAP_CALL,
     MAP_FUNCTIONS,
     REWARD_CALL,
@@ -104,6 +106,7 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
         names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
         given += [(key, name, REWARD_FUNCTIONS, REWARD_CALL) for key, name in names]
         given.append(("workflow", config.workflow, WORKFLOWS, None))
+        given.append(("evaluator.answer_fn", config.evaluator.answer_fn, ANSWER_FUNCTIONS, ANSWER_CALL))
         given.append(("rollout.should_accept_fn", config.rollout.should_accept_fn, ACCEPT_FUNCTIONS, ACCEPT_CALL))
     for key, text, registered, call in given:
         is_file, is_path = text.rpartition(":")[0].endswith(".py"), ":" in text

@@ -54,6 +54,14 @@ def extract_answer(text: str) -> str | None:
     return numbers[-1].strip() if numbers else None
 
 
+def canonical_answer(text: str) -> str | None:
+    """The final answer of a text in one spelling: `1,200`, `1200.0` and `$1200` are the vote 1200. None without one."""
+    found = extract_answer(text)
+    if found is None or (number := parse_number(found)) is None:
+        return None if found is None else _normalised(found)
+    return f"{number[0]}%" if number[1] else str(number[0])
+
+
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed or \fbox: in its braces, else the next word. None when there is no box or its
     braces never close, as in a truncated answer."""

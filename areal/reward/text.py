@@ -21,6 +21,11 @@ def exact_reward(
     return float(completion.strip() == str(answer).strip())
 
 
+def stripped(completion: str) -> str | None:
+    """The completion as the final answer, without white space around it; None when nothing is left."""
+    return completion.strip() or None
+
+
 def format_reward(
     prompt: str,
     completion: str,

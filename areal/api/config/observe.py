@@ -46,6 +46,10 @@ class EvaluatorConfig(Cadence):
     """Evaluate once before the first train step."""
     modes: list[str] = section(lambda: ["sampled"], relevant=_GENERATES)
     """Evaluation modes: sampled = with eval_gconfig, greedy = the same with greedy decoding."""
+    correct_reward: float = option(1.0, relevant=_GENERATES)
+    """An answer is correct with at least this reward (pass@k, majority vote)."""
+    answer_fn: str = option("", relevant=_GENERATES)
+    """Final answer of a completion for the majority vote: number, choice, text or a function; empty = by reward_fn."""
     stop_at: dict[str, float] = section(dict[str, float], relevant=_GENERATES)
     """End training once the mean reward of every mode listed here reaches its value ({greedy: 0.95}); {} = never."""
 
@@ -56,6 +60,8 @@ class EvaluatorConfig(Cadence):
         if not self.modes or len(set(self.modes)) < len(self.modes):
             text = f"{self.modes} must contain sampled, greedy or both, each once"
             yield Problem("modes", text, "config.not_a_choice")
+        if not math.isfinite(self.correct_reward):
+            yield Problem("correct_reward", f"{self.correct_reward} is not a finite number", "config.out_of_range")
         for mode, goal in self.stop_at.items():
             if mode not in self.modes:
                 yield "stop_at", f"{mode!r} is not one of modes={self.modes}: add it there"

@@ -1,0 +1,103 @@
+"""`areal score`: generations made elsewhere, any reward function, metrics by set and source."""
+
+import json
+
+import pytest
+
+from areal.api.errors import ArealError
+from areal.cli.main import run_command
+from areal.evaluate.samples import Sample, SampleKey, read_generations, read_samples, write_samples
+
+
+def lines_file(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+QUESTIONS = (
+    {"question": "3+5", "answer": "#### 8", "data_source": "sum", "response": ["#### 8", "8.0", "it is 9", "none"]},
+    {"question": "2*3", "answer": "6", "data_source": "product", "response": ["5", "5", "so \\boxed{6}", "7"]},
+)
+"""2 of 4 correct with a right majority (8 = 8.0), then 1 of 4 correct with a wrong one."""
+
+
+def test_scores_sets_and_sources_by_hand(tmp_path, capsys):
+    file = lines_file(tmp_path / "made_elsewhere.jsonl", *QUESTIONS)
+    out = tmp_path / "scored.jsonl"
+    words = ["score", str(file), "reward_fn=gsm8k", "reward.workers=1", "--json", "-o", str(out)]
+    assert run_command(words) == 0
+    found = {one["source"]: one for one in json.loads(capsys.readouterr().out)["results"]}
+    means = {source: {name: value["mean"] for name, value in one["metrics"].items()} for source, one in found.items()}
+    by_hand = {
+        "": {"mean@4": 3 / 8, "pass@1": 3 / 8, "pass@2": (5 / 6 + 1 / 2) / 2, "pass@4": 1.0, "majority@4": 1 / 2},
+        "sum": {"mean@4": 1 / 2, "pass@1": 1 / 2, "pass@2": 5 / 6, "pass@4": 1.0, "majority@4": 1.0},
+        "product": {"mean@4": 1 / 4, "pass@1": 1 / 4, "pass@2": 1 / 2, "pass@4": 1.0, "majority@4": 0.0},
+    }
+    assert {source: pytest.approx(one) for source, one in means.items()} == by_hand
+    assert [found[""][name] for name in ("set", "rows", "samples", "failed")] == ["made_elsewhere", 2, 8, 0]
+    assert [one.answer for one in read_samples(out).values()] == ["8", "8", "9", None, "5", "5", "6", "7"]
+    assert run_command(["score", str(out), "reward_fn=gsm8k", "reward.workers=1", "-k", "2"]) == 0  # its own output
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["mode", "set", "rows", "failed", "mean@4", "pass@2", "majority@4", "tokens", "finished"]
+    assert [row.split()[0] for row in rows] == ["given", "product", "sum"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "code"),
+    [
+        ({"question": "3+5", "answer": "8"}, [], "evaluate.no_output_column"),
+        ({"output": "8", "answer": "8"}, ["--column", "text"], "evaluate.no_output_column"),
+        ({"output": "8", "answer": "8"}, ["reward_fn=gsm9k"], "config.bad_reference"),
+        ({"output": "8", "answer": "8"}, ["reward_fn="], "reward.none_given"),
+        ({"output": "8", "gold": "8"}, [], "workflow.reward_failed"),
+    ],
+)
+def test_wrong_use_has_a_code(tmp_path, line, words, code):
+    file = lines_file(tmp_path / "file.jsonl", line)
+    with pytest.raises(ArealError) as error:
+        run_command(["score", str(file), "reward_fn=gsm8k", "reward.workers=1", *words])
+    assert error.value.code == code
+
+
+def test_a_file_that_is_missing_or_broken(tmp_path):
+    for content, code in ((None, "data.not_found"), ("", "data.no_rows"), ("{", "data.invalid_file")):
+        file = tmp_path / f"{code}.jsonl"
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ArealError) as error:
+            read_generations(file)
+        assert error.value.code == code
+
+
+def test_a_configuration_of_another_training_is_refused(tmp_path):
+    config = tmp_path / "sft.yaml"
+    config.write_text("train_dataset: {type: sft}\nsft: {}\n")
+    with pytest.raises(ArealError) as error:
+        run_command(["score", str(lines_file(tmp_path / "f.jsonl", QUESTIONS[0])), "--config", str(config)])
+    assert error.value.code in ("evaluate.no_generation", "config.mixed_kinds")
+
+
+def test_lines_with_one_prompt_are_samples_of_one_row(tmp_path):
+    file = lines_file(
+        tmp_path / "g.jsonl",
+        {"prompt": "a", "output": "1"},
+        {"prompt": "b", "output": "2"},
+        {"prompt": "a", "output": "3"},
+        {"messages": [{"role": "user", "content": "a"}], "completion": "4"},
+        {"text": "5"} | {"output": "5"},
+    )
+    keys = [(one.output, one.key.row, one.key.sample) for one in read_generations(file)]
+    assert keys == [("1", 0, 0), ("2", 1, 0), ("3", 0, 1), ("4", 2, 0), ("5", 3, 0)]
+
+
+def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    made = [
+        Sample(key=SampleKey("sampled", "s", row, 0), data={"row": row}, output="x", reward=0.5, answer="x")
+        for row in range(3)
+    ]
+    failed = Sample(key=SampleKey("sampled", "s", 3, 0), data={}, error="KeyError")
+    write_samples(path, [*reversed(made), failed])
+    assert list(read_samples(path).values()) == made  # sorted; failed ones are made again
+    path.write_bytes(path.read_bytes()[: -len(failed.line()) - 5])
+    assert list(read_samples(path).values()) == made[:2]
