@@ -111,24 +111,30 @@ class AllocationMode:
         return [one for one in self.allocations if not one.is_inference]
 
     @property
+    def num_train_ranks(self) -> int:
+        """Trainer ranks; 0 for an evaluation."""
+        return sum(one.parallel.world_size for one in self.train)
+
+    @property
     def world_size(self) -> int:
         """Total number of devices; shared devices count once."""
         return sum(one.parallel.world_size for one in self.allocations if one.shares_with is None)
 
 
 def check_supported(mode: AllocationMode) -> None:
-    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dM (RL) or fsdp:dM alone (SFT).
+    """Raise ConfigError unless this version can launch `mode`: servers + fsdp:dM (RL), fsdp:dM alone (SFT), or
+    servers + eval (an evaluation without training).
 
     Servers are native:dN, sglang:dNtK or vllm:dNtK: N servers, each of K devices.
     """
     for one in mode.allocations:
         _check_part(one)
     shape = [one.is_inference for one in mode.allocations]
-    alone = not mode.evaluation and all(one.shares_with is None for one in mode.allocations)
-    if not alone or shape not in ([True, False], [False]):
+    alone = all(one.shares_with is None for one in mode.allocations)
+    if not alone or shape not in ([[True]] if mode.evaluation else [[True, False], [False]]):
         raise _unsupported(
-            f"{mode} cannot be launched: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM, vllm:dNtK+fsdp:dM "
-            "or, without servers, fsdp:dM"
+            f"{mode} cannot be launched: use native:dN+fsdp:dM, sglang:dNtK+fsdp:dM, vllm:dNtK+fsdp:dM, "
+            "without servers fsdp:dM, or to evaluate only native:dN+eval"
         )
 
 

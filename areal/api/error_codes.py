@@ -115,8 +115,14 @@ data.too_long: A dataset row, or a sequence of a train batch, has more tokens th
 data.uneven_units: mb_spec.granularity does not divide the number of sequences of a rank.
     Choose a granularity that divides the number of sequences of every rank.
 
+evaluate.no_data: An evaluation has no held-out set, or two of the same name.
+    Give --data FILE or --data NAME=FILE, or set valid_dataset.
+evaluate.no_export: The run that --model names has no export of its policy, or not at that step.
+    Choose a step that the message names, or make an export from a recovery checkpoint with areal export --recover.
 evaluate.no_generation: The configuration file is for a training that generates no answers (SFT, DPO, a reward model).
     Give a PPO or GRPO file, or no file and the options on the command line.
+evaluate.no_model: An evaluation names no model.
+    Give --model with a checkpoint folder, a hub name or a run, or set actor.path.
 evaluate.no_output_column: A line of a file with generations has no text in the column of the answers.
     Name the column with --column; it holds a text, or a list of texts for several samples.
 

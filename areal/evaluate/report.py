@@ -39,8 +39,8 @@ class Report:
         return asdict(self)
 
     @property
-    def num_scored(self) -> int:
-        return sum(one.samples for one in self.results if not one.source)
+    def num_failed(self) -> int:
+        return sum(one.failed for one in self.results if not one.source)
 
 
 def make_report(samples: Iterable[Sample], *, correct_reward: float, ks: Sequence[int] = ()) -> Report:
@@ -80,14 +80,17 @@ def _result(
 
 
 def table(report: Report) -> str:
-    """A line for each result. A metric is shown with its standard error."""
-    names = list(dict.fromkeys(name for one in report.results for name in one.metrics))
-    head = ["mode", "set", "rows", "failed", *names, "tokens", "finished"]
-    lines = [head]
-    for one in report.results:
+    """A table for each mode, with a line for each set and source. A metric is shown with its standard error."""
+    modes = dict.fromkeys(one.mode for one in report.results)
+    return "\n".join(_table(mode, [one for one in report.results if one.mode == mode]) for mode in modes)
+
+
+def _table(mode: str, results: Sequence[SetResult]) -> str:
+    names = list(dict.fromkeys(name for one in results for name in one.metrics))
+    lines = [[mode, "rows", "failed", *names, "tokens", "finished"]]
+    for one in results:
         lines.append(
             [
-                "" if one.source else one.mode,
                 f"  {one.source}" if one.source else one.set,
                 str(one.rows),
                 str(one.failed),
@@ -95,7 +98,7 @@ def table(report: Report) -> str:
                 *(f"{one.means[name]:.4g}" if name in one.means else "-" for name in ("tokens", "finished")),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join(text) + "\n"
 

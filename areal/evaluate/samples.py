@@ -63,15 +63,15 @@ class Sample:
         return orjson.dumps(key | fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read_samples(path: Path) -> dict[SampleKey, Sample]:
-    """The samples of a file that areal wrote, without failed ones. A last line that was cut by a kill is left out."""
+def read_samples(path: Path, *, with_failed: bool = False) -> dict[SampleKey, Sample]:
+    """The samples of a file that areal wrote. A last line that was cut by a kill is left out."""
     found: dict[SampleKey, Sample] = {}
     if not path.is_file():
         return found
     *lines, _ = path.read_bytes().split(b"\n")  # what follows the last line end is empty, or cut
     for number, line in enumerate(lines, start=1):
         sample = _sample(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
-        if not sample.error:
+        if with_failed or not sample.error:
             found[sample.key] = sample
     return found
 

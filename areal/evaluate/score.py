@@ -15,11 +15,10 @@ from areal.evaluate.report import make_report, table
 from areal.evaluate.samples import Sample, read_generations, rows_of, source_of, write_samples
 from areal.evaluate.settings import add_config_arguments, load_settings, parsed_ks
 from areal.reward.answers import AnswerFn, answer_function
+from areal.rollout.evaluation import MAX_FIRST_FAILURES
 from areal.workflow.scoring import Scorer
 
 _MAX_ROWS_AT_ONCE = 64
-_MAX_FIRST_FAILURES = 8
-"""The command ends early when this many rows failed and none was scored."""
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -65,7 +64,7 @@ async def score(
                 found.extend(await _score_row(scorer, row, answer_of, tokenizer, config.reward.source_key))
             except (InputError, RewardError) as error:
                 num_failed += 1
-                if num_failed >= _MAX_FIRST_FAILURES and len(found) == 0:
+                if num_failed >= MAX_FIRST_FAILURES and len(found) == 0:
                     raise
                 failures.append(error)
                 failed.extend(dataclasses.replace(one, error=f"{error} [{error.code}]") for one in row)

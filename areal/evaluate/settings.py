@@ -1,13 +1,34 @@
 """The configuration of an evaluation: the user's files and options over defaults for what only a training needs."""
 
 import argparse
+import hashlib
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from areal.api.config import PPOConfig, load_experiment
-from areal.api.errors import ConfigError
+from areal.api.config import (
+    DatasetConfig,
+    PPOConfig,
+    TrainDatasetConfig,
+    ValidDatasetConfig,
+    check_config,
+    load_experiment,
+)
+from areal.api.errors import ConfigError, InputError
+from areal.fleet.backends import backend_named
+from areal.system.run_paths import RunPaths, run_folder
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")
+_POLICIES = ("actor", "model")
+"""Roles whose exports can be evaluated, of RL and of supervised training."""
+_DECIDES = (
+    "seed", "tokenizer_path", "gconfig", "eval_gconfig", "workflow", "workflow_args", "reward_fn", "reward",
+    "valid_dataset", "evaluator", "native", "sglang", "vllm", "server_python",
+)  # fmt: skip
+"""Sections that decide what the answers and their scores are."""
 
 
 def load_settings(files: Sequence[str], overrides: Sequence[str]) -> PPOConfig:
@@ -32,3 +53,144 @@ def parsed_ks(text: str) -> list[int]:
     if found[0] < 1:
         raise ValueError("below 1")
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requested:
+    """What the command line of `areal eval` or `areal generate` requests."""
+
+    files: Sequence[str]
+    overrides: Sequence[str]
+    model: str = ""
+    """Folder or hub name of a model, or a run; empty = that of the configuration."""
+    step: int | None = None
+    """Of a run: the export after this number of train steps; None = the newest."""
+    data: Sequence[str] = ()
+    """[NAME=]PATH of each held-out set; empty = those of the configuration."""
+    num_samples: int | None = None
+    greedy: bool = False
+    servers: str = ""
+    """Such as native:d2; empty = those of the configuration."""
+
+
+def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
+    """The checked configuration of an evaluation: servers and one process, in a folder of this evaluation.
+
+    `scores` False: the workflow rlvr gets no reward functions. ConfigError or InputError with what is missing.
+    """
+    model, run_config = _model(requested)
+    words = [*requested.overrides, f"actor.path={model}"] if model else requested.overrides
+    config = load_settings(requested.files or run_config, words)
+    if config.actor.path == "none":
+        raise ConfigError("no model is named: give --model PATH, or a run", code="evaluate.no_model")
+    if model:
+        config = _serving_the_actor(config)
+    config = _with_data(config, requested.data)
+    if not scores and config.workflow == "rlvr":  # other workflows may need the reward to decide what follows
+        config = replace(config, reward_fn="none", reward=replace(config.reward, fns={}, by_source={}, filter_on=[]))
+    evaluator = config.evaluator
+    if requested.num_samples is not None:
+        evaluator = replace(evaluator, n_samples=requested.num_samples)
+    if requested.greedy:
+        evaluator = replace(evaluator, modes=["greedy"])
+    config = replace(
+        config,
+        allocation_mode=f"{requested.servers or config.allocation.inference}+eval",
+        strict_config=False,
+        ref=None,
+        critic=None,
+        teacher=None,
+        reward_model=None,
+        evaluator=replace(evaluator, stop_at={}),
+        recover=replace(config.recover, mode="disabled"),
+        rollout=replace(
+            config.rollout,
+            max_concurrent_rollouts=config.rollout.max_concurrent_rollouts or max(64, config.max_concurrent_rollouts),
+            should_accept_fn="",
+        ),
+        actor=replace(config.actor, adv_estimator="grpo") if config.actor.adv_estimator == "remax" else config.actor,
+    )
+    label = re.sub(r"[^\w.-]+", "_", "_".join(Path(config.actor.path).parts[-2:]))[-60:]
+    name = f"{'eval' if scores else 'generate'}-{label}-{_fingerprint(config)[:10]}"
+    config = replace(config, trial_name=name)
+    check_config(config)
+    return config
+
+
+def _model(requested: Requested) -> tuple[str, list[str]]:
+    """The model to evaluate, empty for that of the configuration; and, for a run, its configuration file."""
+    paths = RunPaths(run_folder(requested.model).absolute()) if requested.model else None
+    if paths is None or not paths.config.is_file():
+        if requested.step is not None:
+            message = f"--step {requested.step} chooses an export of a run, and {requested.model!r} is no run folder"
+            raise ConfigError(message, code="evaluate.no_export")
+        return requested.model, []
+    found = {path.name: path for path in sorted(paths.checkpoints.glob("*/step-*")) if path.parent.name in _POLICIES}
+    wanted = max(found, default="") if requested.step is None else f"step-{requested.step:06d}"
+    if wanted not in found:
+        message = f"{paths.root} has no export {wanted or 'of its policy'}, only: {', '.join(found) or 'none'}"
+        raise InputError(message, code="evaluate.no_export")
+    return str(found[wanted]), [str(paths.config)]
+
+
+def _serving_the_actor(config: PPOConfig) -> PPOConfig:
+    """The servers load actor.path, also where their section names another model."""
+    backend = backend_named(config.server_backend)
+    if backend.model(config) == config.actor.path:
+        return config
+    given: Any = getattr(config, backend.name)
+    if isinstance(given, dict):
+        kept: Any = {name: value for name, value in given.items() if name not in (backend.model_key, "model")}
+    else:
+        kept = replace(given, **{backend.model_key: config.actor.path})
+    return replace(config, **{backend.name: kept})
+
+
+def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
+    """The configuration with the sets of `data`, read as valid_dataset is, or else as train_dataset."""
+    sets: dict[str, str] = {}
+    for text in data:
+        name, equals, path = text.partition("=")
+        name, path = (name, path) if equals else (Path(text).stem, text)
+        if name in sets:
+            message = f"--data {text}: there are two sets of the name {name}: write NAME={path}"
+            raise ConfigError(message, code="evaluate.no_data")
+        sets[name] = path
+    valid = config.valid_dataset
+    if not sets and valid is None:
+        raise ConfigError("there is no held-out set: give --data FILE, or set valid_dataset", code="evaluate.no_data")
+    if valid is None:
+        shared = {one.name: getattr(config.train_dataset, one.name) for one in fields(DatasetConfig)}
+        valid = ValidDatasetConfig(**shared)
+    if sets:
+        valid = replace(valid, path=next(iter(sets.values())))
+        config = replace(config, evaluator=replace(config.evaluator, sets=sets))
+    train = TrainDatasetConfig(**{one.name: getattr(valid, one.name) for one in fields(DatasetConfig)})
+    return replace(config, valid_dataset=valid, train_dataset=train)
+
+
+def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:
+    """The sets of an evaluation without training, by name. valid_dataset is named by its file, unless
+    evaluator.sets names it."""
+    valid, named = config.valid_dataset, config.evaluator.sets
+    assert valid is not None
+    paths = named if valid.path in named.values() else {Path(valid.path).stem: valid.path} | named
+    return {name: replace(valid, path=path) for name, path in paths.items()}
+
+
+def _fingerprint(config: PPOConfig) -> str:
+    """A checksum of everything that the answers and their scores depend on: options, and files as they are now."""
+    tree = asdict(config)
+    kept = {name: tree[name] for name in _DECIDES}
+    kept["actor"] = {"path": str(Path(config.actor.path).absolute()), "server": config.server_backend}
+    sets = held_out_sets(config)
+    functions = [config.workflow, config.reward_fn, config.evaluator.answer_fn, *(one.map_fn for one in sets.values())]
+    functions += [name for _, fns in config.reward.tables() for name in fns]
+    named = [*(one.path for one in sets.values()), *(name.rpartition(":")[0] for name in functions)]
+    files = [path for path in map(Path, named) if path.is_file()]
+    kept["files"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    model = Path(config.actor.path)
+    kept["model"] = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(model.glob("*.safetensors"))
+    ]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

@@ -100,7 +100,7 @@ def make_plan(
     attached = tuple(server_url(text) for text in config.rollout.server_addrs) if isinstance(config, PPOConfig) else ()
     num_servers = mode.inference.num_replicas if mode.inference is not None else 0
     server_size = mode.inference.instance_size if mode.inference is not None else 1
-    num_ranks = mode.train[0].parallel.world_size
+    num_ranks = mode.num_train_ranks
     placed = _placed(config, machines, 0 if attached else num_servers, server_size, num_ranks)
     places: dict[tuple[Role, int], Place] = {("controller", 0): Place(machine=machines[0])} if num_servers else {}
     places |= {("server", index): members[0] for index, members in enumerate(placed.servers)}
@@ -250,7 +250,7 @@ def _planned(
         role=context.role,
         index=context.index,
         host=context.host,
-        argv=_argv(paths, script, backend, command),
+        argv=_argv(config, paths, script, backend, command),
         env=env | own | ({} if command is None else _search_paths(command, os.environ | own)) | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
@@ -280,12 +280,17 @@ def _search_paths(command: ServerCommand, environ: Mapping[str, str]) -> dict[st
 
 
 def _argv(
-    paths: RunPaths, script: str | None, backend: ServerBackend | None, command: ServerCommand | None
+    config: BaseExperimentConfig,
+    paths: RunPaths,
+    script: str | None,
+    backend: ServerBackend | None,
+    command: ServerCommand | None,
 ) -> tuple[str, ...]:
     """`command` is that of a server; None for the controller and the trainers."""
     if backend is None or command is None:
         scripts = () if script is None else (str(Path(script).absolute()),)
-        return (sys.executable, "-m", "areal.trainer", *scripts, "--config", str(paths.config))
+        program = "areal.evaluate" if config.allocation.evaluation else "areal.trainer"
+        return (sys.executable, "-m", program, *scripts, "--config", str(paths.config))
     if backend.flags is None:
         return command.argv
     host = (sys.executable, "-m", "areal.fleet.server_host", "--backend", backend.name, "--config", str(paths.config))

@@ -47,7 +47,7 @@ from areal.launcher.result import facts_text
 from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import notices, server_problems
-from areal.launcher.status import StatusLine, StatusSource
+from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
@@ -164,7 +164,8 @@ def checked_plan(
     """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
     config = request.config
     plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config))
-    for notice in (notice_of(config), plan.warning):
+    # An evaluation has the options of a training, most of which it does not read.
+    for notice in ("" if config.allocation.evaluation else notice_of(config), plan.warning):
         if notice:
             line.say(f"areal: {notice}")
     problems = missing_inputs(config, request.script)
@@ -268,9 +269,11 @@ def _run(
     RequestBox(paths).clear()
     shutil.rmtree(paths.alive, ignore_errors=True)
     total_steps = plan.numbers.total_steps
-    source = StatusSource(
+    source: Source = StatusSource(
         registry, paths.metrics, has_controller=plan.num_servers > 0, total_steps=total_steps, token=token
     )
+    if config.allocation.evaluation:
+        source = EvaluationSource(paths.alive_of("controller"))
     return Supervisor(
         plan,
         config.launcher,

@@ -69,10 +69,12 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems += _head_problems(config)
     if looks_local(config.tokenizer_path) and not Path(config.tokenizer_path).is_dir():
         problems.append(f"tokenizer_path: {config.tokenizer_path} is not a folder")
-    for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
-        for path in data.paths if data is not None else ():
-            if (Path(path).suffix in _DATA_ENDINGS or looks_local(path)) and not Path(path).exists():
-                problems.append(f"{key}.path: {path} does not exist")
+    sets = {"train_dataset.path": config.train_dataset.paths}
+    sets |= {"valid_dataset.path": config.valid_dataset.paths} if config.valid_dataset is not None else {}
+    sets |= {f"evaluator.sets.{name}": [path] for name, path in config.evaluator.sets.items()}
+    for key, path in ((key, path) for key, paths in sets.items() for path in paths):
+        if (Path(path).suffix in _DATA_ENDINGS or looks_local(path)) and not Path(path).exists():
+            problems.append(f"{key}: {path} does not exist")
     if script is None:  # a script may have its own rows
         problems += _row_problems(config)
     return problems

@@ -10,8 +10,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from areal.api.config import LauncherConfig
 from areal.launcher.backend import ProcessBackend
@@ -20,12 +21,29 @@ from areal.launcher.result import RunAlarmLines
 from areal.launcher.stall import StallWatch
 from areal.launcher.units import Child
 from areal.system.discovery import NameRegistry
+from areal.system.heartbeat import read_beat
 
 _TIMEOUT_S = 0.5
 _PLAIN_INTERVAL_S = 10.0
 _TAIL_BYTES = 1 << 16
 _WAITING_S = 5.0
 """After this time within one step the line also shows what the run waits for."""
+
+
+class Source(Protocol):
+    """Where the status line gets its numbers."""
+
+    def status(self) -> dict[str, Any] | None:
+        """The state of the run; None without an answer."""
+        ...
+
+    def text(self, status: dict[str, Any] | None) -> str | None:
+        """The status line for an answer of `status()`; None when nothing is known."""
+        ...
+
+    def read_last(self) -> str | None:
+        """The line that stays after the run; None = what was shown."""
+        ...
 
 
 class RunStatus:
@@ -35,7 +53,7 @@ class RunStatus:
         self,
         config: LauncherConfig,
         backend: ProcessBackend,
-        source: StatusSource,
+        source: Source,
         line: StatusLine,
         liveness: LivenessWatch,
         stacks: Path,
@@ -144,6 +162,23 @@ class StatusSource:
         if (last := last_record(self._metrics)) is None:
             return None
         return (finished_line if self._has_controller else training_line)(last, self._total_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSource:
+    """Reads the state of an evaluation without training from the heartbeat of its process."""
+
+    heartbeat: Path
+
+    def status(self) -> dict[str, Any] | None:
+        beat = read_beat(self.heartbeat)
+        return None if beat is None else {"awaited": beat.doing}
+
+    def text(self, status: dict[str, Any] | None) -> str | None:
+        return None if status is None else str(status["awaited"])
+
+    def read_last(self) -> str | None:
+        return None
 
 
 def last_record(path: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from areal.launcher.preflight import checkpoint_text, disk_problem, newest_check
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
 from areal.launcher.result import RunAlarmLines, episodes_of
-from areal.launcher.status import RunStatus, StatusLine, StatusSource
+from areal.launcher.status import RunStatus, Source, StatusLine
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
 from areal.system.discovery import NameRegistry
@@ -72,7 +72,7 @@ class Supervisor:
         backend: ProcessBackend,
         *,
         registry: NameRegistry,
-        source: StatusSource,
+        source: Source,
         line: StatusLine,
         interruptions: Interruptions,
         elastic: ElasticConfig | None = None,
@@ -159,15 +159,16 @@ class Supervisor:
         return [unit for unit in self._units if unit.role != "server"]
 
     @property
-    def _trainers(self) -> Unit:
-        return next(unit for unit in self._units if unit.role == "trainer")
+    def _deciding(self) -> Unit:
+        """The unit whose success ends the run: the trainers; in an evaluation, which has none, the controller."""
+        return next(unit for role in ("trainer", "controller") for unit in self._units if unit.role == role)
 
     def _watch(self) -> str | None:
         """Loop until the run succeeds (None), fails (the cause) or is interrupted (None)."""
         while not self._interruptions.count:
             self._read_ready_signs()
             cause = self._ended_without_taking_part()
-            if cause is None and self._trainers.has_succeeded:
+            if cause is None and self._deciding.has_succeeded:
                 if self._is_over():
                     return None
             else:
@@ -346,7 +347,7 @@ class Supervisor:
                     if not child.was_ready and unit.phase == "member":
                         return f"{child.name} {text}: {self._failure_text(child)}"
                     child.kill(text)
-        ranks = self._trainers.children
+        ranks = self._deciding.children
         if not any(child.exit_code == 0 for child in ranks):
             self._ranks_ending_since_s = None
             return None

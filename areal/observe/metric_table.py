@@ -188,11 +188,18 @@ nll/chosen: nats: Mean negative log-likelihood per token of chosen answers.
 
 # Evaluations
 eval/MODE/reward: reward: Mean reward of the held-out rows (MODE: sampled or greedy).
-eval/MODE/num: rows: Scored rows.
-eval/MODE/failed: rows: Failed rows.
+eval/MODE/num: answers: Scored answers.
+eval/MODE/failed: answers: Answers without a score.
 eval/MODE/generated: tokens: Mean generated tokens of an answer.
-eval/MODE/seconds: s: Time of the evaluation.
+eval/MODE/seconds: s: Time of the evaluation of all sets.
+eval/MODE/mean@N: reward: Mean reward of N answers to each row, then mean over rows (evaluator.n_samples above 1).
+eval/MODE/pass@N: share: Unbiased estimate of the probability that one of N answers is correct, mean over rows.
+eval/MODE/majority@N: share: Rows whose most frequent final answer is correct; a tie counts as the mean over its answers.
+eval/MODE/mean@N/stderr: reward: Standard error over rows of mean@N.
+eval/MODE/pass@N/stderr: share: Standard error over rows of pass@N.
+eval/MODE/majority@N/stderr: share: Standard error over rows of majority@N.
 eval/MODE/episode/NAME: unit of NAME: As rollout/episode/NAME, over the held-out rows.
+eval/MODE/SET/NAME: unit of NAME: The metric eval/MODE/NAME of a further set (evaluator.sets).
 eval/NAME: unit of NAME: The metric NAME of supervised training, reward models or DPO over the held-out rows.
 """
 """`key: unit: meaning` per line. A word in capitals in a key, and N, are placeholders."""

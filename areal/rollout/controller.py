@@ -17,7 +17,7 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
 from areal.ledger.state import LedgerState
 from areal.observe.log import get_logger
-from areal.rollout.evaluation import Evaluations
+from areal.rollout.evaluation import Evaluations, HeldOutOptions
 from areal.rollout.executor import Executor
 from areal.rollout.fleet_weights import FleetWeights
 from areal.rollout.gate import GateLimits
@@ -45,8 +45,9 @@ class Controller:
         rows: PromptStream[dict[str, Any]],
         ledger: Ledger,
         total_steps: int,
-        eval_rows: Sequence[dict[str, Any]] | None = None,
+        eval_sets: Mapping[str, Sequence[dict[str, Any]]] | None = None,
         eval_workflows: Mapping[str, RolloutWorkflow] | None = None,
+        eval_options: HeldOutOptions | None = None,
         accept: AcceptFn | None = None,
     ) -> None:
         size, options = config.train_dataset.batch_size, config.rollout
@@ -89,7 +90,8 @@ class Controller:
         self._evaluations = Evaluations(
             engine=fleet,
             workflows=eval_workflows or {},
-            rows=eval_rows or [],
+            sets=eval_sets or {},
+            options=eval_options or HeldOutOptions(),
             max_concurrent=config.max_concurrent_rollouts,
             count_answer=self._producer.count_answer,
             ledger=ledger,

@@ -5,10 +5,13 @@ result is durable in the ledger before any rank receives it. All ranks therefore
 a restart of the controller.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.api.data import GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
@@ -18,9 +21,11 @@ from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
+from areal.rollout.answer_metrics import Graded, answer_metrics
 from areal.rollout.episode import EpisodeEngine, check_stats
 
 _log = get_logger(__name__)
+T = TypeVar("T")
 
 MAX_FIRST_FAILURES = 8
 """An evaluation ends early when this many rows failed and none was scored."""
@@ -32,29 +37,97 @@ class EvaluationFailed(RequestError):
     code = "rollout.evaluation_failed"
 
 
-class _Results:
-    """The results of one evaluation, by row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedEpisode:
+    """One answer of an evaluation: the result of one episode of the evaluation workflow."""
 
-    def __init__(self, start_s: float) -> None:
-        self.start_s = start_s
-        self.scored: list[dict[str, float]] = []
+    group: TrajectoryGroup
+    reward: float
+    """Mean over the trajectories, as that of a training episode."""
+    num_generated: float
+    """Generated tokens for each trajectory."""
+    stats: dict[str, float]
+    """What the workflow and the reward functions report."""
+
+
+async def evaluate_episode(
+    engine: InferenceEngine,
+    workflow: RolloutWorkflow,
+    row: dict[str, Any],
+    *,
+    count_answer: Callable[[GenerationResponse], None],
+) -> EvaluatedEpisode | None:
+    """Run one episode on a copy of `row`; None when the workflow returns None. Raises what the episode raises."""
+    with logged_metrics() as logged:
+        group = await workflow.arun_episode(EpisodeEngine(engine, count_answer), dict(row))
+    if group is None:
+        return None
+    episode = encode_episode(0, group)
+    check_stats(group)
+    return EvaluatedEpisode(
+        group=group,
+        reward=episode.reward,
+        num_generated=episode.num_generated / episode.num_trajectories,
+        stats={name: float(value) for name, value in (logged.means() | group.stats).items()},
+    )
+
+
+def last_answer_ids(group: TrajectoryGroup) -> list[int]:
+    """The tokens of the last answer of the policy in the last trajectory of a group."""
+    trajectory = group.trajectories[-1]
+    stop = len(trajectory.loss_mask)
+    while stop and not trajectory.loss_mask[stop - 1]:
+        stop -= 1
+    start = stop
+    while start and trajectory.loss_mask[start - 1]:
+        start -= 1
+    return trajectory.token_ids[start:stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutOptions:
+    """How the rows of an evaluation are answered and graded."""
+
+    num_samples: int = 1
+    """Answers to each row in the mode `sampled`; the mode `greedy` has one."""
+    correct_reward: float = 1.0
+    answer_of: Callable[[TrajectoryGroup], str | None] = lambda group: None
+    """The final answer of an episode, for the majority vote."""
+
+
+class _Results:
+    """The results of one evaluation on one set of rows."""
+
+    def __init__(self) -> None:
+        self._scored: dict[tuple[int, int], tuple[dict[str, float], Graded]] = {}
         self.num_failed = 0
         self._last_failure = ""
         self._is_transient = False
 
     @property
     def num_done(self) -> int:
-        return len(self.scored) + self.num_failed
+        return len(self._scored) + self.num_failed
 
-    def summary(self, now_s: float) -> dict[str, float]:
-        """Mean of each statistic over the scored rows that have it."""
-        names = dict.fromkeys(name for result in self.scored for name in result)
-        means = {name: fmean(result[name] for result in self.scored if name in result) for name in names}
-        seconds = now_s - self.start_s
-        return means | {"num": float(len(self.scored)), "failed": float(self.num_failed), "seconds": seconds}
+    def add(self, row: int, sample: int, stats: dict[str, float], graded: Graded) -> None:
+        self._scored[row, sample] = stats, graded
+
+    def summary(self, num_samples: int, correct_reward: float) -> dict[str, float]:
+        """Mean of each statistic over the answers that have it; with several samples also pass@k and more."""
+        found = [self._scored[key] for key in sorted(self._scored)]
+        names = dict.fromkeys(name for stats, _ in found for name in stats)
+        means = {name: fmean(stats[name] for stats, _ in found if name in stats) for name in names}
+        means |= {"num": float(len(found)), "failed": float(self.num_failed)}
+        if num_samples > 1:
+            rows: dict[int, list[Graded]] = {}
+            for row, sample in sorted(self._scored):
+                rows.setdefault(row, []).append(self._scored[row, sample][1])
+            metrics = answer_metrics([*rows.values()], num_samples=num_samples, correct_reward=correct_reward)
+            for name, one in metrics.items():
+                means |= {name: one.mean} | ({} if one.stderr is None else {f"{name}/stderr": one.stderr})
+        return means
 
     def fail(self, reason: str, *, is_transient: bool = False) -> None:
-        """Count a failed row. Raises like `require_scored` after MAX_FIRST_FAILURES rows without a scored one."""
+        """Count a failed answer. Raises like `require_scored` after MAX_FIRST_FAILURES without a scored one."""
         self.num_failed += 1
         self._last_failure = reason
         self._is_transient = is_transient
@@ -62,11 +135,21 @@ class _Results:
             self.require_scored()
 
     def require_scored(self) -> None:
-        """EvaluationFailed when no row was scored; ServerUnavailable when the last one failed for lack of a server."""
-        if not self.scored:
+        """EvaluationFailed when none was scored; ServerUnavailable when the last one failed for lack of a server."""
+        if not self._scored:
             kind = ServerUnavailable if self._is_transient else EvaluationFailed
             message = f"none of {self.num_failed} held-out rows could be scored; the last failure: {self._last_failure}"
             raise kind(message, code=EvaluationFailed.code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """An evaluation in progress."""
+
+    task: asyncio.Task[None]
+    results: Mapping[str, _Results]
+    num_answers: int
+    start_s: float
 
 
 class Evaluations:
@@ -77,111 +160,138 @@ class Evaluations:
         *,
         engine: InferenceEngine,
         workflows: Mapping[str, RolloutWorkflow],
-        rows: Sequence[dict[str, Any]],
+        sets: Mapping[str, Sequence[dict[str, Any]]],
+        options: HeldOutOptions,
         max_concurrent: int,
         count_answer: Callable[[GenerationResponse], None],
         ledger: Ledger,
     ) -> None:
+        """`sets`: rows by the name of their set, which begins the names of their metrics; empty for valid_dataset."""
         self._engine = engine
         self._ledger = ledger
         self._workflows = workflows
-        self._rows = rows
+        self._sets = sets
+        self._options = options
         self._max_concurrent = max_concurrent
         self._count_answer = count_answer
-        self._tasks: dict[tuple[int, str], tuple[asyncio.Task[None], _Results]] = {}
+        self._running: dict[tuple[int, str], _Running] = {}
 
     @property
     def active(self) -> str:
         """The running evaluations and their progress, for the status; empty when none runs."""
         return ", ".join(
-            f"{mode} after step {step}, {results.num_done} of {len(self._rows)} rows done"
-            for (step, mode), (task, results) in self._tasks.items()
-            if not task.done()
+            f"{mode} after step {step}, {sum(found.num_done for found in one.results.values())} of {one.num_answers} "
+            "answers done"
+            for (step, mode), one in self._running.items()
+            if not one.task.done()
         )
 
     @property
     def since_s(self) -> float | None:
         """Loop time at which the oldest running evaluation started."""
-        return min((results.start_s for task, results in self._tasks.values() if not task.done()), default=None)
+        return min((one.start_s for one in self._running.values() if not one.task.done()), default=None)
 
     def check(self, mode: str) -> None:
         """RequestError when there is no such evaluation."""
         if mode not in self._workflows:
             message = f"no evaluation mode {mode!r}: this run has {sorted(self._workflows) or 'none'}"
             raise RequestError(message, code="rollout.no_such_evaluation")
-        if not self._rows:
+        if not any(self._sets.values()):
             raise RequestError("there is no valid_dataset to evaluate on", code="rollout.no_such_evaluation")
 
     async def get(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
         """The result; None when it is not ready in time. Repeated calls join the same evaluation."""
         key = (step, mode)
-        if key in self._tasks and self._tasks[key][0].cancelled():
-            del self._tasks[key]  # cancelled because the trainer went back; now it requests the result again
-        if key not in self._tasks and key not in self._ledger.state.evaluations:
-            results = _Results(asyncio.get_running_loop().time())
-            evaluating = self._evaluate(step, mode, results)
-            self._tasks[key] = asyncio.create_task(evaluating, name=f"evaluate-{mode}-{step}"), results
-        if key in self._tasks:
-            task, results = self._tasks[key]
-            await asyncio.wait([task], timeout=timeout_s)
-            if not task.done():
+        if key in self._running and self._running[key].task.cancelled():
+            del self._running[key]  # cancelled because the trainer went back; now it requests the result again
+        if key not in self._running and key not in self._ledger.state.evaluations:
+            self._running[key] = self._start(step, mode)
+        if key in self._running:
+            running = self._running[key]
+            await asyncio.wait([running.task], timeout=timeout_s)
+            if not running.task.done():
                 return None
-            if self._tasks.get(key) == (task, results):
-                del self._tasks[key]  # a request after an error starts it again
-            if task.cancelled():
+            if self._running.get(key) is running:
+                del self._running[key]  # a request after an error starts it again
+            if running.task.cancelled():
                 return None
-            task.result()
+            running.task.result()
         return self._ledger.state.evaluations[key]
 
     def cancel_beyond(self, step: int) -> None:
         """Cancel running evaluations after `step`: the trainer went back and publishes `step`. Results stay."""
-        for (evaluated_step, _), (task, _) in self._tasks.items():
+        for (evaluated_step, _), one in self._running.items():
             if evaluated_step > step:
-                task.cancel()
+                one.task.cancel()
 
-    async def _evaluate(self, step: int, mode: str, results: _Results) -> None:
-        workflow = self._workflows[mode]
-        positions = iter(range(len(self._rows)))
+    def _start(self, step: int, mode: str) -> _Running:
+        loop = asyncio.get_running_loop()
+        num_samples = 1 if mode == "greedy" else self._options.num_samples
+        items = [
+            (name, row, sample)
+            for name, rows in self._sets.items()
+            for row in range(len(rows))
+            for sample in range(num_samples)
+        ]
+        results = {name: _Results() for name in self._sets}
+        task = loop.create_task(self._evaluate(step, mode, items, results), name=f"evaluate-{mode}-{step}")
+        return _Running(task=task, results=results, num_answers=len(items), start_s=loop.time())
 
-        async def work() -> None:
-            for position in positions:
-                await self._score(workflow, position, results)
+    async def _evaluate(
+        self, step: int, mode: str, items: Sequence[tuple[str, int, int]], results: Mapping[str, _Results]
+    ) -> None:
+        start_s, workflow = asyncio.get_running_loop().time(), self._workflows[mode]
 
-        num_workers = min(self._max_concurrent, len(self._rows))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(num_workers):
-                    group.create_task(work(), name=f"evaluation-worker-{index}")
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        results.require_scored()
-        self._ledger.evaluated(step=step, mode=mode, result=results.summary(asyncio.get_running_loop().time()))
+        async def score(item: tuple[str, int, int]) -> None:
+            await self._score(workflow, *item, results[item[0]])
+
+        await run_all(items, score, max_concurrent=self._max_concurrent)
+        summary: dict[str, float] = {}
+        for name, found in results.items():
+            found.require_scored()
+            num_samples = 1 if mode == "greedy" else self._options.num_samples
+            values = found.summary(num_samples, self._options.correct_reward)
+            summary |= {f"{name}/{key}" if name else key: value for key, value in values.items()}
+        summary["seconds"] = asyncio.get_running_loop().time() - start_s
+        self._ledger.evaluated(step=step, mode=mode, result=summary)
         await self._ledger.durable()
 
-    async def _score(self, workflow: RolloutWorkflow, position: int, results: _Results) -> None:
-        """Record reward and length of one row, or a failure when its episode failed or returned None."""
-        engine = EpisodeEngine(self._engine, self._count_answer)
+    async def _score(self, workflow: RolloutWorkflow, set_name: str, row: int, sample: int, results: _Results) -> None:
+        """Record reward and length of one answer, or a failure when its episode failed or returned None."""
         try:
-            with logged_metrics() as logged:
-                group: TrajectoryGroup | None = await workflow.arun_episode(engine, dict(self._rows[position]))
-            episode = None if group is None else encode_episode(position, group)
-            if group is not None:
-                check_stats(group)
-        except Exception as error:  # noqa: BLE001 - user code: an error fails this one row
+            episode = await evaluate_episode(
+                self._engine, workflow, self._sets[set_name][row], count_answer=self._count_answer
+            )
+            graded = episode and Graded(reward=episode.reward, answer=self._options.answer_of(episode.group))
+        except Exception as error:  # noqa: BLE001 - user code: an error fails this one answer
             reason = f"{type(error).__name__}: {error}"
-            _log.warning("held-out row %d failed: %s", position, reason)
+            _log.warning("held-out row %d failed: %s", row, reason)
             results.fail(reason, is_transient=isinstance(error, ServerUnavailable))
             return
-        if group is None or episode is None:
+        if episode is None or graded is None:
             results.fail("the workflow returned None")
             return
-        stats = {f"episode/{name}": float(value) for name, value in (logged.means() | group.stats).items()}
-        results.scored.append(
-            stats | {"reward": episode.reward, "generated": episode.num_generated / episode.num_trajectories}
-        )
+        stats = {f"episode/{name}": value for name, value in episode.stats.items()}
+        results.add(row, sample, stats | {"reward": episode.reward, "generated": episode.num_generated}, graded)
 
     async def close(self) -> None:
-        tasks = [task for task, _ in self._tasks.values()]
+        tasks = [one.task for one in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_all(items: Sequence[T], work: Callable[[T], Awaitable[None]], *, max_concurrent: int) -> None:
+    """Call `work` for each item, in order, at most `max_concurrent` at once. The first error ends all and is raised."""
+    remaining = iter(items)
+
+    async def run() -> None:
+        for item in remaining:
+            await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(min(max_concurrent, len(items))):
+                group.create_task(run(), name=f"evaluation-worker-{index}")
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -72,6 +72,10 @@ class RunPaths:
     """While it exists, the trainers write a recovery checkpoint after each step."""
     slurm = _Below("slurm")
     """Script, log and number of the Slurm job."""
+    answers = _Below("answers.jsonl")
+    """Of an evaluation without training: one line for each answer."""
+    results = _Below("results.json")
+    """Metrics of a complete evaluation without training."""
     replays = _Below("replays")
     """Results of replays of the recorded batches, one folder each."""
 

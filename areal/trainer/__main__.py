@@ -8,6 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,11 +54,13 @@ def _run_ppo(config: PPOConfig) -> None:
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
-    valid_rows = None
-    if config.valid_dataset is not None:
-        valid_rows = load_rows(config.valid_dataset, default_split="test", tokenizer=tokenizer)
+    paths = {} if config.valid_dataset is None else {"": config.valid_dataset.path, **config.evaluator.sets}
+    sets = {
+        name: load_rows(replace(config.valid_dataset, path=path), default_split="test", tokenizer=tokenizer)
+        for name, path in paths.items()
+    }
     workflow = build_workflow(config, tokenizer)
-    with PPOTrainer(config, train_dataset=train_rows, valid_dataset=valid_rows) as trainer:
+    with PPOTrainer(config, train_dataset=train_rows, valid_dataset=sets.pop("", None), valid_sets=sets) as trainer:
         trainer.train(workflow)
 
 

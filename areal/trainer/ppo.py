@@ -5,7 +5,7 @@ Imports no torch, because the controller runs the same script.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
@@ -24,12 +24,18 @@ class PPOTrainer:
     """
 
     def __init__(
-        self, config: PPOConfig, *, train_dataset: Sequence[Row], valid_dataset: Sequence[Row] | None = None
+        self,
+        config: PPOConfig,
+        *,
+        train_dataset: Sequence[Row],
+        valid_dataset: Sequence[Row] | None = None,
+        valid_sets: Mapping[str, Sequence[Row]] | None = None,
     ) -> None:
+        """`valid_sets`: further held-out rows by the name of their set, which begins the names of their metrics."""
         self._context = join_run()
         self._config = config
         self._train_rows = train_dataset
-        self._valid_rows = valid_dataset
+        self._valid_sets = ({"": valid_dataset} if valid_dataset else {}) | dict(valid_sets or {})
         if config.valid_dataset is not None and not valid_dataset and self._context.index == 0:
             get_logger("trainer").warning("no evaluation runs: the script passed no valid_dataset to PPOTrainer")
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
@@ -58,10 +64,10 @@ class PPOTrainer:
                 eval_workflow=eval_workflow,
                 accept=should_accept_fn,
                 train_rows=self._train_rows,
-                valid_rows=self._valid_rows,
+                valid_sets=self._valid_sets,
                 total_steps=self._length.total_steps,
             )
         else:
             from areal.trainer.ppo_loop import train_policy
 
-            train_policy(self._config, self._context, self._length, has_valid=bool(self._valid_rows))
+            train_policy(self._config, self._context, self._length, has_valid=bool(self._valid_sets))

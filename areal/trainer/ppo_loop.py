@@ -6,6 +6,7 @@ version. When the last step is done, the run ends.
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -166,14 +167,15 @@ class Evaluator:
             question = partial(self._client.evaluate, steps_done, mode)
             result = ask_controller(question, channel=self._channel, ranks=self._ranks, version=steps_done)
             values |= {f"eval/{mode}/{name}": value for name, value in result.items()}
-        shown = ", ".join(f"{mode} {values[f'eval/{mode}/reward']:.3f}" for mode in self._config.modes)
+        rewards = {name.removesuffix("/reward"): value for name, value in values.items() if name.endswith("/reward")}
+        shown = ", ".join(f"{name[5:]} {value:.3f}" for name, value in rewards.items() if "/episode" not in name)
         get_logger("trainer").info("evaluation after %d steps: reward %s", steps_done, shown)
         return values
 
     def goal_reached(self, values: dict[str, float]) -> bool:
         """Whether every mode in evaluator.stop_at has reached its reward."""
         goals = self._config.stop_at
-        return bool(goals) and all(values[f"eval/{mode}/reward"] >= goal for mode, goal in goals.items())
+        return bool(goals) and all(values.get(f"eval/{mode}/reward", -math.inf) >= goal for mode, goal in goals.items())
 
 
 def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLength, *, has_valid: bool) -> None:

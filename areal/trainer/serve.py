@@ -4,17 +4,20 @@ Runs until the trainers finish; `areal.rollout.controller` documents what its lo
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
+from areal.data.tokenizer import load_tokenizer
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.ledger.ledger import Ledger
+from areal.reward.answers import answer_function
 from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
+from areal.rollout.evaluation import HeldOutOptions, last_answer_ids
 from areal.system.discovery import registry_of
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
@@ -31,15 +34,18 @@ def serve_rollouts(
     eval_workflow: RolloutWorkflow | None,
     accept: AcceptFn | None,
     train_rows: Sequence[Row],
-    valid_rows: Sequence[Row] | None,
+    valid_sets: Mapping[str, Sequence[Row]],
     total_steps: int,
 ) -> None:
-    """Run episodes and serve batches and evaluations to the trainers of this run until they finish."""
+    """Run episodes and serve batches and evaluations to the trainers of this run until they finish.
+
+    `valid_sets`: held-out rows by the name of their set, empty for valid_dataset.
+    """
     registry = registry_of(config)
     servers = config.allocation.inference
     assert servers is not None  # a run without servers has no controller
     factory = replica_factory(servers.backend)
-    for rows in (train_rows, valid_rows or ()):
+    for rows in (train_rows, *valid_sets.values()):
         workflow.check_rows(rows)
 
     def make_controller() -> Controller:
@@ -52,12 +58,25 @@ def serve_rollouts(
             rows=PromptStream.of(train_rows, config),
             ledger=ledger,
             total_steps=total_steps,
-            eval_rows=valid_rows,
-            eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_rows else None,
+            eval_sets=valid_sets,
+            eval_workflows=evaluation_workflows(config, eval_workflow or workflow) if valid_sets else None,
+            eval_options=held_out_options(config) if valid_sets else None,
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
         )
 
     run_serving(make_controller, context.host, registry)
+
+
+def held_out_options(config: PPOConfig) -> HeldOutOptions:
+    """How an evaluation of a training answers and grades its rows."""
+    options = HeldOutOptions(num_samples=config.evaluator.n_samples, correct_reward=config.evaluator.correct_reward)
+    if options.num_samples == 1:
+        return options
+    tokenizer, answer_of = load_tokenizer(config.tokenizer_path or config.actor.path), answer_function(config)
+    return dataclasses.replace(
+        options,
+        answer_of=lambda group: answer_of(tokenizer.decode(last_answer_ids(group), skip_special_tokens=True)),
+    )
 
 
 def evaluation_workflows(config: PPOConfig, workflow: RolloutWorkflow) -> dict[str, RolloutWorkflow]:

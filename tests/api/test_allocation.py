@@ -163,7 +163,6 @@ def test_what_this_version_launches(text: str) -> None:
         ("vllm:d1", "vllm:dNtK+fsdp:dM"),
         ("native:d1+fsdp:d1c2", "fsdp:d1c2"),
         ("native:d1", "native:dN+fsdp:dM"),
-        ("native:d1+eval", "native:dN+fsdp:dM"),
         ("native:d1|fsdp[a]:d1", "native:dN+fsdp:dM"),
         ("fsdp:d1+native:d1", "native:dN+fsdp:dM"),
         ("native[r]:d1+fsdp[a]:d1|fsdp[b]:d1", "native:dN+fsdp:dM"),

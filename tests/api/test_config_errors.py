@@ -121,7 +121,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("unsupported", "allocation_mode=native:d1+megatron:d2", "allocation_mode", ["megatron", "fsdp:d2"]),
         ("unsupported", "allocation_mode=native:d1+fsdp:d2t2", "allocation_mode", ["fsdp:d2t2"]),
         ("unsupported", "allocation_mode=native:d1|fsdp[a]:d1", "allocation_mode", ["native:d1|fsdp[a]:d1"]),
-        ("unsupported", "allocation_mode=native:d1+eval", "allocation_mode", ["native:d1+eval"]),
+        ("unsupported", "allocation_mode=native:d1", "allocation_mode", ["native:dN+eval"]),
         ("conflict", "allocation_mode=native:d1+fsdp:d9", "train_dataset.batch_size", ["8", "9"]),
         # across sections
         ("conflict", "rollout.consumer_batch_size=7", "rollout.consumer_batch_size", ["train_dataset.batch_size=8"]),

@@ -114,7 +114,7 @@ class Run:
             total_steps=STEPS,
             workflow=workflow,
             fleet=self._fleet,
-            eval_rows=[{"index": 2}],
+            eval_sets={"": [{"index": 2}]},
             eval_workflows={"greedy": workflow},
         )
         await controller.start()

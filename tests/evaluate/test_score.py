@@ -38,8 +38,8 @@ def test_scores_sets_and_sources_by_hand(tmp_path, capsys):
     assert [one.answer for one in read_samples(out).values()] == ["8", "8", "9", None, "5", "5", "6", "7"]
     assert run_command(["score", str(out), "reward_fn=gsm8k", "reward.workers=1", "-k", "2"]) == 0  # its own output
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["mode", "set", "rows", "failed", "mean@4", "pass@2", "majority@4", "tokens", "finished"]
-    assert [row.split()[0] for row in rows] == ["given", "product", "sum"]
+    assert head.split() == ["given", "rows", "failed", "mean@4", "pass@2", "majority@4", "tokens", "finished"]
+    assert [row.split()[0] for row in rows] == ["made_elsewhere", "product", "sum"]
 
 
 @pytest.mark.parametrize(

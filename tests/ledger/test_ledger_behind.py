@@ -49,7 +49,7 @@ def restarted(folder, version):
         Ledger.open(folder),
         total_steps=TOTAL,
         fleet=rollout_kit.FakeFleet(version=version),
-        eval_rows=[{"index": 0}],
+        eval_sets={"": [{"index": 0}]},
         eval_workflows={"greedy": workflow},
     )
 

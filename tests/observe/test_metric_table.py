@@ -24,6 +24,8 @@ def test_the_page_is_up_to_date():
         ("batch/correction/rule2_masked", "SCOPE/correction/ruleN_masked"),
         ("eval/greedy/reward", "eval/MODE/reward"),
         ("eval/greedy/episode/tool_calls", "eval/MODE/episode/NAME"),
+        ("eval/sampled/pass@16", "eval/MODE/pass@N"),
+        ("eval/sampled/hard/majority@8/stderr", "eval/MODE/SET/NAME"),
         ("eval/rewards/chosen", "eval/NAME"),
         ("rollout/episode/reward", "rollout/episode/reward"),
         ("rollout/episode/reward/format", "rollout/episode/reward/NAME"),
@@ -55,7 +57,10 @@ def test_the_last_part_of_every_key_is_in_the_code():
             }
     code = "\n".join(texts)
     own = [entry.key for entry in METRICS if not any(part.isupper() for part in entry.key.split("/")[-1:])]
-    stems = {key: key.split("/")[-1].removeprefix("ruleN").removesuffix("_max").removesuffix("_min") for key in own}
+    stems = {
+        key: key.split("/")[-1].removeprefix("ruleN").removesuffix("@N").removesuffix("_max").removesuffix("_min")
+        for key in own
+    }
     stems |= {
         key: stem.removesuffix("_tokens").removesuffix("_sequences").removesuffix("_sequence")
         for key, stem in stems.items()

@@ -203,7 +203,7 @@ def test_going_back_cancels_later_evaluations_and_keeps_results():
     async def main():
         ledger = rollout_kit.memory_ledger()
         workflow = rollout_kit.ScriptedWorkflow(lambda index: rollout_kit.Script(token_s=50.0 if index < 2 else 0.01))
-        options = {"eval_rows": [{"index": 0}, {"index": 1}], "eval_workflows": {"greedy": workflow}}
+        options = {"eval_sets": {"": [{"index": 0}, {"index": 1}]}, "eval_workflows": {"greedy": workflow}}
         controller = rollout_kit.make_controller(ledger, total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
@@ -211,7 +211,7 @@ def test_going_back_cancels_later_evaluations_and_keeps_results():
         result = await controller.evaluate(2, "greedy", timeout_s=1e6)
         await rollout_kit.train(controller, range(2, 4))
         assert await controller.evaluate(4, "greedy", timeout_s=1.0) is None
-        assert "greedy after step 4, 0 of 2 rows done" in controller.waiting_for()
+        assert "greedy after step 4, 0 of 2 answers done" in controller.waiting_for()
         await go_back(controller, 1)
         await asyncio.sleep(0.01)
         assert "evaluation" not in controller.waiting_for()
@@ -239,7 +239,7 @@ def test_an_older_policy_does_not_finish_an_evaluation():
                     await asyncio.sleep(5.0)  # queues, and has no token yet
                 return await super().agenerate(request)
 
-        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": rollout_kit.ScriptedWorkflow()}}
+        options = {"eval_sets": {"": [{"index": 0}]}, "eval_workflows": {"greedy": rollout_kit.ScriptedWorkflow()}}
         controller = rollout_kit.make_controller(ledger, fleet=Fleet(), total_steps=4, **options)
         await controller.start()
         await attach(controller, 0)
@@ -259,7 +259,7 @@ def test_an_older_policy_does_not_finish_an_evaluation():
 def test_evaluations_are_not_held_while_the_trainer_catches_up():
     async def main():
         workflow = rollout_kit.ScriptedWorkflow()
-        options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+        options = {"eval_sets": {"": [{"index": 0}]}, "eval_workflows": {"greedy": workflow}}
         controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)
@@ -335,7 +335,7 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
 
         workflow = rollout_kit.ScriptedWorkflow()
         workflows = {"greedy": workflow, "sampled": workflow}
-        options = {"eval_rows": [{"index": 0}], "eval_workflows": workflows}
+        options = {"eval_sets": {"": [{"index": 0}]}, "eval_workflows": workflows}
         controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Fleet(), total_steps=9, **options)
         await controller.start()
         await attach(controller, 0)

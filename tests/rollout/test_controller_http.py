@@ -70,7 +70,7 @@ async def test_a_whole_run_through_the_client(tmp_path):
         Ledger.open(tmp_path),
         workflow=workflow,
         total_steps=3,
-        eval_rows=[{"index": 2}, {"index": 4}],
+        eval_sets={"": [{"index": 2}, {"index": 4}]},
         eval_workflows={"greedy": workflow},
     )
 

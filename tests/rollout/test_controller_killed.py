@@ -78,7 +78,7 @@ class World:
             fleet=make_view(self, life),
             num_rows=ROWS,
             total_steps=STEPS,
-            eval_rows=[{"index": 0}, {"index": 2}],
+            eval_sets={"": [{"index": 0}, {"index": 2}]},
             eval_workflows={MODE: workflow},
         )
         self.life = life

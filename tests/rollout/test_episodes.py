@@ -180,7 +180,7 @@ async def test_what_an_episode_logs_is_in_the_stats_of_its_batch_and_evaluation(
     assert 1.5 <= stats["episode/depth"] <= 2.0
     assert stats["episode/num_turns"] == 1.0
     controller = rollout_kit.make_controller(
-        rollout_kit.memory_ledger(), eval_rows=[{"index": 0}, {"index": 1}], eval_workflows={"greedy": Workflow()}
+        rollout_kit.memory_ledger(), eval_sets={"": [{"index": 0}, {"index": 1}]}, eval_workflows={"greedy": Workflow()}
     )
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
@@ -321,7 +321,7 @@ async def test_a_run_without_a_serving_replica_says_so():
             return {"waiting_for": "a replica that serves: server-0 is absent: no answer"}
 
     workflow = rollout_kit.ScriptedWorkflow()
-    options = {"eval_rows": [{"index": 0}], "eval_workflows": {"greedy": workflow}}
+    options = {"eval_sets": {"": [{"index": 0}]}, "eval_workflows": {"greedy": workflow}}
     controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Stopped(), workflow=workflow, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
@@ -330,7 +330,7 @@ async def test_a_run_without_a_serving_replica_says_so():
     assert controller.waiting_for().startswith("batch 0: 0 of 4 episodes accepted, 8 running; ")
     assert controller.waiting_for().endswith("; " + no_server)
     assert await controller.evaluate(0, "greedy", timeout_s=0.01) is None
-    assert controller.waiting_for().startswith("the evaluation: greedy after step 0, 0 of 1 rows done; ")
+    assert controller.waiting_for().startswith("the evaluation: greedy after step 0, 0 of 1 answers done; ")
     assert controller.waiting_for().endswith("; " + no_server)
     await controller.close()
 
@@ -343,7 +343,7 @@ async def test_evaluations_are_shared_counted_and_fail_only_when_all_rows_do():
     controller = rollout_kit.make_controller(
         rollout_kit.memory_ledger(),
         workflow=workflow,
-        eval_rows=[{"index": index} for index in range(5)],
+        eval_sets={"": [{"index": index} for index in range(5)]},
         eval_workflows={"sampled": workflow, "greedy": broken},
     )
     await controller.start()

@@ -49,7 +49,7 @@ def test_an_evaluation_with_only_failures_ends_early():
         hangs = HangsUntilItsLimit(15.0)
         controller = rollout_kit.make_controller(
             rollout_kit.memory_ledger(),
-            eval_rows=[{"index": index} for index in range(256)],
+            eval_sets={"": [{"index": index} for index in range(256)]},
             eval_workflows={"greedy": hangs},
         )
         await controller.start()

@@ -76,7 +76,7 @@ class Trainer:
 @contextlib.asynccontextmanager
 async def run_at(moment, folder):
     """A controller over HTTP whose run is at `moment`, in its second step: controller, trainer, session, address."""
-    options = {"total_steps": STEPS, "eval_rows": [{"index": 2}]}
+    options = {"total_steps": STEPS, "eval_sets": {"": [{"index": 2}]}}
     options["eval_workflows"] = {"greedy": rollout_kit.ScriptedWorkflow()}
     controller = rollout_kit.make_controller(Ledger.open(folder), **options)
     await controller.start()

@@ -117,8 +117,9 @@ class BaseExperimentConfig:
             problem = f"{text} has no servers, but this training generates answers: use for example native:d1+{text}"
             yield Problem(path, problem, "config.missing_requirement")
         if self._wants_servers is False and has_servers:
-            yield path, f"{text} has servers, but this training generates no answers: use {self.allocation.train[0]}"
-        ranks, rows = self.allocation.train[0].parallel.dp, self.train_dataset.batch_size
+            trainers = "".join(map(str, self.allocation.train)) or "fsdp:d1"
+            yield path, f"{text} has servers, but this training generates no answers: use {trainers}"
+        ranks, rows = self.allocation.num_train_ranks, self.train_dataset.batch_size
         if rows < ranks:
             text = f"{rows} is below the {ranks} data-parallel ranks of {self.allocation_mode}: raise it"
             yield "train_dataset.batch_size", text
@@ -285,8 +286,13 @@ class PPOConfig(BaseExperimentConfig):
         yield from below("actor", filter_problems(self.actor, self.gconfig))
         yield from below("actor", baseline_problems(self.actor, self.gconfig, has_critic=self.critic is not None))
         if self.eval_gconfig is not None and self.eval_gconfig.n_samples != 1:
-            text = f"{self.eval_gconfig.n_samples} is not 1: an evaluation generates one answer per prompt"
+            text = f"{self.eval_gconfig.n_samples} is not 1: set it to 1 and use evaluator.n_samples"
             yield "eval_gconfig.n_samples", text
+        if self.evaluator.n_samples > 1 and (self.eval_gconfig or self.gconfig).greedy:
+            yield "evaluator.n_samples", "gives equal answers with greedy decoding: set it to 1, or greedy to false"
+        if self.evaluator.sets and self.valid_dataset is None:
+            text = "names further sets, which are read as valid_dataset is: set valid_dataset"
+            yield Problem("evaluator.sets", text, "config.missing_requirement")
 
     def _attach_problems(self) -> Problems:
         """The number of running servers must be that of allocation_mode."""

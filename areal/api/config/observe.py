@@ -46,6 +46,10 @@ class EvaluatorConfig(Cadence):
     """Evaluate once before the first train step."""
     modes: list[str] = section(lambda: ["sampled"], relevant=_GENERATES)
     """Evaluation modes: sampled = with eval_gconfig, greedy = the same with greedy decoding."""
+    sets: dict[str, str] = section(dict[str, str], relevant=_GENERATES)
+    """Further held-out sets, name -> path, read with the options of valid_dataset; metrics eval/MODE/NAME/..."""
+    n_samples: int = number(1, low=1, relevant=_GENERATES, also="verl: rollout.val_kwargs.n")
+    """Answers to each row in the mode sampled; above 1 the metrics include mean@n, pass@k and majority@n."""
     correct_reward: float = option(1.0, relevant=_GENERATES)
     """An answer is correct with at least this reward (pass@k, majority vote)."""
     answer_fn: str = option("", relevant=_GENERATES)
@@ -60,6 +64,10 @@ class EvaluatorConfig(Cadence):
         if not self.modes or len(set(self.modes)) < len(self.modes):
             text = f"{self.modes} must contain sampled, greedy or both, each once"
             yield Problem("modes", text, "config.not_a_choice")
+        for name in self.sets:
+            if not name.strip() or "/" in name or name in ("episode", ""):
+                text = f"{name!r} begins the names of metrics: use a short name without /, not `episode`"
+                yield "sets", text
         if not math.isfinite(self.correct_reward):
             yield Problem("correct_reward", f"{self.correct_reward} is not a finite number", "config.out_of_range")
         for mode, goal in self.stop_at.items():

@@ -1,0 +1,111 @@
+"""The configuration of an evaluation: model, data, folder, and what is refused before anything starts."""
+
+import json
+
+import pytest
+
+from areal.api.errors import ArealError
+from areal.cli.main import run_command
+from areal.evaluate.settings import Requested, evaluation_config, held_out_sets
+from areal.launcher.job import make_plan
+from areal.launcher.placement import Machine
+from areal.system.run_paths import RunPaths
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    (tmp_path / "reward.py").write_text("def f(prompt, completion, prompt_ids, completion_ids, **row): return 1.0\n")
+    return tmp_path
+
+
+def requested(files, *overrides, **options):
+    options = {"model": "/some/model", "data": [str(files / "held_out.jsonl")]} | options
+    words = [f"reward_fn={files}/reward.py:f", f"cluster.fileroot={files}/runs", *overrides]
+    return Requested(files=[], overrides=words, **options)
+
+
+def test_the_plan_has_servers_and_one_process(files):
+    config = evaluation_config(requested(files, servers="native:d2"), scores=True)
+    plan = make_plan(config, [Machine(cores=4)])
+    assert [process.name for process in plan.processes] == ["controller", "server-0", "server-1"]
+    assert plan.processes[0].argv[1:3] == ("-m", "areal.evaluate")
+    assert plan.allocation == "native:d2+eval"
+
+
+def test_one_command_has_one_folder_and_any_change_another(files):
+    def folder(*overrides, scores=True, **options):
+        return RunPaths.of(evaluation_config(requested(files, *overrides, **options), scores=scores)).root
+
+    first = folder()
+    assert folder() == first
+    others = [
+        folder("gconfig.temperature=0.5", "actor.temperature=0.5"),
+        folder(num_samples=4),
+        folder(greedy=True),
+        folder(model="/other/model"),
+        folder(scores=False),
+    ]
+    (files / "reward.py").write_text("def f(prompt, completion, prompt_ids, completion_ids, **row): return 2.0\n")
+    others.append(folder())
+    (files / "held_out.jsonl").write_text('{"prompt": "b", "answer": "1"}\n')
+    others.append(folder())
+    assert len({first, *others}) == 8
+
+
+def test_sets_have_names(files):
+    (files / "more.jsonl").write_text('{"prompt": "a"}\n')
+    data = [str(files / "held_out.jsonl"), f"other={files}/more.jsonl"]
+    config = evaluation_config(requested(files, "valid_dataset.path=x", data=data), scores=True)
+    assert {name: one.path for name, one in held_out_sets(config).items()} == {
+        "held_out": str(files / "held_out.jsonl"),
+        "other": str(files / "more.jsonl"),
+    }
+    configured = ["valid_dataset.path=x.jsonl", "evaluator.sets.more=y.jsonl"]
+    config = evaluation_config(requested(files, *configured, data=[]), scores=True)
+    assert {name: one.path for name, one in held_out_sets(config).items()} == {"x": "x.jsonl", "more": "y.jsonl"}
+
+
+def test_a_run_gives_its_configuration_and_its_newest_export(files):
+    run = files / "runs" / "e" / "t"
+    for step in (2, 10):
+        (run / "checkpoints" / "actor" / f"step-{step:06d}").mkdir(parents=True)
+    tree = {"train_dataset": {"path": "t.jsonl", "map_fn": "gsm8k"}, "reward_fn": "gsm8k", "actor": {"path": "m"}}
+    tree |= {"experiment_name": "e", "trial_name": "t", "allocation_mode": "native:d1+fsdp:d1"}
+    tree["actor"]["optimizer"] = {"lr": 1e-5}
+    (run / "config.yaml").write_text(json.dumps(tree))
+
+    def found(**options):
+        data = [str(files / "held_out.jsonl")]
+        return evaluation_config(Requested(files=[], overrides=[], data=data, model=str(run), **options), scores=True)
+
+    assert (found().actor.path, found().reward_fn) == (str(run / "checkpoints/actor/step-000010"), "gsm8k")
+    assert found().valid_dataset.map_fn == "gsm8k"  # as the training set
+    assert found(step=2).actor.path == str(run / "checkpoints/actor/step-000002")
+    with pytest.raises(ArealError) as error:
+        found(step=3)
+    assert error.value.code == "evaluate.no_export"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--data", "DATA"], "evaluate.no_model"),
+        (["--model", "/m"], "evaluate.no_data"),
+        (["--model", "/m", "--data", "DATA", "--data", "DATA"], "evaluate.no_data"),
+        (["--model", "/m", "--step", "3", "--data", "DATA"], "evaluate.no_export"),
+        (["--model", "/m", "--data", "DATA", "reward_fn=gsm8k"], "launch.missing_inputs"),  # there is no /m
+        (["--model", "/m", "--data", "DATA"], "reward.none_given"),
+        (["--model", "/m", "--data", "DATA", "reward_fn=gsm8k", "workflow=rlvrr"], "config.bad_reference"),
+        (["--model", "/m", "--data", "DATA", "reward_fn=gsm8k", "evaluator.answer_fn=numbr"], "config.bad_reference"),
+        (["--model", "/m", "--data", "/no/such.jsonl", "reward_fn=gsm8k"], "launch.missing_inputs"),
+        (["--model", "/m", "--data", "DATA", "--servers", "fsdp:d1", "reward_fn=gsm8k"], "allocation.invalid"),
+        (["--model", "/m", "--data", "DATA", "-n", "4", "gconfig.greedy=true", "reward_fn=gsm8k"], "config.conflict"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(files, words, code):
+    words = [word.replace("DATA", str(files / "held_out.jsonl")) for word in words]
+    with pytest.raises(ArealError) as error:
+        run_command(["eval", *words, f"cluster.fileroot={files}/runs"])
+    assert error.value.code == code
+    assert not (files / "runs").exists()
