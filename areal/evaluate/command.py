@@ -6,6 +6,7 @@ therefore continues after a kill, and prints the results at once when all answer
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from areal.api.config.validate import raise_problems
 from areal.evaluate.report import Report, make_report, table
 from areal.evaluate.samples import read_samples
 from areal.evaluate.settings import Requested, add_config_arguments, evaluation_config, parsed_ks
+from areal.launcher.attached import with_attached_servers
 from areal.launcher.local import Launch, LocalCluster, launch, this_machine
 from areal.launcher.preflight import function_problems, run_lock
 from areal.launcher.status import StatusLine
@@ -31,7 +33,7 @@ def run_eval(words: Sequence[str]) -> int:
     parser = _parser("eval", f"{_OPTIONS} [-k 1,4] [--json]", "Evaluate a model on held-out rows, without training.")
     parser.add_argument("-k", type=parsed_ks, default=[], metavar="1,4", help="the k of pass@k; default: powers of two")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(words)
+    given = parser.parse_intermixed_args(words)
     config = evaluation_config(_requested(given), scores=True)
     if status := _make_answers(config, given):
         return status
@@ -45,7 +47,7 @@ def run_generate(words: Sequence[str]) -> int:
     """`areal generate`: answers rows and writes the answers to a file, which `areal score` reads."""
     parser = _parser("generate", f"{_OPTIONS} -o OUT.jsonl", "Generate answers to rows, without scores.")
     parser.add_argument("-o", dest="output", type=Path, required=True, metavar="OUT", help="file to write, JSONL")
-    given = parser.parse_args(words)
+    given = parser.parse_intermixed_args(words)
     config = evaluation_config(_requested(given), scores=False)
     if status := _make_answers(config, given):
         return status
@@ -85,7 +87,8 @@ def _requested(given: argparse.Namespace) -> Requested:
 
 def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
     """Make the answers that do not exist yet. Returns the exit status."""
-    raise_problems(list(function_problems(config, has_script=False)))
+    launched = with_attached_servers(config, os.environ)
+    raise_problems(list(function_problems(launched, has_script=False)))
     paths, line = RunPaths.of(config), StatusLine()
     if given.fresh and paths.root.is_dir() and not given.dry_run:
         with run_lock(paths):
@@ -96,7 +99,9 @@ def _make_answers(config: PPOConfig, given: argparse.Namespace) -> int:
         return 0
     if num_before := len(read_samples(paths.answers)):
         line.say(f"areal: continues with {num_before} answers in {paths.answers}")
-    status = launch(Launch(config=config, extras={}, script=None, dry_run=given.dry_run), LocalCluster(this_machine()))
+    status = launch(
+        Launch(config=launched, extras={}, script=None, dry_run=given.dry_run), LocalCluster(this_machine())
+    )
     if status == 0 and not given.dry_run:
         report = _report(config, [])
         if not report.num_failed:  # a later start makes the failed ones again

@@ -34,7 +34,7 @@ def run_command(words: Sequence[str]) -> int:
     parser.add_argument("-k", type=parsed_ks, default=[], metavar="1,4", help="the k of pass@k; default: powers of two")
     parser.add_argument("-o", dest="output", type=Path, metavar="OUT", help="write each answer with its score, JSONL")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(words)
+    given = parser.parse_intermixed_args(words)
     config = load_settings(given.config, given.overrides)
     samples = read_generations(given.file, given.column)
     has_tokenizer = config.tokenizer_path or config.actor.path != "none"

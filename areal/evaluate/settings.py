@@ -86,6 +86,9 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
     if model:
         config = _serving_the_actor(config)
     config = _with_data(config, requested.data)
+    if scores and config.reward_model is not None and not config.reward_fn and not config.reward.names_functions:
+        message = "reward_model scores in the trainers, and an evaluation has none: set reward_fn"
+        raise ConfigError(message, code="reward.none_given")
     if not scores and config.workflow == "rlvr":  # other workflows may need the reward to decide what follows
         config = replace(config, reward_fn="none", reward=replace(config.reward, fns={}, by_source={}, filter_on=[]))
     evaluator = config.evaluator
@@ -97,10 +100,6 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
         config,
         allocation_mode=f"{requested.servers or config.allocation.inference}+eval",
         strict_config=False,
-        ref=None,
-        critic=None,
-        teacher=None,
-        reward_model=None,
         evaluator=replace(evaluator, stop_at={}),
         recover=replace(config.recover, mode="disabled"),
         rollout=replace(
@@ -108,7 +107,8 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
             max_concurrent_rollouts=config.rollout.max_concurrent_rollouts or max(64, config.max_concurrent_rollouts),
             should_accept_fn="",
         ),
-        actor=replace(config.actor, adv_estimator="grpo") if config.actor.adv_estimator == "remax" else config.actor,
+        # Updates over a collective do not reach servers elsewhere, and there are none.
+        actor=replace(config.actor, weight_update_mode="disk", init_from_scratch=False),
     )
     label = re.sub(r"[^\w.-]+", "_", "_".join(Path(config.actor.path).parts[-2:]))[-60:]
     name = f"{'eval' if scores else 'generate'}-{label}-{_fingerprint(config)[:10]}"
@@ -160,13 +160,18 @@ def _with_data(config: PPOConfig, data: Sequence[str]) -> PPOConfig:
     if not sets and valid is None:
         raise ConfigError("there is no held-out set: give --data FILE, or set valid_dataset", code="evaluate.no_data")
     if valid is None:
-        shared = {one.name: getattr(config.train_dataset, one.name) for one in fields(DatasetConfig)}
-        valid = ValidDatasetConfig(**shared)
+        valid = replace(ValidDatasetConfig(**_shared(config.train_dataset)), split="")
     if sets:
         valid = replace(valid, path=next(iter(sets.values())))
         config = replace(config, evaluator=replace(config.evaluator, sets=sets))
-    train = TrainDatasetConfig(**{one.name: getattr(valid, one.name) for one in fields(DatasetConfig)})
+    # Checks see it as the training set.
+    train = replace(TrainDatasetConfig(**_shared(valid)), split=valid.split or "test")
     return replace(config, valid_dataset=valid, train_dataset=train)
+
+
+def _shared(dataset: DatasetConfig) -> dict[str, Any]:
+    """The options that every dataset has."""
+    return {one.name: getattr(dataset, one.name) for one in fields(DatasetConfig)}
 
 
 def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:

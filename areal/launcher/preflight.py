@@ -59,7 +59,9 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
         problems.append(f"{script}: no such script")
     elif script is not None:
         problems += _errors_of(partial(parse_python, Path(script), key="script"))
-    for key, model in config.models.items():
+    loaded = ("actor",) if config.allocation.evaluation else config.models
+    for key in loaded:
+        model = config.models[key]
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)

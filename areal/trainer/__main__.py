@@ -54,11 +54,10 @@ def _run_ppo(config: PPOConfig) -> None:
 
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
     train_rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
-    paths = {} if config.valid_dataset is None else {"": config.valid_dataset.path, **config.evaluator.sets}
-    sets = {
-        name: load_rows(replace(config.valid_dataset, path=path), default_split="test", tokenizer=tokenizer)
-        for name, path in paths.items()
-    }
+    sets: dict[str, list[dict[str, Any]]] = {}
+    if (valid := config.valid_dataset) is not None:
+        for name, path in {"": valid.path, **config.evaluator.sets}.items():
+            sets[name] = load_rows(replace(valid, path=path), default_split="test", tokenizer=tokenizer)
     workflow = build_workflow(config, tokenizer)
     with PPOTrainer(config, train_dataset=train_rows, valid_dataset=sets.pop("", None), valid_sets=sets) as trainer:
         trainer.train(workflow)

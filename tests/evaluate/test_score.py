@@ -36,7 +36,7 @@ def test_scores_sets_and_sources_by_hand(tmp_path, capsys):
     assert {source: pytest.approx(one) for source, one in means.items()} == by_hand
     assert [found[""][name] for name in ("set", "rows", "samples", "failed")] == ["made_elsewhere", 2, 8, 0]
     assert [one.answer for one in read_samples(out).values()] == ["8", "8", "9", None, "5", "5", "6", "7"]
-    assert run_command(["score", str(out), "reward_fn=gsm8k", "reward.workers=1", "-k", "2"]) == 0  # its own output
+    assert run_command(["score", str(out), "reward_fn=gsm8k", "-k", "2", "reward.workers=1"]) == 0  # its own output
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["given", "rows", "failed", "mean@4", "pass@2", "majority@4", "tokens", "finished"]
     assert [row.split()[0] for row in rows] == ["made_elsewhere", "product", "sum"]
