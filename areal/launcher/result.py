@@ -44,12 +44,14 @@ class RunAlarmLines:
 
 
 def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The episodes of a run: what the controller wrote at its end, else its last status; None without a controller."""
+    """The episodes of a run: what the controller wrote at its end, else its last status; None without a ledger."""
     try:
         found = json.loads(paths.episodes.read_bytes())
     except (OSError, ValueError):  # it was killed
         found = last_status
-    return None if found is None else {name: found[name] for name in EPISODES if name in found}
+    if found is None or "admitted" not in found:  # an evaluation without training admits none
+        return None
+    return {name: found[name] for name in EPISODES if name in found}
 
 
 def facts_text(episodes: Mapping[str, Any] | None, alarms: list[Alarm]) -> str:

@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from areal.launcher import status as status_module
+from areal.launcher.result import episodes_of
 from areal.launcher.status import (
+    EvaluationSource,
     StatusLine,
     StatusSource,
     finished_line,
@@ -17,6 +19,8 @@ from areal.launcher.status import (
 )
 from areal.launcher.units import Child
 from areal.system.file_registry import FileRegistry
+from areal.system.heartbeat import Heartbeat
+from areal.system.run_paths import RunPaths
 from tests.launcher.fake_backend import FakeBackend, planned_process
 
 
@@ -156,3 +160,14 @@ def test_a_restarted_process_is_waited_for_since_its_restart():
     assert waiting_text([child], now_s) == "waiting 0 s for controller to get ready"
     child.start()
     assert waiting_text([child], now_s + 7.0) == "waiting 7 s for controller to get ready"
+
+
+def test_an_evaluation_without_training_shows_what_its_process_does_and_has_no_episodes(tmp_path):
+    paths = RunPaths(tmp_path)
+    source = EvaluationSource(paths.alive_of("controller"))
+    assert source.text(source.status()) is None
+    heartbeat = Heartbeat(paths.alive_of("controller"))
+    heartbeat.doing("3 of 8 answers")
+    heartbeat.beat()
+    assert source.text(source.status()) == "3 of 8 answers"
+    assert episodes_of(paths, source.status()) is None
