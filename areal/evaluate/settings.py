@@ -179,7 +179,7 @@ def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:
     evaluator.sets names it."""
     valid, named = config.valid_dataset, config.evaluator.sets
     assert valid is not None
-    paths = named if valid.path in named.values() else {Path(valid.path).stem: valid.path} | named
+    paths = named if valid.path in named.values() else {Path(valid.paths[0]).stem: valid.path} | named
     return {name: replace(valid, path=path) for name, path in paths.items()}
 
 
@@ -191,7 +191,7 @@ def _fingerprint(config: PPOConfig) -> str:
     sets = held_out_sets(config)
     functions = [config.workflow, config.reward_fn, config.evaluator.answer_fn, *(one.map_fn for one in sets.values())]
     functions += [name for _, fns in config.reward.tables() for name in fns]
-    named = [*(one.path for one in sets.values()), *(name.rpartition(":")[0] for name in functions)]
+    named = [*(path for one in sets.values() for path in one.paths), *(name.rpartition(":")[0] for name in functions)]
     files = [path for path in map(Path, named) if path.is_file()]
     kept["files"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     model = Path(config.actor.path)
