@@ -102,6 +102,9 @@ def flag_problems(section: str, rules: FlagRules, flags: Flags) -> Problems:
         elif name in rules.owned and not is_unset(value):
             shown = HIDDEN if is_secret(name, value) else repr(value)
             yield path, f"{shown} cannot be set here, {rules.owned[name]}: remove it"
+        elif is_secret(name, value):
+            text = "would be in the list of processes: use launcher.inference_server_env_vars, for example HF_TOKEN=..."
+            yield path, text
         elif name in rules.fixed and not is_unset(value) and value != rules.fixed[name][0]:
             expected, why = rules.fixed[name]
             shown = str(expected).lower() if isinstance(expected, bool) else expected

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal.api.allocation import check_supported
 from areal.api.config import BaseExperimentConfig, PPOConfig, RowsExperimentConfig, TrainEngineConfig
+from areal.api.config.redaction import public_text
 from areal.api.config.rollout import server_url
 from areal.api.errors import ConfigError
 from areal.data.run_length import step_limits, steps_per_epoch
@@ -360,7 +361,8 @@ def parse_env_vars(text: str) -> dict[str, str]:
             continue
         name, equals, value = pair.partition("=")
         if not equals or not name.strip().isidentifier():
-            message = f"environment variables {text!r}: {pair!r} is not NAME=value (a comma is written \\,)"
+            given = public_text(text), public_text(pair)
+            message = f"environment variables {given[0]!r}: {given[1]!r} is not NAME=value (a comma is written \\,)"
             raise ConfigError(message, code="launch.bad_env_vars")
         found[name.strip()] = value
     return found

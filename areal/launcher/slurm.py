@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal.api.config import BaseExperimentConfig
 from areal.api.config.load import save_config
+from areal.api.config.redaction import is_secret
 from areal.api.errors import ConfigError, LaunchError
+from areal.launcher.job import parse_env_vars
 from areal.launcher.local import Launch, checked_plan, read_command_line
 from areal.launcher.preflight import check_run_folder, make_run_folder
 from areal.launcher.slurm_client import SlurmClient
@@ -71,7 +74,8 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
         check_run_folder(request.config, run)
         _refuse_second_job(slurm, run)
         run.slurm.mkdir(exist_ok=True)
-        variables = save_config(request.config, run.slurm / "config.yaml", extra=request.extras)
+        variables |= _secret_variables(request.config)
+        variables |= save_config(request.config, run.slurm / "config.yaml", extra=request.extras)
     paths.slurm.mkdir(parents=True, exist_ok=True)
     file = paths.slurm / "job.sh"
     write_atomic(file, script.encode(), mode=0o700)
@@ -90,6 +94,13 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
         sys.stdout.write(f"{job}\n")
         return 0
     return _follow(slurm, paths, line, from_start=True)
+
+
+def _secret_variables(config: BaseExperimentConfig) -> dict[str, str]:
+    """Variables of the processes that are in no file: they reach the job through its environment."""
+    options = config.launcher
+    lists = [parse_env_vars(text) for text in (options.inference_server_env_vars, options.trainer_env_vars)]
+    return {name: value for given in lists for name, value in given.items() if is_secret(name, value)}
 
 
 def _needs(request: Launch, line: StatusLine) -> Resources:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import orjson
 
 from areal.api.config import BaseExperimentConfig, SwanlabConfig, WandBConfig
-from areal.api.config.redaction import public
+from areal.api.config.redaction import public, public_text
 from areal.api.errors import ConfigError
 from areal.system.durable import append_whole, write_atomic
 from areal.system.run_paths import RunPaths
@@ -197,9 +197,11 @@ class WandBTracker:
                 config=public(dataclasses.asdict(config)),
                 settings=wandb.Settings(console="off", silent=True, **connection),
             )
-        except wandb.Error as error:
-            message = f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {error}"
-            raise ConfigError(message, code="launch.tracker_failed") from error
+        except (wandb.Error, ValueError) as error:
+            # A ValueError quotes the setting that it refuses, which may contain a password.
+            reason = public_text(str(error)) if isinstance(error, wandb.Error) else "check wandb_base_url and its key"
+            message = f"stats_logger.wandb.mode={settings.mode}: wandb did not start: {reason}"
+            raise ConfigError(message, code="launch.tracker_failed") from None
         self._table = wandb.Table
         self._run.define_metric("train_step", hidden=True)
         self._run.define_metric("*", step_metric="train_step")

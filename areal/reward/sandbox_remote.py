@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from areal.api.config.redaction import public_text
 from areal.api.config.reward import CODE_STARTS_S, SandboxConfig
 from areal.api.errors import RewardError
 from areal.reward.code_tests import AssertTest, CallTest, CodeLimits
@@ -37,6 +38,7 @@ class SandboxService:
     def __init__(self, config: SandboxConfig, *, token: str = "") -> None:
         """`token` is sent as a bearer token, for gateways in front of the service."""
         self._url, self._retries = config.url, config.retries
+        self._shown = public_text(config.url)
         self.max_requests = config.max_requests
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
@@ -76,7 +78,7 @@ class SandboxService:
             if isinstance(output, Output):
                 return output
             problem = output
-        message = f"the sandbox service {self._url} failed {attempt + 1} times, the last time with {problem}"
+        message = f"the sandbox service {self._shown} failed {attempt + 1} times, the last time with {problem}"
         raise RewardError(message, code="sandbox.remote_unavailable")
 
     def _exchange(self, sent: bytes, limit_s: float) -> tuple[int, bytes]:
@@ -107,7 +109,9 @@ class SandboxService:
         return Output(stdout=stdout.encode("utf-8", "replace"), exit_code=None if is_over_time else code)
 
     def _refused(self, problem: str) -> RewardError:
-        return RewardError(f"the sandbox service {self._url} cannot be used: {problem}", code="sandbox.remote_refused")
+        return RewardError(
+            f"the sandbox service {self._shown} cannot be used: {problem}", code="sandbox.remote_refused"
+        )
 
 
 class RemoteRunner:

@@ -7,12 +7,23 @@ import pytest
 
 from areal.api.config import GRPOConfig, load_config, save_config
 from areal.api.config.experiment import BaseExperimentConfig
+from areal.api.config.launcher import SlurmConfig
 from areal.api.config.load import load_experiment, script_keys
 from areal.api.config.observe import StatsLoggerConfig
-from areal.api.config.redaction import HIDDEN, is_secret, public, public_command, public_environment
+from areal.api.config.redaction import (
+    HIDDEN,
+    has_secret,
+    is_secret,
+    public,
+    public_command,
+    public_environment,
+    public_text,
+)
 from areal.api.errors import ConfigError
 from areal.fleet.server_flags import flag_problems
 from areal.fleet.sglang_server import SGLANG
+from areal.fleet.vllm_server import VLLM
+from areal.launcher.job import parse_env_vars
 
 SECRET = "s3cr3t-value"
 BASE = """
@@ -115,3 +126,86 @@ def test_a_refused_flag_of_a_server_is_not_quoted():
     problems = dict(flag_problems("sglang", SGLANG.flags, {"api_key": SECRET, "port": 1}))
     assert set(problems) == {"sglang.api_key", "sglang.port"}
     assert SECRET not in str(problems)
+
+
+KEY = "stats_logger.wandb.wandb_api_key"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{KEY}='{SECRET}"],
+        [f"{KEY}=${{{SECRET}"],
+        [f"{KEY}={SECRET}", f"{KEY}.name=1"],
+        [f"{KEY}={SECRET}", f"~{KEY}=other"],
+        [f"{KEY}:{SECRET}"],
+        [f"--{KEY}={SECRET}"],
+        [f"stats_logger.wandb=[{{wandb_api_key: {SECRET}}}]"],
+        [f"stats_logger.wandb.tags=https://me:{SECRET}@wandb.example"],
+        [f"stats_logger.wandb.tags={{api_key: {SECRET}}}"],
+    ],
+)
+def test_errors_do_not_quote_a_secret_of_the_command_line(tmp_path, words):
+    source = tmp_path / "grpo.yaml"
+    source.write_text(BASE)
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", str(source), *words], GRPOConfig)
+    assert SECRET not in str(error.value)
+    assert SECRET not in str(error.value.problems)
+
+
+@pytest.mark.parametrize("value", [f"'{SECRET}", f"{SECRET}: x: y", f"[{SECRET}", f"{{{SECRET}"])
+def test_errors_do_not_quote_a_line_of_a_file_with_a_secret(tmp_path, value):
+    source = tmp_path / "grpo.yaml"
+    source.write_text(f"{BASE}stats_logger:\n  wandb:\n    wandb_api_key: {value}\n    mode: disabled\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", str(source)], GRPOConfig)
+    assert error.value.code == "config.unreadable_file"
+    assert SECRET not in str(error.value)
+
+
+def test_overrides_in_a_command_are_shown_without_secrets():
+    assert public_command(["-m", "areal", f"{KEY}={SECRET}", "seed=1"]) == ["-m", "areal", f"{KEY}={HIDDEN}", "seed=1"]
+
+
+def test_text_of_others_is_shown_without_secrets():
+    for text in (f"api_key={SECRET}", f"api_key: {SECRET}", f'{{"api_key": "{SECRET}"}}', f"http://me:{SECRET}@host/x"):
+        assert SECRET not in public_text(text)
+        assert has_secret(text)
+    for text in ("steps: 3", "http://host:80/x", "source_key=data_source"):
+        assert public_text(text) == text
+        assert not has_secret(text)
+    assert not has_secret("export HF_TOKEN=$(cat ~/.token)")
+
+
+@pytest.mark.parametrize("rules", [SGLANG, VLLM], ids=lambda rules: rules.name)
+def test_a_flag_of_a_server_with_a_secret_is_refused(rules):
+    """Every user of the machine can read a command line."""
+    problems = dict(flag_problems(rules.name, rules.flags, {"hf-token": SECRET, "download_dir": "x"}))
+    assert set(problems) == {f"{rules.name}.hf-token"}
+    assert SECRET not in str(problems)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_refused"),
+    [
+        ("additional_bash_cmds", [f"export WANDB_API_KEY={SECRET}"], True),
+        ("additional_bash_cmds", ["export WANDB_API_KEY=$(cat ~/.wandb)", "ulimit -n 4096"], False),
+        ("sbatch_additional_args", f"--export=ALL,HF_TOKEN={SECRET}", True),
+        ("sbatch_additional_args", "--constraint=a100", False),
+        ("srun_additional_args", f"--export=ALL,HF_TOKEN={SECRET}", True),
+        ("srun_additional_args", "--export=ALL,HF_TOKEN=$HF_TOKEN", True),  # would be in the command of srun
+        ("srun_additional_args", "--export=ALL,FOLDER=$FOLDER", False),
+    ],
+)
+def test_options_that_become_commands_of_slurm_have_no_secret(option, value, is_refused):
+    problems = dict(SlurmConfig(**{option: value}).problems())
+    assert set(problems) == ({option} if is_refused else set())
+    assert SECRET not in str(problems)
+
+
+def test_wrong_environment_variables_are_not_quoted():
+    with pytest.raises(ConfigError) as error:
+        parse_env_vars(f"HF_TOKEN={SECRET},B")
+    assert error.value.code == "launch.bad_env_vars"
+    assert SECRET not in str(error.value)

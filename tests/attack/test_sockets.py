@@ -17,16 +17,24 @@ from tests.test_end_to_end import ROOT, folder  # noqa: F401 - the fixture
 
 SECRET = "tr4cker-secret"
 ROLES = ("actor.kl_ctl=0.01", "allocation_mode=native:d2+fsdp:d2", "total_train_steps=6")
+SECRETS = (
+    f"stats_logger.swanlab.api_key={SECRET}",
+    f"stats_logger.wandb.wandb_api_key={SECRET}",
+    f"stats_logger.wandb.wandb_base_url=https://me:{SECRET}@wandb.example",
+    f"launcher.trainer_env_vars=HF_TOKEN={SECRET}",
+    f"launcher.inference_server_env_vars=HF_TOKEN={SECRET}",
+)
 CRITIC = ("+critic.path=FOLDER/model", "+critic.dtype=float32", "+critic.optimizer.lr=1.0e-4", "+ref.path=FOLDER/model")
 
 
 @pytest.mark.parametrize("mode", ["disk", "xccl"])
 def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: F811
     words = [word.replace("FOLDER", str(folder)) for word in (*ROLES, *CRITIC)]
-    words += [f"actor.weight_update_mode={mode}", f"trial_name={mode}", f"stats_logger.swanlab.api_key={SECRET}"]
+    words += [f"actor.weight_update_mode={mode}", f"trial_name={mode}", *SECRETS]
     argv = [sys.executable, "-m", "areal.launcher.local", "--config", str(folder / "c.yaml"), *words]
     run = folder / "runs" / "e2e" / mode
     env = {name: value for name, value in os.environ.items() if name != "AREAL_SERVER_TOKEN"}
+    env |= {"WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
     with subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as started:
         launcher = psutil.Process(started.pid)
         seen, commands, attacked = set(), [], False
@@ -48,7 +56,8 @@ def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: 
     assert set(purposes.values()) == expected
     in_servers = [one for one, purpose in purposes.items() if purpose == "collective" and "server" in one.process]
     assert bool(in_servers) == (mode == "xccl")
-    assert not [line for line in commands if token in line or SECRET in line.partition("api_key=")[0]]
+    typed = " ".join(argv)  # what the user wrote is in the launcher's own command line
+    assert not [line for line in commands if token in line or (SECRET in line and line != typed)]
     assert files_with(token, run) == [run / "token"]
     assert files_with(SECRET, run) == []
     assert SECRET not in output

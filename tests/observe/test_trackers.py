@@ -2,6 +2,7 @@ import builtins
 import json
 import math
 import time
+import traceback
 
 import pytest
 
@@ -97,6 +98,15 @@ def test_tensorboard_events(tmp_path):
     assert content.count(b"line<br>wrong-answer") == 3
     assert b"what is \\| here" in content
     assert b"huge" not in content
+
+
+def test_wandb_refuses_an_address_without_showing_its_password(tmp_path):
+    pytest.importorskip("wandb")
+    wrong = WandBConfig(mode="offline", wandb_base_url="me:s3cr3t@wandb.example")
+    with pytest.raises(ConfigError) as error:
+        build_trackers(config_with(wandb=wrong), RunPaths(tmp_path))
+    assert error.value.code == "launch.tracker_failed"
+    assert "s3cr3t" not in "".join(traceback.format_exception(error.value))
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

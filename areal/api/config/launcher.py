@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problems, choice, number, option
+from areal.api.config.redaction import has_secret
 from areal.api.config.relevance import given, when
 
 _ELASTIC = given("max")
@@ -98,6 +99,18 @@ class SlurmConfig:
                 "time_limit",
                 f"{self.time_limit!r} is not minutes, hours:minutes:seconds or days-hours:minutes:seconds",
             )
+        commands = {
+            "sbatch_additional_args": [self.sbatch_additional_args],
+            "srun_additional_args": [self.srun_additional_args.replace("$", "")],  # the launcher replaces variables
+            "additional_bash_cmds": self.additional_bash_cmds or [],
+        }
+        for name, texts in commands.items():
+            if any(map(has_secret, texts)):
+                yield (
+                    name,
+                    "contains a secret, which the job script and the list of processes would show: export it before "
+                    "the launch, or read it from a file",
+                )
         images = {self.trainer_image, self.inference_server_image} - {None}
         if len(images) > 1 and self.container_type != "none" and not self.separate_jobs:
             why = "differs from trainer_image: one agent per node starts both, so use one image or separate_jobs=true"

@@ -25,7 +25,7 @@ from areal.api.config.experiment import BaseExperimentConfig, GRPOConfig, comple
 from areal.api.config.help import help_text
 from areal.api.config.kinds import KINDS, help_of_kinds, kind_of, kind_of_section
 from areal.api.config.legacy import LegacyKeys, legacy_rule
-from areal.api.config.redaction import without_secrets
+from areal.api.config.redaction import public, public_text, without_secrets
 from areal.api.config.schema import MISSING, fields_of, find_field
 from areal.api.config.validate import conflicts, missing_values, raise_problems, shown, validated
 from areal.api.errors import ConfigError, ConfigProblem
@@ -179,7 +179,8 @@ class _CommandLine:
             return _CommandLine(known.config, help_section="" if "=" in known.help else known.help)
         for word in rest:
             if word.startswith("-"):
-                raise _bad_word(word, "unknown flag; options are written key.sub=value after --config FILE.yaml")
+                advice = "unknown flag; options are written key.sub=value after --config FILE.yaml"
+                raise _bad_word(public_text(word), advice)
         if not known.config:
             raise _bad_word("--config", "is missing: add --config FILE.yaml (--help lists every option)")
         return _CommandLine(known.config, rest)
@@ -240,27 +241,29 @@ def _override(tree: dict[str, Any], word: str, cls: type[Any]) -> tuple[str, str
     path = path.strip()
     *parents, last = path.split(".")
     if not equals and not deletes:
-        return word, "is not an override: write key.sub=value"
+        return public_text(word), "is not an override: write key.sub=value"
     if not all((*parents, last)):
         return word, "has an empty name in its key: write key.sub=value"
     try:
         value = _override_value(text, find_field(cls, path)) if equals else None
     except _UNREADABLE as error:
-        return path, f"{shown(text)} is not readable as a YAML value: {_reason(error)}"
+        reason = _reason(error) if public(text, path) == text else "quote it"
+        return path, f"{shown(text, path)} is not readable as a YAML value: {reason}"
     node = tree
     for depth, name in enumerate(parents, start=1):
         below = node.get(name)
         if (below is None or below == MISSING) and not deletes:
             below = node[name] = {}
         if below is not None and not isinstance(below, dict):
-            return path, f"cannot be set: {'.'.join(parents[:depth])} is {shown(below)}, not a section"
+            section = ".".join(parents[:depth])
+            return path, f"cannot be set: {section} is {shown(below, section)}, not a section"
         node = cast("dict[str, Any]", below or {}) if deletes else cast("dict[str, Any]", below)
     if not deletes:
         node[last] = value
     elif last not in node and find_field(cls, path) is None:
         return path, f"cannot be deleted with {word}: there is no such key"
     elif equals and node.get(last) != value:
-        return path, f"is not deleted, because its value is {shown(node.get(last))}: write ~{path}"
+        return path, f"is not deleted, because its value is {shown(node.get(last), path)}: write ~{path}"
     else:
         node.pop(last, None)
     return None
@@ -376,6 +379,10 @@ def _why_unresolvable(node: DictConfig | ListConfig, key: Any) -> str | None:
     return None
 
 
+def _place(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
 def _reason(error: BaseException) -> str:
     """The message of an error of YAML, OmegaConf or Python in one line."""
     if isinstance(error, RecursionError):
@@ -384,6 +391,9 @@ def _reason(error: BaseException) -> str:
         return "it is not UTF-8 text"
     if isinstance(error, ValueError) and "digits" in str(error):
         return "a number has thousands of digits"
+    if isinstance(error, yaml.MarkedYAMLError):  # without the quoted line, which may contain a secret
+        places = [(error.context, error.context_mark), (error.problem, error.problem_mark)]
+        return ", ".join(f"{text} in {_place(mark)}" if mark else text for text, mark in places if text)
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
     return re.sub(r'in "<[^>]*>", ', "", text)

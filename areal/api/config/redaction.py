@@ -16,6 +16,8 @@ _NAME = re.compile(r"(^|[^a-z])(api_?)?(key|token|secret|password|passwd|credent
 _NOT_SECRET = frozenset({"source_key"})
 """Options with the name of a dataset column."""
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)(?P<sign>[\"']?(?:\s*=\s*|:\s+|:(?!//)))(?P<value>[^\s,}\]]+)")
+"""`name=value`, `name: value` or `"name": value` in text."""
 _VARIABLE_LISTS = ("inference_server_env_vars", "trainer_env_vars")
 """Options that contain environment variables, `A=1,B=2`. Only the launcher reads them."""
 
@@ -28,9 +30,27 @@ def is_secret(name: str, value: object = HIDDEN) -> bool:
     return (plain not in _NOT_SECRET and _NAME.search(plain) is not None) or _PASSWORD_IN_URL.search(value) is not None
 
 
-def public(tree: Any) -> Any:
-    """A configuration without its secrets, to show it."""
-    return _replaced(tree, "", lambda path, value: HIDDEN)
+def public(tree: Any, path: str = "") -> Any:
+    """A configuration, or the value of the option at dotted `path`, without secrets, to show it."""
+    return _replaced(tree, path, lambda _, value: HIDDEN)
+
+
+def public_text(text: str) -> str:
+    """Text of another program or of a user: HIDDEN in place of `NAME=value` and `NAME: value` for a secret NAME, and of
+    user and password in URLs."""
+    shown = _ASSIGNMENT.sub(
+        lambda found: f"{found['name']}{found['sign']}{HIDDEN}" if is_secret(found["name"]) else found[0], text
+    )
+    return _PASSWORD_IN_URL.sub(f"://{HIDDEN}@", shown)
+
+
+def has_secret(text: str) -> bool:
+    """Whether text such as a shell command assigns a secret, or contains a URL with a password.
+
+    A reference to a variable (`TOKEN=$TOKEN`) and to a file (`--token-file x`) is no secret.
+    """
+    found = (match for match in _ASSIGNMENT.finditer(text) if not match["value"].lstrip("\"'").startswith("$"))
+    return any(is_secret(match["name"]) for match in found) or _PASSWORD_IN_URL.search(text) is not None
 
 
 def without_secrets(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -55,7 +75,7 @@ def public_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def public_command(words: Sequence[str]) -> list[str]:
-    """A command line with HIDDEN in place of the values of secret flags."""
+    """A command line with HIDDEN in place of the values of secret flags and of secret overrides (`key.sub=value`)."""
     shown: list[str] = []
     hides = False
     for word in words:
@@ -66,7 +86,8 @@ def public_command(words: Sequence[str]) -> list[str]:
         elif equals and is_secret(flag.rpartition(".")[2], value):  # an override key.sub=value
             shown.append(f"{flag}={HIDDEN}")
         else:
-            shown.append(HIDDEN if hides or is_secret("", word) else word)
+            is_hidden = hides or (equals and is_secret(flag, value)) or is_secret("", word)
+            shown.append((f"{flag}={HIDDEN}" if equals and not hides else HIDDEN) if is_hidden else word)
     return shown
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, TypeVar, cast, get_args
 
 from areal.api.config.fields import Problems
-from areal.api.config.redaction import HIDDEN, is_secret
+from areal.api.config.redaction import public
 from areal.api.config.schema import MISSING, FieldSpec, fields_of, nearest, sections_in, with_defaults
 from areal.api.errors import ConfigError, ConfigProblem
 
@@ -155,8 +155,7 @@ def _has_key(value: Any, key: Any) -> bool:
 
 def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> ConfigProblem:
     or_null = " or null" if spec.nullable else ""
-    if is_secret(path.rpartition(".")[2]):
-        value = HIDDEN
+    value = public(value, path)
     if kind in _OUT_OF_RANGE:
         advice = f"use a {'finite ' if kind == 'finite_number' else ''}number {spec.range_text}".rstrip()
         return ConfigProblem(path, f"{shown(value)} is not allowed: {advice}{or_null}", "config.out_of_range")
@@ -173,8 +172,9 @@ def _problem_of_value(path: str, value: Any, spec: FieldSpec, kind: str) -> Conf
     return ConfigProblem(path, f"{shown(value)} was given where {expected} is expected{hint}", "config.wrong_type")
 
 
-def shown(value: Any) -> str:
-    """A value as the user may recognise it, cut to about 80 characters."""
+def shown(value: Any, path: str = "") -> str:
+    """The value of the option at `path` as the user may recognise it: cut to about 80 characters, without secrets."""
+    value = public(value, path)
     if value is None:
         return "null"
     try:
