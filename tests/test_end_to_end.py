@@ -21,6 +21,7 @@ from areal.cli.main import run_command
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import AuditReport, audit
 from areal.ledger.event_files import LedgerReader
+from areal.observe.metric_table import entry_of
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(900)
@@ -204,6 +205,12 @@ def run(folder: Path, *overrides: str, script: bool = False, timeout_s: float = 
     assert report.incomplete is None
     assert sum(report.counts.values()) == report.num_admitted
     steps = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for row in steps for name in row if entry_of(name) is None], (
+        "add it to areal/observe/metric_table.py"
+    )
+    episodes = json.loads((root / "summary.json").read_text())["episodes"]
+    assert {name: episodes[name] for name in report.counts} == report.counts
+    assert episodes["reasons"] == report.reasons
     return Run(root, done.returncode, done.stderr, steps, list(LedgerReader(root / "ledger").events()), report)
 
 
