@@ -250,7 +250,7 @@ async def test_a_filter_that_raises_fails_the_episode():
     ledger = rollout_kit.memory_ledger()
 
     def accept(group):
-        if group.trajectories[0].reward % 2:
+        if group.trajectories[0].reward % 2 == 0:
             raise ZeroDivisionError("no spread")
         return True
 
