@@ -368,7 +368,7 @@ class Supervisor:
         """After the first Ctrl-C, wait until the trainers have saved the current step, or the second Ctrl-C."""
         self._read_ready_signs()
         saved, limit_s = newest_checkpoint(self._paths), self._config.save_grace_s
-        may_wait = self._interruptions.may_wait and self._trainers.is_ready and limit_s > 0
+        may_wait = self._interruptions.may_wait and self._deciding.is_ready and limit_s > 0
         if not may_wait or unsaved_steps(self._paths) <= 0 or self._recover.mode == "disabled":
             return
         self._paths.checkpoint_request.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +377,7 @@ class Supervisor:
         self._line.say(f"areal: interrupted: saves after this step, {limit}, and ends; Ctrl-C again ends it at once")
         deadline = self._clock() + limit_s
         while self._interruptions.count == 1 and newest_checkpoint(self._paths) == saved and self._clock() < deadline:
-            if self._kill_hung() or not all(child.is_running for child in self._trainers.children):
+            if self._kill_hung() or not all(child.is_running for child in self._deciding.children):
                 return
             self._status.show(self._children, was_ready=self._was_ready)
             time.sleep(_POLL_S)
