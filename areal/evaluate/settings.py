@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from areal.api.allocation_grammar import INFERENCE_BACKENDS
 from areal.api.config import (
     DatasetConfig,
     PPOConfig,
@@ -26,7 +27,7 @@ _POLICIES = ("actor", "model")
 """Roles whose exports can be evaluated, of RL and of supervised training."""
 _DECIDES = (
     "seed", "tokenizer_path", "gconfig", "eval_gconfig", "workflow", "workflow_args", "reward_fn", "reward",
-    "valid_dataset", "evaluator", "native", "sglang", "vllm", "server_python",
+    "valid_dataset", "evaluator", *INFERENCE_BACKENDS, "server_python",
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
 

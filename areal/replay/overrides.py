@@ -36,6 +36,8 @@ _OTHERS = {
     "recover": "a replay writes no recovery checkpoints",
     "stats_logger": "a replay writes only metrics.jsonl in its folder",
     "perf_tracer": "a replay is not traced",
+    "alarms": "a replay checks no alarms",
+    "benchmark": "only areal benchmark reads it",
 }
 
 

@@ -1,5 +1,6 @@
 """Replays of a recorded run: equal to the bit, different where something was changed, refused where they cannot be."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -262,7 +263,7 @@ def test_options_that_cannot_matter_or_need_other_data_are_refused(word, reason)
 def test_every_section_of_the_configuration_is_either_updated_or_refused_with_a_reason(recorded):
     from areal.replay.overrides import _OTHERS, UPDATED
 
-    assert set(UPDATED) | set(_OTHERS) == set(recorded.config.__dataclass_fields__)
+    assert set(UPDATED) | set(_OTHERS) == {field.name for field in dataclasses.fields(recorded.config)}
 
 
 def test_an_override_of_the_update_is_checked_like_any_option(run):
