@@ -34,7 +34,7 @@ class KeptPayloads:
             self._folder.mkdir(exist_ok=True)
             found = [(path.stat().st_mtime_ns, path.name) for path in self._folder.iterdir() if _NAME.match(path.name)]
             self._names = deque(name for _, name in sorted(found))
-        for episode_id, attempt, payload in kept[-self.limit :] if self.limit else []:
+        for episode_id, attempt, payload in kept[-self.limit :] if self.limit else kept[:0]:
             name = f"{episode_id:06d}-{attempt}.bin"
             (self._folder / name).write_bytes(payload)
             self._names.append(name)

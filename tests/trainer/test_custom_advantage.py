@@ -87,11 +87,12 @@ def test_it_sums_over_ranks(toolbox, options_of):
     batch = toolbox.make_batch([[1, 2], [1, 2], [1, 2]], rewards=[1.0, 2.0, 6.0])
 
     group = toolbox.RankGroup(3)
+    # Each rank is a process in a run: threads that import the user's file at the same time would see half of it.
+    actors = [PPOActor(toolbox.TableEngine(rank=rank, group=group), options_of("batch_mean")) for rank in range(3)]
 
     def stage(rank):
         own = toolbox.select(batch, [[0, 2], [], [1]][rank])
-        actor = PPOActor(toolbox.TableEngine(rank=rank, group=group), options_of("batch_mean"))
-        return actor.with_advantages(own).advantages.tolist()
+        return actors[rank].with_advantages(own).advantages.tolist()
 
     assert group.run(stage) == [[-2.0, 0.0, 3.0, 0.0], [], [-1.0, 0.0]]
 
