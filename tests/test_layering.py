@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALL = {
     "api", "system", "observe", "algorithm", "data", "reward", "inference", "ledger", "rollout", "fleet", "weights",
-    "engine", "workflow",
+    "engine", "agent", "workflow",
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
     "areal": set(),  # areal/__init__.py itself
@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"api", "system", "observe", "data", "ledger"},
     "fleet": {"api", "system", "observe"},
     "engine": {"api", "system", "observe", "algorithm", "data", "weights"},
-    "workflow": {"api", "observe", "data", "reward"},
+    "agent": {"api", "system", "observe", "data"},
+    "workflow": {"api", "observe", "data", "reward", "agent"},
     "trainer": ALL,
     "launcher": {"api", "system", "observe", "data", "server_side", "fleet"},
     "evaluate": ALL | {"trainer", "launcher"},
@@ -42,11 +43,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Package -> packages that it may import besides itself. A package without a row, or a row without a package, fails."""
 
-WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher")
+WITHOUT_TORCH = ("ledger", "rollout", "fleet", "launcher", "agent")
 """Packages that never import torch, also not inside a function."""
 TORCH_LATER = ("api", "system", "observe", "reward", "cli", *WITHOUT_TORCH)
 """Packages whose import must not load torch."""
-OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab", "ray")
+OPTIONAL = ("datasets", "matplotlib", "tensorboardX", "wandb", "swanlab", "ray", "openai", "anthropic")
 """Dependencies of extras: at most one module imports each of them, and names it when it is missing."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "experimental"}
 

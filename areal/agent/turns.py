@@ -1,0 +1,91 @@
+"""One turn of a session, independent of the HTTP dialect that it arrives in: request, answer, refusal."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from areal.api.errors import ArealError
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's form, as chat templates take it: role, content, tool_calls, tool_call_id, name,
+reasoning_content. Content is text or None."""
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool in an answer."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSettings:
+    """Sampling settings that a client asks for. None: the setting of the run."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A request for answers to a dialogue, or to a plain prompt."""
+
+    messages: tuple[Message, ...] = ()
+    """Empty only when `prompt` is set."""
+    prompt: str | tuple[int, ...] | None = None
+    """A plain prompt of the completions dialect: text or token ids."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Schemas in OpenAI's form: {"type": "function", "function": {...}}."""
+    tool_choice: str = "auto"
+    """auto, none, required, or the name of a tool."""
+    num_answers: int = 1
+    settings: TurnSettings = field(default_factory=TurnSettings)
+    fingerprint: str = ""
+    """SHA-256 of the dialect and the canonical body; equal for a request and its retry."""
+    retry_count: int = 0
+    """`x-stainless-retry-count` of the SDKs: above 0, an equal fingerprint is answered from the record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnAnswer:
+    """One answer of the policy to a turn."""
+
+    turn_id: str
+    text: str
+    """Without reasoning, tool calls and special tokens."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...]
+    """Generated tokens, with a generated end token."""
+    logprobs: tuple[float, ...]
+
+
+class TurnRefused(ArealError):
+    """A request that gets no answer. Each dialect writes it in its own error format."""
+
+    def __init__(
+        self, message: str, *, code: str, status: int, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        """`status`: HTTP status. `param`: the field of the request that is wrong."""
+        super().__init__(message, code=code)
+        self.status = status
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class SessionTurns(Protocol):
+    """A session as a dialect sees it."""
+
+    async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
+        """`request.num_answers` answers. Raises TurnRefused."""
+        ...
