@@ -89,3 +89,7 @@ class SessionTurns(Protocol):
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
         """`request.num_answers` answers. Raises TurnRefused."""
         ...
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
+        ...

@@ -45,21 +45,24 @@ class RequestGuard:
         self._names = {host.bind.lower(), host.advertise.lower()}
 
     def refusal(self, headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
-        """Why a request is refused; None when it may pass. `headers` ignores the case of names.
+        """Why a request is refused; None when it may pass. `headers` ignores the case of names."""
+        return self.foreign(headers) or self.unauthorized(headers) or wrong_type(headers, has_body=has_body)
+
+    def foreign(self, headers: Mapping[str, str]) -> Refusal | None:
+        """The refusal of a request of a web page or for another host.
 
         A web page that was opened on this machine can send requests to loopback. A browser adds Origin to those that
         change something, and Host keeps the name of the page's server when that name now resolves to this machine.
         """
         if not self._is_own_name(headers.get("Host", "")) or "Origin" in headers:
             return Refusal(403, "requests of web pages and for other hosts are refused", "request.foreign_origin")
+        return None
+
+    def unauthorized(self, headers: Mapping[str, str]) -> Refusal | None:
+        """The refusal of a request without the token."""
         given = headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return Refusal(401, "`Authorization: Bearer TOKEN` is required", "request.unauthorized")
-        kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        is_plain = headers.get("Content-Encoding", "identity").strip().lower() in ("", "identity")
-        if has_body and not (kind == "application/json" and is_plain):
-            message = "a body must have Content-Type: application/json, and no Content-Encoding"
-            return Refusal(415, message, "request.content_type")
         return None
 
     def _is_own_name(self, text: str) -> bool:
@@ -72,6 +75,16 @@ class RequestGuard:
         except ValueError:
             return False
         return True
+
+
+def wrong_type(headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
+    """The refusal of a body that is not declared as plain JSON."""
+    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    is_plain = headers.get("Content-Encoding", "identity").strip().lower() in ("", "identity")
+    if has_body and not (kind == "application/json" and is_plain):
+        message = "a body must have Content-Type: application/json, and no Content-Encoding"
+        return Refusal(415, message, "request.content_type")
+    return None
 
 
 def guarded(guard: RequestGuard, answer: Callable[[int, str, str], web.Response]) -> Middleware:

@@ -1,0 +1,228 @@
+"""Messages, tools and sampling settings in OpenAI's form: checked, and brought to the form of `turns.Message`."""
+
+import re
+from typing import Any
+
+import orjson
+
+from areal.agent.dialects.fields import Fields, Json, invalid, unsupported
+from areal.agent.turns import Message, TurnRefused
+
+MAX_ANSWERS = 128
+MAX_STOPS = 16
+MAX_TOKENS = 2**31 - 1
+MAX_SEED = 2**63 - 1
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MEDIA = {
+    *("image", "image_url", "input_image", "input_audio", "audio", "file", "input_file", "document", "video"),
+    *("video_url", "search_result", "container_upload"),
+}
+
+
+def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str | None:
+    """Content as one text: a text, or parts of the `kinds`, which are joined by a newline. None stays None."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(path, "must be a text or a list of parts")
+    return "\n".join(_part_text(part, f"{path}[{index}]", kinds) for index, part in enumerate(value))
+
+
+def _part_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
+    part = Fields(value, path)
+    kind = part.required_text("type")
+    if kind not in kinds:
+        raise refused_part(part, kind)
+    text = part.text("refusal" if kind == "refusal" else "text")
+    if text is None:
+        raise invalid(part.name("text"), "is required")
+    for name in ("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint"):
+        part.take(name)  # parts of earlier answers and hints to a cache: they carry no text
+    part.finish()
+    return text
+
+
+def refused_part(part: Fields, kind: str) -> TurnRefused:
+    """Why a part of content is not taken."""
+    path = part.name("type")
+    if kind in _MEDIA:
+        message = f"{path}: parts of type {kind!r} are not supported, only text"
+        return TurnRefused(message, code="agent.multimodal", status=400, param=path)
+    return unsupported(path, f"parts of type {kind[:80]!r} are not supported here")
+
+
+def chat_messages(values: list[Any], path: str = "messages") -> tuple[Message, ...]:
+    """The messages of a chat completion."""
+    if not values:
+        raise invalid(path, "must be a list with at least one message")
+    return tuple(_chat_message(Fields(value, f"{path}[{index}]")) for index, value in enumerate(values))
+
+
+def _chat_message(given: Fields) -> Message:
+    role = given.required_text("role")
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    content = joined_text(given.take("content"), given.name("content"), kinds)
+    name = given.text("name")
+    match role:
+        case "system" | "developer" | "user":
+            message = {"role": "user" if role == "user" else "system", "content": _required(content, given)}
+        case "assistant":
+            message = _assistant_message(given, content)
+        case "tool":
+            call_id = given.required_text("tool_call_id")
+            message = {"role": "tool", "tool_call_id": call_id, "content": _required(content, given)}
+        case "function":
+            raise unsupported(given.name("role"), "functions are replaced by tools: use the role 'tool'")
+        case _:
+            raise invalid(given.name("role"), "must be system, developer, user, assistant or tool")
+    given.finish()
+    return message if name is None else {**message, "name": name}
+
+
+def _required(content: str | None, given: Fields) -> str:
+    if content is None:
+        raise invalid(given.name("content"), "is required")
+    return content
+
+
+def _assistant_message(given: Fields, content: str | None) -> Message:
+    for ignored in ("refusal", "annotations"):  # the SDK sends whole answers back
+        given.take(ignored)
+    for name in ("audio", "function_call"):
+        if given.take(name) is not None:
+            raise unsupported(given.name(name), "is not supported")
+    reasoning = given.text("reasoning_content")
+    calls = [
+        _tool_call(Fields(value, f"{given.name('tool_calls')}[{index}]"))
+        for index, value in enumerate(given.items("tool_calls"))
+    ]
+    if content is None and not calls and not reasoning:
+        content = ""  # an answer without text is delivered as null
+    return assistant_message(content, reasoning, calls)
+
+
+def assistant_message(content: str | None, reasoning: str | None, calls: list[Json]) -> Message:
+    """An assistant message in the form of `areal.agent.delivered.answer_message`."""
+    message: Message = {"role": "assistant", "content": content or None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_call(given: Fields) -> Json:
+    if (kind := given.text("type") or "function") != "function":
+        raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
+    given.take("index")  # of a call that was put together from a stream
+    call_id = given.required_text("id")
+    function = given.fields("function")
+    if function is None:
+        raise invalid(given.name("function"), "is required")
+    name = tool_name(function)
+    arguments = checked_arguments(function.text("arguments"), function.name("arguments"))
+    function.finish()
+    given.finish()
+    return function_call(call_id, name, arguments)
+
+
+def function_call(call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def checked_arguments(text: str | None, path: str) -> str:
+    """The JSON text of an object; no text is the empty object."""
+    if not text:
+        return "{}"
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise invalid(path, "must be the JSON text of an object")
+    return text
+
+
+def tool_name(given: Fields) -> str:
+    """The checked field `name` of a tool or call."""
+    name = given.required_text("name")
+    if not _NAME.fullmatch(name):
+        raise invalid(given.name("name"), "must be 1 to 128 letters, digits, '_', '-' or '.'")
+    return name
+
+
+def function_tool(given: Fields, parameters: str = "parameters") -> Json:
+    """A tool from an object with name, description and `parameters`, in OpenAI's form."""
+    function: Json = {"name": tool_name(given), "description": given.text("description") or ""}
+    function["parameters"] = given.object(parameters) or {"type": "object", "properties": {}}
+    given.flag("strict")  # no effect: answers are not constrained
+    given.finish()
+    return {"type": "function", "function": function}
+
+
+def chat_tools(values: list[Any]) -> tuple[Json, ...]:
+    """The tools of a chat completion."""
+    tools: list[Json] = []
+    for index, value in enumerate(values):
+        given = Fields(value, f"tools[{index}]")
+        kind = given.required_text("type")
+        if kind != "function":
+            raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
+        function = given.fields("function")
+        if function is None:
+            raise invalid(given.name("function"), "is required")
+        given.finish()
+        tools.append(function_tool(function))
+    return unique_tools(tools)
+
+
+def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
+    """The tools, once each has its own name."""
+    names = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise invalid("tools", f"two tools have the name {name!r}")
+    return tuple(tools)
+
+
+def checked_choice(choice: str, tools: tuple[Json, ...], *, is_name: bool = False) -> str:
+    """A tool choice of `TurnRequest`; `is_name`: it is the name of one tool."""
+    names = {tool["function"]["name"] for tool in tools}
+    if is_name and choice not in names:
+        raise invalid("tool_choice", f"no tool has the name {choice[:80]!r}")
+    if is_name and choice in ("auto", "none", "required"):
+        raise invalid("tool_choice", f"a tool cannot be chosen by the name {choice!r}: rename it")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "requires a tool, but the request has none")
+    return choice
+
+
+def chat_tool_choice(value: Any, tools: tuple[Json, ...]) -> str:
+    """The field `tool_choice` of a chat completion."""
+    if value is None:
+        return "auto"
+    if isinstance(value, str):
+        if value not in ("auto", "none", "required"):
+            raise invalid("tool_choice", "must be auto, none, required or an object that names a tool")
+        return checked_choice(value, tools)
+    given = Fields(value, "tool_choice")
+    kind = given.required_text("type")
+    function = given.fields("function")
+    if kind != "function" or function is None:
+        raise unsupported("tool_choice.type", "only the choice of one tool of type 'function' is supported")
+    name = tool_name(function)
+    function.finish()
+    given.finish()
+    return checked_choice(name, tools, is_name=True)
+
+
+def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
+    """Stop strings: one text or a list."""
+    if value is None:
+        return ()
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise invalid(path, "must be a text or a list of texts, none of them empty")
+    if len(found) > MAX_STOPS:
+        raise invalid(path, f"must have at most {MAX_STOPS} texts")
+    return tuple(found)

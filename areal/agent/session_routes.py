@@ -1,0 +1,282 @@
+"""The HTTP interface of sessions: turns in the dialects of OpenAI and Anthropic, and sessions opened from outside.
+
+    POST /v1/chat/completions                   a turn; the session is known by `Authorization: Bearer KEY` or
+                                                `x-api-key: KEY`, or by the path /sessions/KEY/v1/...
+    GET  /v1/models    GET /health
+    POST /sessions                              admin token: open a session
+    POST /sessions/KEY/reward                   a reward, and the end of the session
+
+docs/agent_http.md has the fields and the errors. No line of a log contains a key.
+"""
+
+import asyncio
+import hashlib
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from areal.agent.dialects import chat_completions
+from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, openai_error
+from areal.agent.dialects.fields import Fields, invalid
+from areal.agent.session_directory import OpenRequest, SessionDirectory, SessionReward
+from areal.agent.turns import SessionTurns, TurnAnswer, TurnRefused
+from areal.api.errors import ArealError, RequestError, ServerUnavailable
+from areal.observe.log import get_logger
+from areal.system.http_guard import Refusal, RequestGuard, read_body, wrong_type
+from areal.system.network import Host
+
+_log = get_logger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+BODY_TIMEOUT_S = 60.0
+"""A client that sends its body slower than this is refused."""
+WRITE_TIMEOUT_S = 60.0
+"""A client that does not read its stream for this time loses the connection; its turn is recorded."""
+KEEP_ALIVE_S = 10.0
+MAX_REWARD = 1e30
+RETRY_S = 1.0
+"""Retry-After of a refusal that names no time."""
+_KEY = "{key:[A-Za-z0-9_-]{1,128}}"
+_DIALECTS = {"/chat/completions": chat_completions.DIALECT}
+
+
+class SessionServer:
+    """The routes over a directory of sessions. `application` makes the application, whose end cancels open turns."""
+
+    def __init__(
+        self,
+        directory: SessionDirectory,
+        *,
+        admin_token: str,
+        token_text: Callable[[int], str],
+        host: Host | None = None,
+        model: str = "policy",
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name."""
+        self._directory = directory
+        self._guard = RequestGuard(admin_token, host or Host())
+        self._token_text = token_text
+        self._model = model
+        self._keep_alive_s = keep_alive_s
+        self._turns: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._errors], client_max_size=MAX_BODY_BYTES)
+        for path, dialect in _DIALECTS.items():
+            for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
+                app.router.add_post(prefix + path, self._turn_handler(dialect))
+        for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
+            app.router.add_get(f"{prefix}/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/sessions", self._open)
+        app.router.add_post(f"/sessions/{_KEY}/reward", self._reward)
+        app.on_cleanup.append(self._end_turns)
+        return app
+
+    async def _end_turns(self, app: web.Application) -> None:
+        for turn in self._turns:
+            turn.cancel()
+        await asyncio.gather(*self._turns, return_exceptions=True)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors outside of a turn, in OpenAI's format."""
+        try:
+            if refusal := self._guard.foreign(request.headers):
+                raise _refused(refusal)
+            return await handler(request)
+        except web.HTTPException as error:
+            refused = TurnRefused(f"{request.method}: {error.reason}", code="agent.no_route", status=error.status)
+            answer = _refusal(refused, openai_error)
+            if "Allow" in error.headers:
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
+        except Exception as error:  # noqa: BLE001 - one request
+            return _refusal(_as_refused(error, "a request"), openai_error)
+
+    def _turn_handler(self, dialect: Dialect) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._session(request)
+                body, canonical = await _json_body(request)
+                asked = dialect.parse(body, _attempt(request, dialect.name, canonical))
+                if asked.stream:
+                    return await self._stream(request, dialect, asked, session)
+                answers = await self._start(session, asked)
+                return _json(dialect.reply(asked, answers, self._sent()))
+            except Exception as error:  # noqa: BLE001 - one request
+                return _refusal(_as_refused(error, dialect.name), dialect.error)
+
+        return handle
+
+    def _session(self, request: web.Request) -> SessionTurns:
+        """The session of a request. TurnRefused: 404 for a path, 401 for headers."""
+        if key := request.match_info.get("key"):
+            if session := self._directory.find(key):
+                return session
+            raise TurnRefused("this session does not exist or has ended", code="agent.unknown_session", status=404)
+        bearer = re.fullmatch(r"Bearer +(\S+)", request.headers.get("Authorization", ""), re.IGNORECASE)
+        keys = {key for key in (bearer and bearer[1], request.headers.get("x-api-key")) if key}
+        sessions = [session for key in keys if (session := self._directory.find(key))]
+        if len(sessions) != 1:
+            problem = "the key in `Authorization: Bearer` or `x-api-key` belongs to no session"
+            if sessions:
+                problem = "`Authorization` and `x-api-key` belong to two sessions"
+            raise TurnRefused(problem, code="agent.unknown_session", status=401)
+        return sessions[0]
+
+    def _start(self, session: SessionTurns, asked: Asked) -> asyncio.Future[tuple[TurnAnswer, ...]]:
+        """The answers. The turn continues when the client closes its connection."""
+        turn = asyncio.create_task(session.answer(asked.turn), name="turn of a session")
+        self._turns.add(turn)
+        turn.add_done_callback(self._turn_ended)
+        return asyncio.shield(turn)
+
+    def _turn_ended(self, turn: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
+        self._turns.discard(turn)
+        if not turn.cancelled():
+            turn.exception()  # its handler reports it; without one, the session has recorded it
+
+    def _sent(self) -> Sent:
+        return Sent(created_s=int(time.time()), token_text=self._token_text)
+
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, asked: Asked, session: SessionTurns
+    ) -> web.StreamResponse:
+        """The events of the answers. A refusal that comes early has its own status, a later one is an event."""
+        answers = self._start(session, asked)
+        await asyncio.wait([answers], timeout=self._keep_alive_s)
+        if answers.done():
+            events = b"".join(dialect.events(asked, answers.result(), self._sent()))
+            return web.Response(body=events, headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await response.prepare(request)
+            while not answers.done():
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await response.write(dialect.keep_alive)
+                await asyncio.wait([answers], timeout=self._keep_alive_s)
+            try:
+                events = b"".join(dialect.events(asked, answers.result(), self._sent()))
+            except Exception as error:  # noqa: BLE001 - one request
+                events = dialect.error_event(_as_refused(error, dialect.name))
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await response.write(events)
+                await response.write_eof()
+        except (ConnectionError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _open(self, request: web.Request) -> web.Response:
+        if refusal := self._guard.unauthorized(request.headers):
+            raise _refused(refusal)
+        given = Fields((await _json_body(request))[0])
+        wish = OpenRequest(group=given.text("group") or "", row=given.object("row") or {})
+        given.finish()
+        opened = await self._directory.open(wish)
+        return _json({**asdict(opened), "base_url": f"{request.url.origin()}/sessions/{opened.key}/v1"})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        given = Fields((await _json_body(request))[0])
+        reward = SessionReward(
+            reward=given.number("reward", -MAX_REWARD, MAX_REWARD),
+            parts=_numbers(given, "parts"),
+            turns=_numbers(given, "turns"),
+            final=given.flag("final", default=True),
+        )
+        given.finish()
+        await self._directory.finish(request.match_info["key"], reward)
+        return _json({})
+
+
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+def _numbers(given: Fields, name: str) -> dict[str, float]:
+    table = given.fields(name)
+    if table is None:
+        return {}
+    return {key: value for key in table.names() if (value := table.number(key, -MAX_REWARD, MAX_REWARD)) is not None}
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, headers=_JSON_HEADERS)
+
+
+def _refusal(refused: TurnRefused, body: Callable[[TurnRefused], dict[str, Any]]) -> web.Response:
+    answer = _json(body(refused), refused.status)
+    wait_s = RETRY_S if refused.retry_after_s is None and refused.status in (429, 503) else refused.retry_after_s
+    if wait_s is not None:
+        answer.headers["Retry-After"] = str(math.ceil(wait_s))
+        answer.headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
+    return answer
+
+
+def _refused(refusal: Refusal) -> TurnRefused:
+    return TurnRefused(refusal.message, code=refusal.code, status=refusal.status)
+
+
+def _as_refused(error: Exception, what: str) -> TurnRefused:
+    """What a client reads about an error. An error that is no refusal is logged, without the key of the session."""
+    match error:
+        case TurnRefused():
+            return error
+        case web.HTTPRequestEntityTooLarge():
+            message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+            return TurnRefused(message, code="request.too_large", status=413)
+        case RequestError():
+            return TurnRefused(str(error), code=error.code, status=400)
+        case ServerUnavailable():
+            return TurnRefused(str(error), code=error.code, status=503)
+        case ArealError():
+            _log.error("%s failed: %s [%s]", what, error, error.code)
+            return TurnRefused(str(error), code=error.code, status=500)
+        case _:
+            _log.error("%s failed", what, exc_info=error)
+            return TurnRefused(f"{type(error).__name__} in the session server", code=ArealError.code, status=500)
+
+
+async def _json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
+    """The JSON object of a request, and the same as canonical bytes. TurnRefused unless it is one."""
+    if refusal := wrong_type(request.headers, has_body=request.can_read_body):
+        raise _refused(refusal)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await read_body(request)
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise TurnRefused(message, code="request.broken_body", status=408) from None
+    try:
+        body = orjson.loads(data or b"{}")
+        canonical = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, TypeError) as error:  # TypeError: it is too deep
+        raise TurnRefused(f"the body is not JSON: {error}", code="request.not_json", status=400) from None
+    if not isinstance(body, dict):
+        raise TurnRefused("the body is not a JSON object", code="request.not_json", status=400)
+    return body, canonical
+
+
+def _attempt(request: web.Request, dialect: str, canonical: bytes) -> Attempt:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    if not re.fullmatch(r"[0-9]{1,9}", count):
+        raise invalid("x-stainless-retry-count", "must be a number")
+    return Attempt(hashlib.sha256(dialect.encode() + b"\0" + canonical).hexdigest(), int(count))
