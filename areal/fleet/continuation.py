@@ -5,13 +5,12 @@ continues under an older policy than the one that generated its newest token.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, ReplicaInfo
+from areal.fleet.replica import NO_VERSION, FinishReason, GenerationPart, PartChunk, RequestLimits
 
 
 def token_budget(gconfig: GenerationHyperparameters, num_prompt_tokens: int) -> int:
@@ -58,14 +57,13 @@ class Answer:
         """The policy version of the newest token, None before the first."""
         return self._versions[-1] if self._versions else None
 
-    def check(self, infos: Sequence[ReplicaInfo]) -> None:
-        """RequestError unless each of these replicas can generate all of the answer, which may continue at any of them.
+    def check(self, limits: RequestLimits) -> None:
+        """RequestError when the answer exceeds these limits.
 
-        A request that breaks these limits ends some servers, and others silently shorten its answer.
+        Such a request ends some servers, and others silently shorten its answer.
         """
         gconfig, num_prompt = self._request.gconfig, len(self._request.input_ids)
-        vocab_size = min(info.vocab_size for info in infos)
-        context = min(info.context_length for info in infos)
+        vocab_size, context = limits.vocab_size, limits.context_length
         _check_ids(self._request.input_ids, vocab_size, "the prompt", "use the tokenizer of the served model")
         if gconfig.stop_token_ids:
             _check_ids(gconfig.stop_token_ids, vocab_size, "gconfig.stop_token_ids", "remove it")

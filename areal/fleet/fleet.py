@@ -16,7 +16,6 @@ from areal.fleet.continuation import Answer
 from areal.fleet.replica import OnChunk, PartChunk, Replica, ReplicaFactory
 from areal.fleet.replica_set import ReplicaSet
 from areal.fleet.replica_states import Slot, State
-from areal.fleet.routing import Router
 from areal.fleet.weight_updater import WeightUpdater
 from areal.system.discovery import NameRegistry
 from areal.system.process import raise_open_file_limit
@@ -37,7 +36,6 @@ class Fleet:
         """`abandoned`: versions from before the trainer recovered, which it will make again with other weights."""
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
-        self._router = Router(config.schedule_policy)
         self._updater = WeightUpdater(self._replicas, config)
         self.update_weights = self._updater.update
         self._num_waiting = 0
@@ -94,7 +92,7 @@ class Fleet:
         while not answer.finished:
             slot, replica = await self._pick(request, answer.newest_version, avoid)
             if answer.num_parts == 0:  # the limits are known once a replica has answered
-                answer.check(self._replicas.infos())
+                answer.check(self._replicas.limits)
             problem = await self._run_part(answer, slot, replica, on_chunk)
             answer.interrupted()
             if problem and not answer.finished:
@@ -113,7 +111,7 @@ class Fleet:
         """Let one replica add to the answer. The result is the error, or ''."""
         part = answer.next_part(slot.name)
         version = self.version
-        slot.num_running += 1
+        self._replicas.router.serving.change(slot, +1)
         try:
             async with self._replicas.lateness.timeout(self._config.request_timeout):
                 await replica.generate(part, on_chunk)
@@ -127,7 +125,7 @@ class Fleet:
             limit = f"{self._config.request_timeout:g} s (rollout.request_timeout)"
             return f"{slot.name} gave no complete answer in {limit}"
         finally:
-            slot.num_running -= 1
+            self._replicas.router.serving.change(slot, -1)
         is_expected = self._updater.updating_to is not None or version != self.version
         if not answer.finished and not is_expected and answer.num_tokens == part.num_prior_output_tokens:
             return f"{slot.name} aborted the request without a token"  # as a success it could repeat without end
@@ -142,9 +140,8 @@ class Fleet:
         deadline_s = lateness.now_s + limit_s
         while True:
             awaited = [newest_version] if newest_version is not None and self._is_behind(newest_version) else []
-            is_switching = self._updater.is_switching
-            serving = [] if awaited or is_switching else self._replicas.serving
-            if serving:
+            is_switching = self._replicas.is_switching
+            if not awaited and not is_switching and len(self._replicas.router.serving):
                 break
             if self._replicas.is_closed:
                 raise ServerUnavailable("the fleet is closed", code="fleet.closed")
@@ -159,11 +156,14 @@ class Fleet:
             self._num_waiting += 1
             self._awaited_versions.update(awaited)
             try:
-                await self._replicas.wait_for_change(deadline_s - lateness.now_s)
+                if awaited:  # a new target decides, whether or not a request can be sent before
+                    await self._replicas.wait_for_change(deadline_s - lateness.now_s)
+                else:
+                    await self._replicas.wait_to_send(deadline_s - lateness.now_s)
             finally:
                 self._num_waiting -= 1
                 self._awaited_versions.subtract(awaited)
-        slot = self._router.pick(serving, request, avoid)
+        slot = self._replicas.router.pick(request, avoid)
         assert slot.replica is not None  # a serving slot has a connection
         return slot, slot.replica
 
@@ -177,7 +177,7 @@ class Fleet:
         """JSON-ready: the served version, each replica, waiting requests and their cause, generated tokens."""
         waiting_for = ""
         awaited = +self._awaited_versions
-        if self._updater.is_switching:
+        if self._replicas.is_switching:
             waiting_for = f"the update to version {self._updater.updating_to}"
         elif not self._replicas.serving:
             waiting_for = f"a serving replica: {self._replicas.describe()}"

@@ -71,6 +71,14 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What every replica of a fleet can generate, since an answer may continue on any of them."""
+
+    vocab_size: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """How busy a replica is, as it reports."""
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from areal.api.config.rollout import InferenceEngineConfig
 from areal.api.errors import ArealError, ServerUnavailable
-from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaInfo, ReplicaLoad
+from areal.fleet.replica import NO_VERSION, Replica, ReplicaFactory, ReplicaLoad, RequestLimits
 from areal.fleet.replica_states import (
     TRANSITIONS,
     Action,
@@ -28,6 +28,7 @@ from areal.fleet.replica_states import (
     obstacle,
     reported,
 )
+from areal.fleet.routing import Router
 from areal.observe.log import get_logger
 from areal.system.discovery import NameRegistry
 from areal.system.loop_lateness import LoopLateness
@@ -64,6 +65,8 @@ class ReplicaSet:
         self._config = config
         self._factory = factory
         self._num_servers = num_servers
+        self.router: Router[Slot] = Router(config.schedule_policy)
+        """It always has exactly the slots that serve."""
         self._abandoned = abandoned
         """Versions from before the trainer recovered. A server that has one when it is first met got it before that."""
         self.slots: list[Slot] = []
@@ -74,6 +77,11 @@ class ReplicaSet:
         self.has_started = False
         self.is_closed = False
         self._changed = asyncio.Event()
+        self._may_send = asyncio.Event()
+        """Set while a request finds a replica, or the fleet is closed."""
+        self.is_switching = False
+        """The whole fleet changes its version: no request may be sent meanwhile. Set by the weight updater."""
+        self._limits: RequestLimits | None = None
         self.lateness = LoopLateness(_report_block)
         """No replica fails because the loop of this process was blocked: its limits do not include that time."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,9 +91,16 @@ class ReplicaSet:
     def serving(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.state is State.SERVING]
 
-    def infos(self) -> list[ReplicaInfo]:
-        """The limits of each replica that ever passed a health check."""
-        return [slot.info for slot in self.slots if slot.info is not None]
+    @property
+    def limits(self) -> RequestLimits:
+        """The smallest limits of the replicas that ever passed a health check, of which there must be one."""
+        if self._limits is None:
+            infos = [slot.info for slot in self.slots if slot.info is not None]
+            self._limits = RequestLimits(
+                vocab_size=min(info.vocab_size for info in infos),
+                context_length=min(info.context_length for info in infos),
+            )
+        return self._limits
 
     def describe(self) -> str:
         """The state and reason of each slot that does not serve."""
@@ -131,10 +146,23 @@ class ReplicaSet:
             async with asyncio.timeout(limit_s):
                 await self._changed.wait()
 
+    async def wait_to_send(self, limit_s: float) -> None:
+        """Until a replica serves and no update switches the fleet, the fleet is closed, or `limit_s` seconds are over.
+
+        Thousands of requests wait during a weight update; the many changes of state meanwhile do not wake them.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._may_send.wait()
+
     def announce(self) -> None:
-        """Wake every waiter of `wait_for_change`."""
+        """Wake every waiter of `wait_for_change`, and those of `wait_to_send` if a request can be sent."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if self.is_closed or (len(self.router.serving) and not self.is_switching):
+            self._may_send.set()
+        else:
+            self._may_send.clear()
 
     def set_target(self, version: int) -> None:
         """From now on replicas serve `version`."""
@@ -168,13 +196,17 @@ class ReplicaSet:
                     slot.load = None
                     slot.registration = None  # a server that still runs under this name gets a new connection
                 case Action.FORGET_PREFIXES:
-                    slot.prefixes.clear()
+                    self.router.prefixes.forget(slot.name)
                 case Action.COUNT_FAILURE:
                     slot.num_failures += 1
                 case Action.CHECK_NOW:
                     slot.wake.set()
         if (slot.state, slot.reason) != (state, reason):
             was_healthy, slot.state, slot.reason = slot.is_healthy, state, reason
+            if state is State.SERVING:
+                self.router.serving.add(slot)
+            else:
+                self.router.serving.remove(slot)
             level = logging.DEBUG if was_healthy and slot.is_healthy else logging.INFO
             log.log(level, "%s is %s%s", slot.name, state, f": {reason}" if reason else "")
         slot.changes += 1
@@ -220,6 +252,7 @@ class ReplicaSet:
     async def _drop(self, slot: Slot, reason: str) -> None:
         """Remove a slot. Its requests continue on other replicas and do not count as failed."""
         self.slots = [other for other in self.slots if other is not slot]
+        self._limits = None
         self._watches[slot].cancel()
         await asyncio.gather(self._watches[slot], return_exceptions=True)
         await self.disconnect(slot, Event.REMOVED, reason)
@@ -257,12 +290,13 @@ class ReplicaSet:
             return
         if slot.info is None and slot.weights is Weights.VALID and info.version in self._abandoned:
             slot.weights = Weights.ABANDONED
-        slot.info = info
+        if info != slot.info:
+            slot.info, self._limits = info, None
         if slot.changes != changes or slot.state is State.UPDATING:
             return
         weights = reported(slot.weights, info.weights_whole)
         if info.version != slot.version:
-            slot.prefixes.clear()
+            self.router.prefixes.forget(slot.name)
         is_news = is_news or (info.version, weights) != (slot.version, slot.weights)
         slot.version, slot.weights = info.version, weights
         if is_news:
@@ -281,9 +315,9 @@ class ReplicaSet:
         slot.address = str(record["address"])
         slot.replica = self._factory(slot.name, slot.address)
         slot.incarnation = f"{slot.name}@{uuid.uuid4().hex[:8]}"
-        slot.prefixes.clear()
+        self.router.prefixes.forget(slot.name)
         if slot.registered != slot.last_registration:
-            slot.info = None
+            slot.info = self._limits = None
             slot.failed_version = None
             slot.weights = Weights.VALID  # a new process loads complete weights
         if record.get("pid", 0) is None:  # not started by this run, and it may have been restarted since the last time

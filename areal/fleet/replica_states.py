@@ -11,7 +11,6 @@ from enum import StrEnum
 from typing import Any
 
 from areal.fleet.replica import NO_VERSION, Replica, ReplicaInfo, ReplicaLoad
-from areal.fleet.routing import PrefixMemory
 
 
 class State(StrEnum):
@@ -139,8 +138,6 @@ class Slot:
         """From the last health check that passed."""
         self.load: ReplicaLoad | None = None
         """The last report; None when the server does not answer."""
-        self.prefixes = PrefixMemory()
-        """What its cache may hold: empty after a new connection or a weight update."""
         self.num_running = 0
         self.num_failures = 0
         self.wake = asyncio.Event()

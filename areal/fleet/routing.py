@@ -7,52 +7,22 @@ prompt, except replicas that are much busier than the least busy one (`OVERLOAD_
 prompts share spreads over the fleet.
 """
 
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Generic
 
 from areal.api.data import GenerationRequest
+from areal.fleet.load_order import CandidateT, LoadOrder, PrefixIndex
 
 MAX_GROUPS = 65536
 """Maximum groups whose replica is remembered; the least recently used one is forgotten first."""
 BLOCK_TOKENS = 64
 """Prefixes are compared in whole blocks of this many tokens."""
-MAX_BLOCKS = 16384
-"""Maximum blocks remembered for each replica: a million tokens."""
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SLACK = 8
 """A replica is overloaded while it runs more than factor x (requests of the least busy replica) + slack."""
-
-
-class PrefixMemory:
-    """The prefixes of prompts that a replica was sent, which its cache may hold. Cleared when that cache is emptied.
-
-    A prefix is identified by the chained hashes of its blocks. The least recently used block is forgotten first; a use
-    marks the later blocks of a prompt before the earlier ones, so the known blocks of a prompt are always a prefix.
-    """
-
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def num_known(self, blocks: Sequence[int]) -> int:
-        """Number of leading blocks that it knows."""
-        return bisect_left(blocks, True, key=lambda block: block not in self._blocks)
-
-    def add(self, blocks: Sequence[int]) -> None:
-        known = self._blocks
-        for block in reversed(blocks[: self._max_blocks]):
-            known[block] = None
-            known.move_to_end(block)
-        while len(known) > self._max_blocks:
-            known.popitem(last=False)
-
-    def clear(self) -> None:
-        self._blocks.clear()
+FEW_HOLDERS = 32
+"""Up to this many replicas that know a prefix are compared with each other; more are searched in the order of load."""
 
 
 def prefix_blocks(request: GenerationRequest) -> list[int]:
@@ -66,61 +36,62 @@ def prefix_blocks(request: GenerationRequest) -> list[int]:
     return blocks
 
 
-class Candidate(Protocol):
-    """The attributes of a replica that routing uses."""
+class Router(Generic[CandidateT]):
+    """The serving replicas and the choice among them; `policy` as in rollout.schedule_policy."""
 
-    name: str
-    num_running: int
-    prefixes: PrefixMemory
-
-
-CandidateT = TypeVar("CandidateT", bound=Candidate)
-
-
-class Router:
-    """Chooses among serving replicas; `policy` as in rollout.schedule_policy."""
-
-    def __init__(self, policy: str, max_groups: int = MAX_GROUPS) -> None:
+    def __init__(self, policy: str, *, max_groups: int = MAX_GROUPS) -> None:
         self._policy = policy
         self._max_groups = max_groups
-        self._turn = 0
+        self.serving: LoadOrder[CandidateT] = LoadOrder()
+        self.prefixes = PrefixIndex()
         self._replica_of: OrderedDict[str, str] = OrderedDict()
 
-    def pick(self, candidates: Sequence[CandidateT], request: GenerationRequest, avoid: str = "") -> CandidateT:
-        """One of `candidates` (at least one). `avoid` is chosen only when there is no other."""
-        if len(candidates) > 1 and avoid:
-            candidates = [candidate for candidate in candidates if candidate.name != avoid]
+    def pick(self, request: GenerationRequest, avoid: str = "") -> CandidateT:
+        """One of the serving replicas, of which there is one at least. `avoid` only when there is no other."""
+        if len(self.serving) == 1:
+            avoid = ""
         group_id = request.group_id
         if not group_id:
-            return self._choose(candidates, request)
-        bound = self._replica_of.get(group_id)
-        chosen = next((candidate for candidate in candidates if candidate.name == bound), None)
+            return self._choose(request, avoid)
+        bound = self._replica_of.get(group_id, "")
+        chosen = self.serving.get(bound) if bound != avoid else None
         if chosen is None:
-            chosen = self._choose(candidates, request)
+            chosen = self._choose(request, avoid)
         self._replica_of[group_id] = chosen.name
         self._replica_of.move_to_end(group_id)
         if len(self._replica_of) > self._max_groups:
             self._replica_of.popitem(last=False)
         return chosen
 
-    def _choose(self, candidates: Sequence[CandidateT], request: GenerationRequest) -> CandidateT:
-        self._turn += 1
+    def _choose(self, request: GenerationRequest, avoid: str) -> CandidateT:
         if self._policy == "round_robin":
-            return candidates[self._turn % len(candidates)]
-        if self._policy == "prefix_affinity":
-            return self._by_prefix(candidates, prefix_blocks(request))
-        return self._least_loaded(candidates)
-
-    def _least_loaded(self, candidates: Sequence[CandidateT]) -> CandidateT:
-        # Equal loads are taken in turn, so that an idle fleet fills evenly.
-        shift = self._turn % len(candidates)
-        return min((*candidates[shift:], *candidates[:shift]), key=lambda candidate: candidate.num_running)
-
-    def _by_prefix(self, candidates: Sequence[CandidateT], blocks: list[int]) -> CandidateT:
-        limit = OVERLOAD_FACTOR * min(candidate.num_running for candidate in candidates) + OVERLOAD_SLACK
-        able = [candidate for candidate in candidates if candidate.num_running <= limit]
-        known = [candidate.prefixes.num_known(blocks) for candidate in able]
-        longest = max(known)  # the least busy one is never overloaded
-        chosen = self._least_loaded([one for one, count in zip(able, known, strict=True) if count == longest])
-        chosen.prefixes.add(blocks)
+            chosen = _first(self.serving.in_turn(), avoid)
+        elif self._policy == "prefix_affinity":
+            blocks = prefix_blocks(request)
+            chosen = self._by_prefix(blocks, avoid) or _first(self.serving.ascending(), avoid)
+            self.prefixes.add(chosen.name, blocks)
+        else:
+            chosen = _first(self.serving.ascending(), avoid)
+        self.serving.chosen(chosen)
         return chosen
+
+    def _by_prefix(self, blocks: list[int], avoid: str) -> CandidateT | None:
+        """The least loaded of the replicas that know the longest prefix and are not overloaded; None: none knows it."""
+        limit = OVERLOAD_FACTOR * self.serving.least_load + OVERLOAD_SLACK
+
+        def is_able(name: str) -> bool:
+            candidate = self.serving.get(name)
+            return candidate is not None and candidate.num_running <= limit and name != avoid
+
+        block = self.prefixes.deepest(blocks, is_able)
+        if block is None:
+            return None
+        if self.prefixes.max_holders(block) > FEW_HOLDERS:
+            ascending = (one for one in self.serving.ascending() if self.prefixes.knows(one.name, block))
+            return _first(ascending, avoid)
+        able = [self.serving.get(name) for name in self.prefixes.holders(block) if is_able(name)]
+        return min((one for one in able if one is not None), key=lambda one: one.num_running)
+
+
+def _first(candidates: Iterator[CandidateT], avoid: str) -> CandidateT:
+    return next(candidate for candidate in candidates if candidate.name != avoid)

@@ -38,8 +38,6 @@ class WeightUpdater:
         """The update that made the target version; None before the first."""
         self.updating_to: int | None = None
         """The version that is being installed."""
-        self.is_switching = False
-        """The whole fleet changes its version: no request may be sent meanwhile."""
         replicas.update_stale = self._update_stale
 
     async def update(self, update: WeightUpdate) -> None:
@@ -81,7 +79,8 @@ class WeightUpdater:
 
     async def _switch(self, update: WeightUpdate) -> None:
         """Update the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
-        self.updating_to, self.is_switching = update.version, True
+        self.updating_to, self._replicas.is_switching = update.version, True
+        self._replicas.announce()
         before = self._replicas.target_version, self._target
         try:
             slots = await self._members(update)
@@ -99,7 +98,7 @@ class WeightUpdater:
                 self._set_target(*before)  # no token of the version exists, and none may after this error
                 raise
         finally:
-            self.updating_to, self.is_switching = None, False
+            self.updating_to, self._replicas.is_switching = None, False
             self._replicas.announce()
 
     async def _supplement(self, update: WeightUpdate) -> None:

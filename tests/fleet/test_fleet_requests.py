@@ -66,8 +66,10 @@ async def test_prompts_go_to_the_replica_that_has_their_prefix_cached(kit: Fleet
 
     assert len({await ask(number) for number in range(5)}) == 1
 
+    known = fleet._replicas.router.prefixes.num_blocks
+
     def num_known() -> list[int]:
-        return sorted(len(slot.prefixes) for slot in fleet._replicas.slots)
+        return sorted(known(slot.name) for slot in fleet._replicas.slots)
 
     assert num_known() == [0, 4]
     await fleet.update_weights(kit.disk(1))
@@ -76,14 +78,13 @@ async def test_prompts_go_to_the_replica_that_has_their_prefix_cached(kit: Fleet
     assert num_known() == [0, 4]
     index = int(name[-1])
     servers[index].version = 9  # as if another hand had given it other weights
-    await until(lambda: len(fleet._replicas.slots[index].prefixes) == 0)
+    await until(lambda: known(f"server-{index}") == 0)
     await until(lambda: servers[index].version == 1)
     await serving(fleet, "server-0", "server-1")
     name = await ask(7)
-    slot = fleet._replicas.slots[int(name[-1])]
-    assert len(slot.prefixes) == 4
+    assert known(name) == 4
     await kit.server(int(name[-1]))  # a new process under its name
-    await until(lambda: len(slot.prefixes) == 0)
+    await until(lambda: known(name) == 0)
 
 
 async def test_the_status_contains_the_loads_that_servers_report(kit: FleetKit) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
 from areal.api.errors import RequestError
 from areal.fleet.continuation import Answer
-from areal.fleet.replica import ReplicaInfo
+from areal.fleet.replica import RequestLimits
 
-INFO = ReplicaInfo(version=0, vocab_size=100, context_length=20, weights_whole=True)
+LIMITS = RequestLimits(vocab_size=100, context_length=20)
 
 
 def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
@@ -36,7 +34,7 @@ def a_request(input_ids: list[int], **gconfig: object) -> GenerationRequest:
 )
 def test_a_refused_request_names_the_limit(request_: GenerationRequest, code: str, values: str) -> None:
     with pytest.raises(RequestError, match=values) as error:
-        Answer(request_, stream_interval=1).check([INFO])
+        Answer(request_, stream_interval=1).check(LIMITS)
     assert error.value.code == code
 
 
@@ -50,13 +48,4 @@ def test_a_refused_request_names_the_limit(request_: GenerationRequest, code: st
     ids=["ids", "length", "max_tokens"],
 )
 def test_a_request_within_the_limits_passes(request_: GenerationRequest) -> None:
-    Answer(request_, stream_interval=1).check([INFO])
-
-
-def test_an_answer_may_continue_at_any_replica_so_the_tightest_limits_count() -> None:
-    small = dataclasses.replace(INFO, vocab_size=10, context_length=90)
-    for infos in ([INFO, small], [small, INFO]):
-        Answer(a_request([9] * 15), stream_interval=1).check(infos)
-        for request in (a_request([10]), a_request([1] * 16)):
-            with pytest.raises(RequestError):
-                Answer(request, stream_interval=1).check(infos)
+    Answer(request_, stream_interval=1).check(LIMITS)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest
-from areal.fleet.routing import BLOCK_TOKENS, OVERLOAD_SLACK, PrefixMemory, Router, prefix_blocks
+from areal.fleet.load_order import LoadOrder, PrefixIndex
+from areal.fleet.routing import BLOCK_TOKENS, FEW_HOLDERS, OVERLOAD_SLACK, Router, prefix_blocks
 
 POLICIES = ["round_robin", "least_loaded", "prefix_affinity"]
 
@@ -19,7 +20,13 @@ class Candidate:
     def __init__(self, name: str, num_running: int = 0) -> None:
         self.name = name
         self.num_running = num_running
-        self.prefixes = PrefixMemory()
+
+
+def router_of(policy: str, *candidates: Candidate, max_groups: int = 100) -> Router[Candidate]:
+    router: Router[Candidate] = Router(policy, max_groups=max_groups)
+    for candidate in candidates:
+        router.serving.add(candidate)
+    return router
 
 
 def of(group_id: str = "", input_ids: list[int] | None = None, adapter: str = "") -> GenerationRequest:
@@ -35,71 +42,77 @@ def prompt(number: int, num_blocks: int, *, after: list[int] | None = None) -> l
 
 def test_routing_by_load_and_in_turn() -> None:
     candidates = [Candidate("a", 2), Candidate("b", 1), Candidate("c", 1)]
-    by_load = Router("least_loaded")
-    assert {by_load.pick(candidates, of()).name for _ in range(6)} == {"b", "c"}
-    in_turn = Router("round_robin")
-    assert sorted(in_turn.pick(candidates, of()).name for _ in range(6)) == ["a", "a", "b", "b", "c", "c"]
+    by_load = router_of("least_loaded", *candidates)
+    assert [by_load.pick(of()).name for _ in range(6)] == ["b", "c"] * 3
+    in_turn = router_of("round_robin", *candidates)
+    assert [in_turn.pick(of()).name for _ in range(6)] == ["a", "b", "c"] * 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_stays_where_it_is_until_its_replica_is_gone(policy: str) -> None:
-    router = Router(policy, max_groups=2)
     a, b = Candidate("a"), Candidate("b", 5)
-    first = router.pick([a, b], of("g"))
+    router = router_of(policy, a, b, max_groups=2)
+    first = router.pick(of("g"))
     second = b if first is a else a
-    first.num_running = 99
-    assert router.pick([a, b], of("g")) is first
-    assert router.pick([a, b], of("g"), avoid=first.name) is second
-    assert router.pick([a, b], of("g")) is second  # and then stays there
-    assert router.pick([first], of("g")) is first
-    assert router.pick([a], of(), avoid="a") is a  # the only one there is
-    router.pick([b], of("h"))
-    router.pick([b], of("i"))
+    router.serving.change(first, 99)
+    assert router.pick(of("g")) is first
+    assert router.pick(of("g"), avoid=first.name) is second
+    assert router.pick(of("g")) is second  # and then stays there
+    router.serving.remove(second)
+    assert router.pick(of("g")) is first
+    assert router.pick(of(), avoid=first.name) is first  # the only one there is
+    router.pick(of("h"))
+    router.pick(of("i"))
     assert len(router._replica_of) == 2
 
 
 def test_a_prompt_goes_to_the_replica_that_has_its_longest_prefix() -> None:
-    router = Router("prefix_affinity")
-    fleet = [Candidate(name) for name in "abcd"]
+    fleet = {name: Candidate(name) for name in "abcd"}
+    router = router_of("prefix_affinity", *fleet.values())
     shared = prompt(1, 3)
-    knows_three = router.pick(fleet, of(input_ids=shared))
-    others = [one for one in fleet if one is not knows_three]
-    knows_five = router.pick(others, of(input_ids=prompt(2, 2, after=shared)))
-    knows_three.num_running, knows_five.num_running = 3, 6  # busy, and chosen all the same
-    assert router.pick(fleet, of(input_ids=prompt(3, 2, after=shared))) in (knows_three, knows_five)
-    assert router.pick(fleet, of(input_ids=prompt(2, 2, after=shared) + [7] * 200)) is knows_five
-    assert router.pick(fleet, of(input_ids=prompt(4, 6))).num_running == 0  # nobody knows it: by load
-    assert router.pick(fleet, of(input_ids=prompt(2, 2, after=shared), adapter="lora-v1")).num_running == 0
+    knows_three = router.pick(of(input_ids=shared))
+    knows_five = router.pick(of(input_ids=prompt(2, 2, after=shared)), avoid=knows_three.name)
+    router.serving.change(knows_three, 3)
+    router.serving.change(knows_five, 6)  # busy, and chosen all the same
+    assert router.pick(of(input_ids=prompt(3, 2, after=shared))) is knows_three
+    assert router.pick(of(input_ids=prompt(2, 2, after=shared) + [7] * 200)) is knows_five
+    assert router.pick(of(input_ids=prompt(4, 6))).num_running == 0  # nobody knows it: by load
+    assert router.pick(of(input_ids=prompt(2, 2, after=shared), adapter="lora-v1")).num_running == 0
 
 
-def test_the_least_loaded_of_equal_replicas_is_chosen() -> None:
-    router = Router("prefix_affinity")
+@pytest.mark.parametrize("num_others", [0, FEW_HOLDERS])
+def test_the_least_loaded_of_equal_replicas_is_chosen(num_others: int) -> None:
     a, b, c = Candidate("a", 4), Candidate("b", 2), Candidate("c", 0)
-    for one in (a, b):
-        one.prefixes.add(prefix_blocks(of(input_ids=prompt(1, 2))))
-    assert router.pick([a, b, c], of(input_ids=prompt(1, 2))) is b
+    others = [Candidate(f"o{i}", 5) for i in range(num_others)]
+    router = router_of("prefix_affinity", a, b, c, *others)
+    for one in (a, b, *others):
+        router.prefixes.add(one.name, prefix_blocks(of(input_ids=prompt(1, 2))))
+    assert router.pick(of(input_ids=prompt(1, 2))) is b
+    router.serving.remove(b)
+    assert router.pick(of(input_ids=prompt(1, 2))) is a
 
 
-def test_an_overloaded_replica_loses_its_affinity_and_common_prefixes_spread() -> None:
-    router = Router("prefix_affinity")
+def test_a_prefix_of_all_prompts_spreads_over_the_fleet() -> None:
     fleet = [Candidate(name) for name in "abc"]
+    router = router_of("prefix_affinity", *fleet)
     shared = prompt(1, 4)
     for _ in range(120):
-        router.pick(fleet, of(input_ids=shared)).num_running += 1
+        router.serving.change(router.pick(of(input_ids=shared)), +1)
         loads = [one.num_running for one in fleet]
         assert max(loads) <= 1.5 * min(loads) + OVERLOAD_SLACK + 1
-    assert all(one.prefixes.num_known(prefix_blocks(of(input_ids=shared))) == 4 for one in fleet)
-    fleet[0].num_running = 1000  # one that is stuck
-    assert router.pick(fleet, of(input_ids=shared)) is not fleet[0]
+    assert [router.prefixes.num_blocks(one.name) for one in fleet] == [4, 4, 4]
+    router.serving.change(fleet[0], 1000)  # one that is stuck
+    assert router.pick(of(input_ids=shared)) is not fleet[0]
 
 
 def test_affinity_is_forgotten_with_the_cache() -> None:
-    router = Router("prefix_affinity")
     a, b = Candidate("a", 2), Candidate("b", 0)
-    a.prefixes.add(prefix_blocks(of(input_ids=prompt(1, 2))))
-    assert router.pick([a, b], of(input_ids=prompt(1, 2))) is a
-    a.prefixes.clear()
-    assert router.pick([a, b], of(input_ids=prompt(1, 2))) is b
+    router = router_of("prefix_affinity", a, b)
+    router.prefixes.add("a", prefix_blocks(of(input_ids=prompt(1, 2))))
+    assert router.pick(of(input_ids=prompt(1, 2))) is a
+    router.prefixes.forget("a")
+    router.prefixes.forget("a")
+    assert router.pick(of(input_ids=prompt(1, 2))) is b
 
 
 def test_only_full_blocks_count_and_each_includes_all_before_it() -> None:
@@ -110,17 +123,77 @@ def test_only_full_blocks_count_and_each_includes_all_before_it() -> None:
 
 
 @given(seed=st.integers(0, 2**32), max_blocks=st.integers(1, 12))
-def test_the_prefix_memory_is_bounded_and_contiguous(seed: int, max_blocks: int) -> None:
-    """Against a search from the front, so the bisection finds what is there."""
+def test_the_prefix_index_is_bounded_and_equals_a_search_of_every_replica(seed: int, max_blocks: int) -> None:
     rng = random.Random(seed)
-    memory = PrefixMemory(max_blocks)
+    index = PrefixIndex(max_blocks)
+    names, able = ["a", "b", "c"], set("abc")
+    known: dict[str, list[int]] = {name: [] for name in names}  # the newest use last
     chains = [[0, *(chain * 100 + i for i in range(1, 8))] for chain in range(1, 4)]
-    for _ in range(30):
+    for _ in range(40):
+        name = rng.choice(names)
+        if rng.random() < 0.1:
+            index.forget(name)
+            known[name] = []
         chain = rng.choice(chains)[: rng.randint(0, 8)]
-        memory.add(chain)
-        assert len(memory) <= max_blocks
-        assert memory.num_known(chain) == min(len(chain), max_blocks)  # what was just used stays
+        index.add(name, chain)
+        used = chain[:max_blocks]
+        known[name] = ([block for block in known[name] if block not in used] + used[::-1])[-max_blocks:]
+        assert index.num_blocks(name) == len(known[name])
+        able = set(rng.sample(names, rng.randint(0, 3)))
         for other in chains:
-            known = [block in memory._blocks for block in other]
-            assert known == sorted(known, reverse=True)
-            assert memory.num_known(other) == sum(known)
+            longest = max((sum(block in known[one] for block in other) for one in able), default=0)
+            deepest = index.deepest(other, able.__contains__)
+            assert deepest == (other[longest - 1] if longest else None)
+            for block in other:
+                assert sorted(index.holders(block)) == [one for one in names if block in known[one]]
+                assert index.max_holders(block) >= len(list(index.holders(block)))
+    for name in names:
+        index.forget(name)
+    for _ in range(100):
+        index.add("d", [0])
+    assert list(index._holders) == [0]  # nothing of what was forgotten is left
+    assert not index._forgotten
+
+
+@given(seed=st.integers(0, 2**32))
+def test_the_order_of_load_equals_a_sort(seed: int) -> None:
+    rng = random.Random(seed)
+    order: LoadOrder[Candidate] = LoadOrder()
+    every = [Candidate(f"s{i}", rng.randint(0, 3)) for i in range(6)]
+    serving: set[str] = set()
+    for _ in range(60):
+        one = rng.choice(every)
+        match rng.choice(["add", "remove", "start", "end", "chosen"]):
+            case "add":
+                order.add(one)
+                serving.add(one.name)
+            case "remove":
+                order.remove(one)
+                serving.discard(one.name)
+            case "start":
+                order.change(one, +1)
+            case "end" if one.num_running:
+                order.change(one, -1)
+            case "chosen" if one.name in serving:
+                order.chosen(one)
+                equals = [other.name for other in order.ascending() if other.num_running == one.num_running]
+                assert equals[-1] == one.name
+                assert [other.name for other in order.in_turn()][-1] == one.name
+            case _:
+                pass
+        found = list(order.ascending())
+        assert {other.name for other in found} == serving
+        assert [other.num_running for other in found] == sorted(other.num_running for other in found)
+        assert len(order) == len(serving)
+        assert not serving or order.least_load == found[0].num_running
+
+
+def test_a_request_of_a_removed_replica_does_not_change_the_load_of_its_successor() -> None:
+    order: LoadOrder[Candidate] = LoadOrder()
+    old, new = Candidate("a", 1), Candidate("a")
+    order.add(old)
+    order.remove(old)
+    order.add(new)
+    order.change(old, -1)
+    order.remove(old)
+    assert (old.num_running, new.num_running, list(order.ascending())) == (0, 0, [new])
