@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from areal.api.alarm_rules import ALARM_RULES
 
 _TABLE = """
+agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
+    Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
+agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
+    Send messages, or token ids.
+agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
+    Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
+
 areal.error: An error without a more specific code.
     Read the message.
 

@@ -1,0 +1,71 @@
+"""A bridge with one token per character: `<` begins a message, `>` ends it, `!` ends reasoning."""
+
+from areal.agent.bridge import BridgeGap
+from areal.agent.turns import TurnRequest
+from areal.api.data import GenerationResponse, StopReason
+
+END = ord(">")
+ROLES = {"assistant": "<a", "user": "<u", "tool": "<t", "system": "<s"}
+
+
+class CharBridge:
+    """With `strips`, the reasoning of answers disappears as soon as a user message follows, as many templates do."""
+
+    stop_token_ids = frozenset({END})
+
+    def __init__(self, *, strips: bool = False) -> None:
+        self.strips = strips
+        self.num_rendered = 0
+
+    def prompt(self, messages, tools) -> list[int]:
+        last_user = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=-1)
+        parts = [f"[{one['function']['name']}]" for one in tools]
+        for index, one in enumerate(messages):
+            thought = one.get("reasoning_content") or ""
+            if self.strips and index < last_user:
+                thought = ""
+            parts.append(f"{ROLES[one['role']]}{thought and thought + '!'}{one.get('content') or ''}>")
+        self.num_rendered += 1
+        return [ord(character) for character in "".join(parts) + "<a"]
+
+    def extension(self, history, new_messages, tools) -> list[int] | BridgeGap:
+        if self.strips and any(one["role"] == "user" for one in new_messages):
+            return BridgeGap(reason="history_edited", detail="reasoning is stripped")
+        text = "".join(f"{ROLES[one['role']]}{one.get('content') or ''}>" for one in new_messages)
+        return [END, *(ord(character) for character in text + "<a")]
+
+
+def messages_of(*texts: str):
+    """`u:hello` is a user message."""
+    roles = {"u": "user", "a": "assistant", "t": "tool", "s": "system"}
+    return tuple({"role": roles[text[0]], "content": text[2:]} for text in texts)
+
+
+def request_of(*texts: str, tools=()) -> TurnRequest:
+    return TurnRequest(messages=messages_of(*texts), tools=tools)
+
+
+def response_of(text: str, *, version: int = 1, stop_reason: StopReason = "stop") -> GenerationResponse:
+    """An answer of one token per character; the log-probability of a token is -its id / 1000."""
+    ids = [ord(character) for character in text]
+    return GenerationResponse(
+        request_id="r",
+        input_ids=[],
+        output_ids=ids,
+        output_logprobs=[-one / 1000 for one in ids],
+        output_versions=[version] * len(ids),
+        stop_reason=stop_reason,
+    )
+
+
+def answer(transcript, request: TurnRequest, text: str, turn_id: str, **options):
+    """Add an answer `reasoning!content>` to a request, and return the delivered message."""
+    context = transcript.context(request)
+    reasoning, mark, content = text.rstrip(">").rpartition("!")
+    message = {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if mark else {})
+    transcript.add_answer(context, turn_id, response_of(text, **options), message)
+    return message
+
+
+def text_of(token_ids) -> str:
+    return "".join(chr(one) for one in token_ids)
