@@ -7,13 +7,6 @@ from dataclasses import dataclass
 from areal.api.alarm_rules import ALARM_RULES
 
 _TABLE = """
-agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
-    Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
-agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
-    Send messages, or token ids.
-agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
-    Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
-
 areal.error: An error without a more specific code.
     Read the message.
 
@@ -29,6 +22,13 @@ agent.unknown_session: The key of a request belongs to no session, or the sessio
     Use the base URL and the key that the session was opened with.
 agent.unsupported_field: A request to a session has a field or value of its dialect that areal does not support.
     Remove the field that `param` names, or use a value of docs/agent_http.md.
+
+agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
+    Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
+agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
+    Send messages, or token ids.
+agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
+    Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
 
 algorithm.custom_advantage: The function at actor.custom_advantage.path did not return one number per token.
     Return a floating-point tensor of the shape of answers.mask.
