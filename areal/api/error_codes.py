@@ -10,25 +10,24 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
+agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
+    Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
     Correct the field that `param` names; docs/agent_http.md has the limits.
 agent.multimodal: A request to a session has an image, audio, a file or another part that is not text.
     Send text parts only.
 agent.no_route: A request to the session server has an unknown path or method.
     Use the base URL of the session; docs/agent_http.md has the routes.
+agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
+    Send messages, or token ids.
+agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
+    Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
 agent.unknown_field: A request to a session has a field that its dialect does not have.
     Remove the field that `param` names; it would change nothing.
 agent.unknown_session: The key of a request belongs to no session, or the session has ended.
     Use the base URL and the key that the session was opened with.
 agent.unsupported_field: A request to a session has a field or value of its dialect that areal does not support.
     Remove the field that `param` names, or use a value of docs/agent_http.md.
-
-agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
-    Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
-agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
-    Send messages, or token ids.
-agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
-    Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
 
 algorithm.custom_advantage: The function at actor.custom_advantage.path did not return one number per token.
     Return a floating-point tensor of the shape of answers.mask.
