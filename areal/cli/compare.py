@@ -148,9 +148,9 @@ def _lines(found: Comparison) -> list[str]:
     return lines
 
 
-def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """At most _WIDTH bars between `low` and `high`, each the mean of an equal number of values."""
-    count = min(_WIDTH, len(values))
+def sparkline(values: Sequence[float], low: float, high: float, *, width: int = _WIDTH) -> str:
+    """At most `width` bars between `low` and `high`, each the mean of an equal number of values."""
+    count = min(width, len(values))
     edges = [round(place * len(values) / count) for place in range(count + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0

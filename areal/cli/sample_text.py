@@ -83,7 +83,7 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
     number = f", answer {facts['trajectory']}" if "trajectory" in facts else ""
     yield _paint(f"== episode {facts['episode']}{number}: {facts['state']}{reason}{where}{row}", 1)
     for name, value in facts.get("columns", {}).items():
-        yield f"   {name}: {_safe(str(value))[:MAX_COLUMN]}"
+        yield f"   {name}: {safe(str(value))[:MAX_COLUMN]}"
     if not number:
         yield "   its tokens are not recorded (rollout.keep_rejected keeps those of the newest rejected episodes)"
         yield ""
@@ -94,7 +94,7 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
     else:
         for place, span in enumerate(facts["spans"]):
             yield _paint("-- answer" if span["generated"] else "-- inserted" if place else "-- prompt", 2)
-            yield _safe(span["text"])
+            yield safe(span["text"])
     yield ""
 
 
@@ -117,7 +117,7 @@ def _token_lines(tokens: Sequence[dict[str, Any]]) -> Iterator[str]:
         if token["version"] >= 0 and token["version"] != version:
             version = token["version"]
             parts.append(_paint(f"<v{version}>", 35))
-        text = _safe(token["text"])
+        text = safe(token["text"])
         if not token["in_loss"]:
             parts.append(_paint(text, 90))
         elif in_color:
@@ -136,6 +136,6 @@ def _paint(text: str, code: int) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if text and _uses_color() else text
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """Text of a model without characters that control a terminal."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

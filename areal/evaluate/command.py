@@ -45,14 +45,17 @@ def run_eval(words: Sequence[str]) -> int:
 
 def run_generate(words: Sequence[str]) -> int:
     """`areal generate`: answers rows and writes the answers to a file, which `areal score` reads."""
-    parser = _parser("generate", f"{_OPTIONS} -o OUT.jsonl", "Generate answers to rows, without scores.")
+    parser = _parser("generate", f"{_OPTIONS} -o OUT.jsonl [--json]", "Generate answers to rows, without scores.")
     parser.add_argument("-o", dest="output", type=Path, required=True, metavar="OUT", help="file to write, JSONL")
+    parser.add_argument("--json", action="store_true", help="print the numbers of answers as JSON")
     given = parser.parse_intermixed_args(words)
     config = evaluation_config(_requested(given), scores=False)
     if status := _make_answers(config, given):
         return status
     if not given.dry_run:
         shutil.copyfile(RunPaths.of(config).answers, given.output)
+        facts = {"output": str(given.output), "answers": len(read_samples(given.output))}
+        sys.stdout.write(f"{json.dumps(facts)}\n" if given.json else f"{facts['answers']} answers: {given.output}\n")
     return 0
 
 

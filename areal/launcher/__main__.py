@@ -1,7 +1,7 @@
 """The command `areal run`, also `python -m areal.launcher`: runs a configuration with the launcher that it needs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from areal.api.config.load import load_experiment
@@ -20,7 +20,9 @@ configured, 130 it was interrupted.
 
   --config FILE    configuration; several files are merged in order
   key.sub=value    replaces an option of the file; `areal config KEY` explains it
-  --dry-run        checks everything, prints the plan, starts nothing
+  --dry-run        checks everything, prints the plan, starts nothing; with --json,
+                   the plan is one line of JSON
+  --overwrite      deletes an earlier run of this name
   --launcher NAME  default: launcher.type; if that is auto, ssh with --hosts, else
                    local. `areal run --launcher NAME --help` lists more options
   --hosts A,B      machines for ssh
@@ -70,8 +72,7 @@ def _named(words: Sequence[str]) -> tuple[str, list[str]]:
 def _configured(words: Sequence[str]) -> str:
     """The launcher of the configuration."""
     has_script = words[0].endswith(".py")
-    known = [word for word in words[has_script:] if word not in ("--dry-run", "--detach")]
-    config = load_experiment(known, allow_unknown_top_level=has_script)
+    config = load_experiment(list(_configuring(words[has_script:])), allow_unknown_top_level=has_script)
     if config.launcher.type != "auto":
         return config.launcher.type
     if config.cluster.n_nodes > 1:
@@ -81,6 +82,16 @@ def _configured(words: Sequence[str]) -> str:
         )
         raise ConfigError(message, code="launch.several_nodes")
     return "local"
+
+
+def _configuring(words: Sequence[str]) -> Iterator[str]:
+    """The words that choose options, without those that the launchers read."""
+    remaining = iter(words)
+    for word in remaining:
+        if word in ("--sweep", "--at-once"):
+            next(remaining, "")
+        elif word not in ("--dry-run", "--detach", "--overwrite", "--json"):
+            yield word
 
 
 if __name__ == "__main__":

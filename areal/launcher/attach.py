@@ -93,9 +93,11 @@ class RequestBox:
 def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     """The run and the request. ConfigError when RUN is not a run folder."""
     parser = argparse.ArgumentParser(
-        prog="python -m areal.launcher.local",
-        usage="%(prog)s --attach RUN (--add-replica | --remove-replica NAME)",
-        description="Change a running run. Exit status: 0 done, 2 refused or no answer.",
+        prog="areal run",
+        usage="%(prog)s --attach RUN (--add-replica | --remove-replica NAME)\n       "
+        "%(prog)s --launcher slurm --attach RUN",
+        description="Change a running run; with --launcher slurm: follow its job. Exit status: 0 done, 2 refused or "
+        "no answer.",
     )
     parser.add_argument("--attach", metavar="RUN", required=True, help="the run folder, as the launcher prints it")
     what = parser.add_mutually_exclusive_group(required=True)

@@ -56,12 +56,12 @@ from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token
 from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
-USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
+USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run [--json]]
        python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
-configuration names all parts. --dry-run prints the plan and the first prompt and starts nothing. --overwrite deletes an
-earlier run in the run folder. --attach changes a run that is running (see --attach --help).
+configuration names all parts. --dry-run prints the plan and the first prompt (--json: as one line of JSON) and starts
+nothing. --overwrite deletes an earlier run in the run folder. --attach changes a running run (see --attach --help).
 AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as rollout.server_addrs does;
 AREAL_SERVER_TOKEN contains their token or API key. The first Ctrl-C saves a recovery checkpoint where recover.mode
 allows; the second ends the run at once.
@@ -82,11 +82,13 @@ class Launch:
     dry_run: bool
     overwrite: bool = False
     """Delete an earlier run in the run folder."""
+    as_json: bool = False
+    """The dry run prints one JSON object."""
 
 
 def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
     """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
-    words = [word for word in argv if word not in ("--dry-run", "--overwrite")]
+    words = [word for word in argv if word not in ("--dry-run", "--overwrite", "--json")]
     if "--help" in words or "-h" in words:
         sys.stdout.write(usage)
         load_experiment(words)  # prints the options and exits
@@ -101,7 +103,10 @@ def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine
         path = Path(script)
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    flags = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv}
+    if "--json" in argv and "--dry-run" not in argv:
+        message = "--json prints the plan of --dry-run; the facts of a run are printed by `areal watch RUN --json`"
+        raise ConfigError(message, code="config.bad_override")
+    flags = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
     return Launch(config=config, extras=extras, script=script, **flags)
 
 
@@ -174,7 +179,10 @@ def checked_plan(
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     tried = _tried(request, line) if tries_row and not problems else TriedRow()
-    if request.dry_run:
+    if request.dry_run and request.as_json:
+        facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
+        sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
+    elif request.dry_run:
         sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config))))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from areal.observe.alarms import Alarm, alarms_text, by_meaning
@@ -28,9 +29,7 @@ class RunAlarmLines:
         self._shown = {(alarm.step, alarm.name) for alarm in self.all()}
 
     def all(self) -> list[Alarm]:
-        """Of the file. Damaged lines are left out."""
-        lines = read_step_lines(self._path)
-        return [Alarm(**{name: line[name] for name in _FIELDS}) for line in lines if line.keys() >= _FIELDS]
+        return recorded_alarms(self._path)
 
     def new(self) -> Iterator[str]:
         """The lines to show for alarms that were not shown yet. A step that is trained again shows its alarms once."""
@@ -41,6 +40,12 @@ class RunAlarmLines:
         found = [alarm for alarm in self.all() if (alarm.step, alarm.name) not in self._shown]
         self._shown |= {(alarm.step, alarm.name) for alarm in found}
         yield from map(alarms_text, by_meaning(found))
+
+
+def recorded_alarms(path: Path) -> list[Alarm]:
+    """The alarms of a file. Damaged lines are left out."""
+    lines = read_step_lines(path)
+    return [Alarm(**{name: line[name] for name in _FIELDS}) for line in lines if line.keys() >= _FIELDS]
 
 
 def episodes_of(paths: RunPaths, last_status: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from rich.cells import cell_len, set_cell_size
+
 from areal.api.config import LauncherConfig
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.liveness import LivenessWatch
@@ -232,6 +234,15 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def fitted(text: str, width: int) -> str:
+    """The line in at most `width` columns: whole parts in the middle are left out first, then the end is cut."""
+    parts = text.split(" | ")
+    while len(parts) > 2 and cell_len(" | ".join(parts)) > width:
+        del parts[2]
+    text = " | ".join(parts)
+    return text if cell_len(text) <= width else set_cell_size(text, width)
+
+
 class StatusLine:
     """One line: refreshed in place on a terminal, else printed as a new line at most every 10 seconds."""
 
@@ -245,7 +256,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Show `text`; outside of a terminal, only if it is new and the interval is over."""
         if self._live:
-            self._stream.write("\r" + text[: self._width() - 1] + "\x1b[K")
+            self._stream.write("\r" + fitted(text, self._width() - 1) + "\x1b[K")
         elif text != self._shown and time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
             self._stream.write(text + "\n")
             self._shown_s = time.monotonic()

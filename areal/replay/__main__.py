@@ -39,6 +39,7 @@ class Request(argparse.Namespace):
     from_checkpoint: int
     name: str
     export: bool
+    json: bool
     overrides: list[str]
 
 
@@ -58,6 +59,7 @@ def read_command_line(argv: Sequence[str], *, prog: str = "python -m areal.repla
     now = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     parser.add_argument("--name", default=now, help="name of the folder for the results (default: the time)")
     parser.add_argument("--export", action="store_true", help="write the last weights to RUN/replays/NAME/export")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="options to change, e.g. actor.optimizer.lr=1e-5"
     )
@@ -109,7 +111,7 @@ def replay(request: Request) -> int:
         sys.stderr.write(f"areal: the run had several lengths ({lengths} steps); the last one sets the learning rate\n")
     if notice := interrupts_notice():
         sys.stderr.write(f"{notice}\n")
-    report = Report(run, folder, order, is_exact=not request.overrides)
+    report = Report(run, folder, order, is_exact=not request.overrides, as_json=request.json)
     try:
         run_ranks(plan_ranks(ranks, folder), report.look)
     except KeyboardInterrupt:

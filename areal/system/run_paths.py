@@ -57,6 +57,8 @@ class RunPaths:
     recover = _Below("recover")
     """Recovery checkpoints."""
     metrics = _Below("metrics.jsonl")
+    samples = _Below("samples")
+    """Tables of samples, one file for each of some train steps."""
     alarms = _Below("alarms.jsonl")
     """The alarms that were raised, one per line."""
     episodes = _Below("episodes.json")

@@ -48,6 +48,34 @@ def test_every_subcommand_has_a_help(command, capsys):
     assert f"areal {command.name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command", [one for one in COMMANDS if one.name not in ("run", "trace")], ids=lambda command: command.name
+)
+def test_every_subcommand_prints_json(command, capsys):
+    with pytest.raises(SystemExit):
+        run_command([command.name, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+def test_the_plan_of_a_run_is_one_line_of_json(capsys):
+    words = ["run", "--config", QUICKSTART, "--dry-run", "--json", "actor.path=/no/such/model"]
+    with pytest.raises(ConfigError) as error:
+        run_command(words)
+    assert error.value.code == "launch.missing_inputs"
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["processes"]] == ["controller", "server-0", "trainer-0"]
+    assert found["problems"]
+    with pytest.raises(ConfigError) as error:
+        run_command([word for word in words if word != "--dry-run"])
+    assert error.value.code == "config.bad_override"
+
+
+def test_the_help_of_attach_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        run_command(["run", "--attach", "--help"])
+    assert capsys.readouterr().out.startswith("usage: areal run --attach RUN")
+
+
 def test_wrong_usage_has_a_code_and_a_status(capsys):
     with pytest.raises(ConfigError) as unknown:
         run_command(["adit"])
@@ -70,7 +98,9 @@ def test_a_run_is_a_folder_or_a_name_below_the_default_fileroot(tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "launcher"),
     [
-        (["--config", QUICKSTART, "--dry-run"], "local"),
+        (["--config", QUICKSTART, "--dry-run", "--json"], "local"),
+        (["--config", QUICKSTART, "--overwrite"], "local"),
+        (["--config", QUICKSTART, "launcher.type=slurm", "--sweep", "seed=1,2", "--detach"], "slurm"),
         (["my.py", "--config", QUICKSTART], "local"),
         (["--config", QUICKSTART, "launcher.type=slurm"], "slurm"),
         (["--config", QUICKSTART, "--hosts", "a,b"], "ssh"),

@@ -152,7 +152,8 @@ def test_episode_and_step_also_show_their_history(shown, run, capsys, tmp_path):
 
 
 def test_without_a_tokenizer_or_a_payload_the_rest_is_shown(run, capsys, tmp_path, monkeypatch):
-    monkeypatch.undo()  # the tokenizer of the configuration does not exist
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)  # where the tokenizer of the configuration does not exist, also after a quickstart
     assert run_command(["show", str(tmp_path), "--episode", "0", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["samples"][0]["answer"] == "53 0"

@@ -12,6 +12,7 @@ from areal.launcher.status import (
     StatusLine,
     StatusSource,
     finished_line,
+    fitted,
     last_record,
     rollout_line,
     training_line,
@@ -57,6 +58,15 @@ def test_status_lines():
     last = {"step": 9, "rollout/reward": 0.5, "rollout/staleness_mean": 2}
     assert finished_line(last, 9) == "step 9/9 | reward 0.500 | staleness 2.00"
     assert "loss -" in training_line({"step": 2, "loss": None}, 4)
+
+
+def test_a_long_line_loses_whole_parts_before_it_is_cut():
+    line = "step 1/2 | reward 0.5 | queue 1+2 | staleness 1 | 7 tokens/s"
+    assert fitted(line, len(line)) == line
+    assert fitted(line, 50) == "step 1/2 | reward 0.5 | staleness 1 | 7 tokens/s"
+    assert fitted(line, 35) == "step 1/2 | reward 0.5 | 7 tokens/s"
+    assert fitted(line, 12) == "step 1/2 | r"
+    assert fitted("長い行です", 5) == "長い "  # such a letter needs two columns
 
 
 def test_the_last_record_is_a_complete_line(tmp_path):

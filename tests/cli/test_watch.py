@@ -1,0 +1,139 @@
+"""`areal watch`: the facts of running, finished and dead runs, and the picture."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from areal.api.errors import InputError
+from areal.cli.main import run_command
+from areal.cli.watch_facts import Watched
+from areal.cli.watch_view import view
+from areal.launcher.preflight import run_lock
+from areal.launcher.status import StatusSource
+from areal.system.heartbeat import Heartbeat
+from areal.system.run_paths import RunPaths
+from tests.cli.test_command import QUICKSTART
+
+
+def row(step, **values):
+    phases = {"seconds/step": 2.0, "seconds/rollout": 0.5, "seconds/publish_weights": 0.1, "seconds/update": 1.4}
+    shares = {"rollout/staleness_frac/0": 0.25, "rollout/staleness_frac/1": 0.75, "rollout/staleness_mean": 0.75}
+    own = {"rollout/reward": step / 10, "actor/entropy": 1.0, "rollout/running": 0.0, "memory/server-0": 0.5}
+    return {"step": step, "time": 100.0 + 3 * step, **phases, **shares, **own, **values}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has trained 4 of 10 steps."""
+    paths = RunPaths(tmp_path / "exp" / "trial")
+    paths.samples.mkdir(parents=True)
+    paths.alive.mkdir()
+    with open(QUICKSTART) as file:
+        paths.config.write_text(file.read())
+    process = {"role": "server", "host": {"node": "node-a"}, "gpus": [], "device": "cpu"}
+    processes = [process | {"name": "server-0"}, process | {"name": "controller", "role": "controller"}]
+    paths.plan.write_text(json.dumps({"processes": processes, "numbers": {"total_steps": 10}}))
+    rows = [{"step": 0, "time": 100.0, "eval/greedy/reward": 0.1, "eval/greedy/episode/reward": 0.1}]
+    rows += [
+        row(1),
+        row(2),
+        row(3, **{"eval/greedy/reward": 0.4, "batch/ref_kl": 0.01}),
+        row(4, **{"actor/entropy": None}),
+    ]
+    paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    names = {"reward_parts": {"format": 1.0}, "prompt": "a \x1b[31mprompt", "num_generated": 3, "stop_reason": "stop"}
+    samples = [names | {"reward": reward, "answer": f"answer {reward}"} for reward in (1.0, 0.8, 0.5, 0.2, 0.0)]
+    (paths.samples / "step-000004.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    (paths.samples / "step-000001.jsonl").write_text("")
+    alarm = {"name": "grad_norm", "code": "alarm.grad_norm", "value": 9.0, "limit": 5.0, "side": "above", "steps": 1}
+    alarm |= {"step": 3, "time": 1.0, "action": "warn", "meaning": "m", "causes": "c", "look_at": "l"}
+    paths.alarms.write_text(json.dumps(alarm) + "\n")
+    return paths
+
+
+def text_of(found, width):
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    console.print(view(found, width))
+    return out.getvalue()
+
+
+def test_a_dead_run_is_described_from_its_files(run, capsys):
+    assert run_command(["watch", str(run.root), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["total_steps"], found["eta_s"]) == ("dead", 4, 10, None)
+    assert found["curves"]["reward"] == {"steps": [1, 2, 3, 4], "values": [0.1, 0.2, 0.3, 0.4]}
+    assert found["curves"]["entropy"]["steps"] == [1, 2, 3]
+    assert found["held_out"] == {"greedy": {"steps": [0, 3], "values": [0.1, 0.4]}}
+    assert found["staleness"] == {"0": 0.25, "1": 0.75}
+    assert list(found["seconds_by_phase"]) == ["update", "rollout", "publish_weights"]
+    assert found["waits"]["the trainer waits for answers"] == 0.25
+    assert found["waits"]["the servers wait for the trainer"] == 1.0
+    assert found["step_s"] == 3.0
+    assert [sample["reward"] for sample in found["samples"]] == [1.0, 0.5, 0.0]
+    assert (found["samples_step"], found["alarms"][0]["name"]) == (4, "grad_norm")
+    server = found["processes"][0]
+    assert (server["node"], server["memory_gib"], server["silent_s"]) == ("node-a", 0.5, None)
+
+
+@pytest.mark.parametrize("width", [60, 140])
+def test_the_picture_fits_the_terminal_and_has_no_control_characters(run, width):
+    text = text_of(Watched(run.root).look(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    for part in ("exp/trial", "dead", "step 4/10", "greedy 0.4", "KL", "update", "answer 0.5", "server-0", "grad_norm"):
+        assert part in text
+
+
+def test_the_summary_counts_unless_a_later_launch_has_died(run):
+    summary = {"status": "failed", "cause": "a cause", "restarts": {"trainer": ["exit status 1"]}}
+    run.summary.write_text(json.dumps(summary))
+    found = Watched(run.root).look()
+    assert (found.state, found.cause, list(found.restarts)) == ("failed", "a cause", ["trainer"])
+    os.utime(run.summary, (1.0, 1.0))
+    assert Watched(run.root).look().state == "dead"
+
+
+def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
+    status = {"waiting_for": "the trainer", "tokens_per_s": 70.0, "total_steps": 10, "first_failure": "KeyError: 'x'"}
+    status |= {"admitted": 9, "running": 3, "failed": 1, "reasons": {"failed: KeyError": 1}}
+    monkeypatch.setattr(StatusSource, "status", lambda source: status)
+    run.token.write_text("secret-token")
+    Heartbeat(run.alive_of("server-0")).beat()
+    watched = Watched(run.root)
+    with run_lock(run):
+        found = watched.look()
+        assert (found.state, found.waiting_for, found.tokens_per_s) == ("running", "the trainer", 70.0)
+        assert found.eta_s == 18.0
+        assert found.episodes["reasons"] == {"failed: KeyError": 1}
+        assert found.processes[0].silent_s is not None
+        assert "secret-token" not in text_of(found, 140)
+        with run.metrics.open("a") as file:
+            file.write(json.dumps(row(5)) + "\n" + '{"step": 6, "ti')
+        assert watched.look().step == 5
+        run.metrics.unlink()  # a recovery replaces the file
+        run.metrics.write_text(json.dumps(row(1)) + "\n")
+        assert watched.look().curves["reward"].steps == [1]
+    assert watched.look().state == "dead"
+
+
+def test_without_a_terminal_the_picture_is_printed_once(run, capsys):
+    assert run_command(["watch", str(run.root)]) == 0
+    assert "exp/trial" in capsys.readouterr().out
+
+
+def test_a_run_before_its_first_step_has_a_picture(run):
+    run.metrics.unlink()
+    run.plan.unlink()
+    assert "no train step yet" in text_of(Watched(run.root).look(), 80)
+
+
+def test_wrong_words_are_refused(tmp_path):
+    with pytest.raises(InputError) as error:
+        run_command(["watch", str(tmp_path)])
+    assert error.value.code == "launch.no_run_folder"
+    with pytest.raises(SystemExit):
+        run_command(["watch", str(tmp_path), "--interval", "0"])
