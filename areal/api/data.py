@@ -69,6 +69,15 @@ class Trajectory:
     """Score of each reward function, by its name in metrics and without its weight; empty = one function (GDPO)."""
     baseline: float | None = None
     """Reward of a greedy answer to the same prompt, which is not trained on (ReMax); None = there is none."""
+    session: int = -1
+    """Trajectories of a group with one number are one session: they have one reward, and one place in its baseline.
+    -1 = the trajectory is a session of one."""
+    turns: list[int] = field(default_factory=list[int])
+    """For a token in the loss, the number of its answer in the session, from 0 in order of time; -1 for other tokens.
+    Empty = the answers follow each other in the trajectories."""
+    turn_rewards: list[float] = field(default_factory=list[float])
+    """For a token in the loss, the reward of its turn and those that follow; any number for other tokens. Empty = all
+    have `reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

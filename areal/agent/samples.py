@@ -1,0 +1,94 @@
+"""Training samples of a session: the rows that its transcript is cut into. Every cut trains the same tokens."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+from areal.agent.token_tree import TokenNode, path_to
+from areal.agent.transcript import Transcript
+from areal.api.data import Trajectory
+
+T = TypeVar("T", int, float)
+
+Cut = Literal["tree", "concat", "per_turn"]
+
+
+def trajectories(
+    transcript: Transcript,
+    *,
+    cut: Cut,
+    reward: float,
+    session: int,
+    turn_rewards: Mapping[str, float] | None = None,
+    reward_parts: Mapping[str, float] | None = None,
+) -> list[Trajectory]:
+    """The rows of a session; each generated token is trained in exactly one of them, with the same tokens before it.
+
+    tree: a row per branch; branches train the tokens that they share in the first row. concat: a row per branch; the
+    longest row trains them. per_turn: a row per answer. Empty when nothing was generated.
+
+    `session`: number within the group. `turn_rewards`: by turn id, the reward that the tokens of the answer get, with
+    those of later turns; None, or a turn that is missing = `reward`, which is that of the whole session.
+    """
+    order = {turn_id: number for number, turn_id in enumerate(transcript.turns)}
+    finished = bool(order) and next(reversed(transcript.turns.values())).finished
+    rows: list[Trajectory] = []
+    for path, trained in _rows(transcript, cut, order):
+        rows.append(
+            Trajectory(
+                token_ids=[token for node in path for token in node.token_ids],
+                loss_mask=_column(path, trained, 0, lambda node: [1] * len(node.token_ids)),
+                rollout_logprobs=_column(path, trained, 0.0, lambda node: node.logprobs),
+                output_versions=_column(path, trained, -1, lambda node: node.versions),
+                reward=reward,
+                finished=finished,
+                reward_parts=dict(reward_parts or {}),
+                session=session,
+                turns=_column(path, trained, -1, lambda node: [order[node.turn_id]] * len(node.token_ids)),
+                turn_rewards=_turn_rewards(path, trained, reward, turn_rewards),
+            )
+        )
+    return rows
+
+
+def _turn_rewards(
+    path: Sequence[TokenNode], trained: set[int], reward: float, rewards: Mapping[str, float] | None
+) -> list[float]:
+    if rewards is None or all(value == reward for value in rewards.values()):
+        return []
+    return _column(path, trained, reward, lambda node: [rewards.get(node.turn_id, reward)] * len(node.token_ids))
+
+
+def _rows(transcript: Transcript, cut: Cut, order: Mapping[str, int]) -> Iterator[tuple[list[TokenNode], set[int]]]:
+    """The path of each row, and the ids of its nodes that are trained."""
+    if cut == "per_turn":
+        ends: dict[str, TokenNode] = {}
+        for leaf in transcript.tree.leaves():
+            for node in path_to(leaf):
+                if node.is_generated and (node.turn_id not in ends or ends[node.turn_id].end < node.end):
+                    ends[node.turn_id] = node
+        for turn_id in sorted(ends, key=order.__getitem__):
+            path = path_to(ends[turn_id])
+            yield from _row(path, [node for node in path if node.turn_id == turn_id])
+        return
+    paths = [path_to(leaf) for leaf in transcript.tree.leaves()]
+    owners: dict[int, int] = {}
+    by_rank = range(len(paths)) if cut == "tree" else sorted(range(len(paths)), key=lambda i: -paths[i][-1].end)
+    for row in by_rank:
+        for node in paths[row]:
+            owners.setdefault(id(node), row)
+    for row, path in enumerate(paths):
+        yield from _row(path, [node for node in path if node.is_generated and owners[id(node)] == row])
+
+
+def _row(path: list[TokenNode], trained: list[TokenNode]) -> Iterator[tuple[list[TokenNode], set[int]]]:
+    """The row, if it trains any token. What follows its last trained token is left out."""
+    if any(node.token_ids for node in trained):
+        yield path[: path.index(trained[-1]) + 1], {id(node) for node in trained}
+
+
+def _column(path: Sequence[TokenNode], trained: set[int], other: T, values: Callable[[TokenNode], list[T]]) -> list[T]:
+    """`values` of the trained nodes, and `other` for all other tokens."""
+    column: list[T] = []
+    for node in path:
+        column += values(node) if id(node) in trained else [other] * len(node.token_ids)
+    return column
