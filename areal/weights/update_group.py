@@ -90,7 +90,13 @@ class UpdateGroup:
         limit_s = join_timeout_s or timeout_s
         with _as_ours():
             self._group = group.meet(
-                store, rank=rank, world_size=world_size, group_name=group_name, backend=backend, timeout_s=limit_s
+                store,
+                rank=rank,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+                timeout_s=limit_s,
+                broadcast_s=timeout_s,
             )
 
     def broadcast(self, buffer: Tensor, give_up: Callable[[], bool] | None = None) -> None:

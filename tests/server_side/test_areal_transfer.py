@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,6 +223,63 @@ def test_a_broadcast_that_never_completes_fails_at_its_time_limit() -> None:
     hanging = group.TransferGroup("g", Group())  # type: ignore[arg-type]
     with pytest.raises(TransferError, match=r"\bg\b.* 0\.1 s"):
         group.broadcast(hanging, torch.empty(3, dtype=torch.uint8), 0.1)
+
+
+@pytest.mark.parametrize("ends_by", ["its limit", "give_up"])
+def test_a_first_broadcast_that_blocks_while_it_connects_fails_in_time_and_so_does_leaving(ends_by: str) -> None:
+    """NCCL connects the ranks in that call, which blocks when a peer is dead, and holds the lock that abort needs."""
+    blocked, released = threading.Event(), threading.Event()
+    main_thread = threading.get_ident()
+
+    class Group:
+        def broadcast(self, tensors: list[Tensor], options: object) -> None:
+            assert threading.get_ident() != main_thread, "the caller's thread must not block: it sends heartbeats"
+            blocked.set()
+            assert released.wait(100)
+            raise RuntimeError("aborted")
+
+        def abort(self) -> None:
+            assert released.wait(100)
+
+    joining = group.TransferGroup("g", Group())  # type: ignore[arg-type]
+    limit_s = 0.1 if ends_by == "its limit" else 1e4
+    with pytest.raises(TransferError, match=r"\bg\b"):
+        group.broadcast(joining, torch.empty(3, dtype=torch.uint8), limit_s, give_up=lambda: ends_by == "give_up")
+    assert blocked.wait(100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_LEAVE_S", 0.01)
+        group.leave(joining)  # returns although the abort waits
+    released.set()
+
+
+def test_a_group_of_nccl_connects_without_blocking_and_its_watchdog_is_later_than_every_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=None)
+
+    connected: list[torch.device] = []
+
+    class Nccl:
+        def __init__(self, store: object, rank: int, world_size: int, options: object) -> None:
+            self.made_with = rank, world_size, options
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append(device)
+
+    Nccl.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(group.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(group.torch.cuda, "current_device", lambda: 3)
+    store = serve_store(Host(), "secret", timeout_s=20)
+    made = group.meet(
+        store, rank=0, world_size=3, group_name="g", backend="nccl", timeout_s=60, broadcast_s=300
+    ).groups[0]
+    rank, world_size, options = made.made_with  # type: ignore[attr-defined]
+    assert (rank, world_size) == (0, 3)
+    assert options.config.blocking == 0
+    assert options._timeout.total_seconds() == 600
+    assert connected == [torch.device("cuda", 3)]
 
 
 def test_a_store_keeps_the_time_limit_it_was_opened_with() -> None:

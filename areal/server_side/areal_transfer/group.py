@@ -13,13 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+_T = TypeVar("_T")
+
 _POLL_S = 0.0005
 _CONNECT_TIMEOUT_S = 10.0
+_START_POLL_S = 0.01
 _LEAVE_S = 1.0
 _STORED_FOR = {"gloo": "cpu", "nccl": "cuda"}
 """Backend -> the device below whose name torch keeps its keys: the first of those it works for."""
@@ -54,6 +59,8 @@ class TransferGroup:
         self.name = name
         self.groups = [group]
         """The only reference to torch's group; none once left."""
+        self.is_connected = isinstance(group, dist.ProcessGroupGloo)
+        """The ranks have exchanged data or, with gloo, have met. Before, a broadcast of NCCL may block without limit."""
 
 
 def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -70,33 +77,75 @@ def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
 
 
 def _greet(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect in a thread, which is abandoned after its limit: torch's waits between two tries cannot be limited."""
-    limit = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
-    made: list[TCPStore | RuntimeError] = []
+    """Connect in a thread, because torch's waits between two tries cannot be limited."""
+    limit_s = min(timeout_s, _CONNECT_TIMEOUT_S)
+    limit = timedelta(seconds=limit_s)
+    store = _abandoned_after(
+        lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
+        f"greet {host}:{port}",
+        time.monotonic() + limit_s,
+    )
+    if store is None:
+        raise TimeoutError(f"it did not answer in {limit_s:g} s")
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
-    def greet() -> None:
+
+def _abandoned_after(
+    call: Callable[[], _T], name: str, deadline: float, give_up: Callable[[], bool] | None = None
+) -> _T | None:
+    """The result of `call` in a daemon thread; None at `deadline` (monotonic) or once `give_up()` is true.
+
+    The thread is then left running. Raises the RuntimeError of `call`.
+    """
+    made: list[_T | RuntimeError] = []
+
+    def run() -> None:
         try:
-            made.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+            made.append(call())
         except RuntimeError as error:
             made.append(error)
 
-    thread = threading.Thread(target=greet, name=f"greet {host}:{port}", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
-    thread.join(limit.total_seconds())
-    if not made:
-        raise TimeoutError(f"it did not answer in {limit.total_seconds():g} s")
-    if isinstance(made[0], RuntimeError):
-        raise made[0]
-    made[0].set_timeout(timedelta(seconds=timeout_s))
-    return made[0]
+    while not made:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or (give_up is not None and give_up()):
+            return None
+        thread.join(left_s if give_up is None else min(left_s, _START_POLL_S))
+    result = made.pop()
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
+
+
+def nccl_options(timeout_s: float) -> dist.ProcessGroupNCCL.Options:
+    """Options of a group of NCCL whose longest wait for another rank is `timeout_s`.
+
+    blocking = 0: the call that connects the ranks returns at once, and the connection is made in the background. The
+    default call has no time limit and cannot be aborted. torch's watchdog ends the whole process at its limit, so that
+    limit is later than every wait of this module.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking = 0
+    options._timeout = timedelta(seconds=2 * timeout_s)
+    return options
 
 
 def meet(
-    store: TCPStore, *, rank: int, world_size: int, group_name: str, backend: str, timeout_s: float
+    store: TCPStore,
+    *,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout_s: float,
+    broadcast_s: float = 0.0,
 ) -> TransferGroup:
     """Join the group over an open store; blocks until all ranks have joined. TransferError after `timeout_s`.
 
-    With nccl the ranks connect at the first broadcast, on the current CUDA device.
+    `broadcast_s`: the longest time limit of a later broadcast. With nccl this call starts the connection of the ranks
+    on the current CUDA device and does not wait for it, because SGLang's ranks connect at the first broadcast.
     """
     if backend not in _STORED_FOR:
         raise ValueError(f"unknown backend {backend!r} of an update group: give gloo or nccl")
@@ -104,10 +153,9 @@ def meet(
     timeout = timedelta(seconds=timeout_s)
     try:
         if backend == "nccl":
-            nccl_options = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog ends the whole process: this deadline must be earlier.
-            nccl_options._timeout = timeout * 2
-            return TransferGroup(group_name, dist.ProcessGroupNCCL(named, rank, world_size, nccl_options))
+            nccl = dist.ProcessGroupNCCL(named, rank, world_size, nccl_options(max(timeout_s, broadcast_s)))
+            nccl.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            return TransferGroup(group_name, nccl)
         if not _is_loopback(store.host):  # the interface: GLOO_SOCKET_IFNAME, else that of the host's name
             return TransferGroup(group_name, dist.ProcessGroupGloo(named, rank, world_size, timeout=timeout))
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - no stub
@@ -145,10 +193,10 @@ def broadcast(
     options.rootRank = 0
     options.timeout = timedelta(seconds=timeout_s)
     try:
-        work = _start(group, buffer, options)
+        work = _start(group, buffer, options, deadline, give_up)
         while True:
             gives_up = give_up is not None and give_up()
-            if work.is_completed():
+            if work is not None and work.is_completed():
                 break
             if time.monotonic() > deadline:
                 raise TransferError(f"update group {group.name}: no broadcast in {timeout_s:g} s")
@@ -164,10 +212,26 @@ def broadcast(
         del work
 
 
-def _start(group: TransferGroup, buffer: Tensor, options: dist.BroadcastOptions) -> dist.Work:
+def _start(
+    group: TransferGroup,
+    buffer: Tensor,
+    options: dist.BroadcastOptions,
+    deadline: float,
+    give_up: Callable[[], bool] | None,
+) -> dist.Work | None:
+    """None when the call did not return by `deadline`, or `give_up()` is true."""
     if not group.groups:
         raise TransferError(f"update group {group.name} was left")
-    return group.groups[0].broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+
+    def start() -> dist.Work:  # no variable here may hold torch's group
+        return group.groups[0].broadcast([buffer], options)  # pyright: ignore[reportAttributeAccessIssue] - no stub
+
+    if group.is_connected:
+        return start()
+    # The first call of NCCL waits until all ranks are connected, holds NCCL's lock and cannot be aborted.
+    work = _abandoned_after(start, f"connect {group.name}", deadline, give_up)
+    group.is_connected = work is not None
+    return work
 
 
 def leave(group: TransferGroup) -> None:
@@ -178,9 +242,15 @@ def leave(group: TransferGroup) -> None:
     because a thread that is in torch when the interpreter exits aborts the process.
     """
     groups, group.groups = group.groups, []
-    if groups:  # no variable here may hold torch's group
-        groups[0].abort()
-    leaving = threading.Thread(target=groups.clear, name=f"leave {group.name}", daemon=True)
+
+    def end() -> None:  # no variable here may hold torch's group
+        try:
+            if groups:
+                groups[0].abort()  # that of NCCL waits for a call that still connects the ranks
+        finally:
+            groups.clear()
+
+    leaving = threading.Thread(target=end, name=f"leave {group.name}", daemon=True)
     leaving.start()
     leaving.join(_LEAVE_S)
 
