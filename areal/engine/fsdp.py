@@ -113,9 +113,9 @@ class FSDPEngine:
         """In the compute type, except for float32 heads; `stored`: in the type that the optimiser updates."""
         for name, weight in self._model.named_tensors():
             value = weight.detach().to(self._mesh.device)
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            yield name, value if stored else value.to(self._dtype_outside(name, value))
+            # Before the ranks exchange it: the same bits in half the bytes.
+            value = value if stored else value.to(self._dtype_outside(name, value))
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def weight_specs(self) -> list[WeightSpec]:
         return [

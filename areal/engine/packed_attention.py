@@ -3,6 +3,7 @@
 transformers calls the registered function for every layer; the layout of the row is passed as a keyword argument.
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -101,7 +102,7 @@ def _varlen(
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _has_grouped_heads():
             grouped["enable_gqa"] = True
         else:  # torch 2.11 wants equal numbers of heads
             k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
@@ -109,6 +110,14 @@ def _varlen(
     # a window of (-1, 0) means causal
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouped)
     return out.unsqueeze(0), None  # pyright: ignore[reportAttributeAccessIssue] - a tensor, as return_aux is not given
+
+
+@functools.cache
+def _has_grouped_heads() -> bool:
+    """Whether torch's kernel reads the keys and values of a group of heads once."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal.api.batch import LossOutput
@@ -138,7 +139,15 @@ def test_bfloat16_computes_like_a_bfloat16_model(cases, models):
     difference = (engine.forward(batch).logprobs - exact).abs().max()
     assert 1e-4 < difference < 0.1
     cases.train(engine, batch)
-    assert all(value.dtype == torch.bfloat16 for value in cases.weights_of(engine).values())
+    gathered: list[torch.dtype] = []
+    whole = DTensor.full_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", lambda value: gathered.append(value.dtype) or whole(value))
+        sent = cases.weights_of(engine)
+    assert set(gathered) == {torch.bfloat16}, "the ranks exchange no float32"
+    stored = dict(engine.named_weights(stored=True))
+    for name, value in sent.items():
+        assert torch.equal(value, stored[name].to(torch.bfloat16)), "the bits are those of a cast after the exchange"
     assert all(p.dtype == torch.float32 for p in engine._model.parameters())
 
 
