@@ -195,6 +195,8 @@ launch.missing_inputs: The configuration names absent or unusable files, models 
     Correct the listed keys.
 launch.no_answer: No launcher runs on the run folder, or it does not answer in time.
     Look at the output of the run's launcher.
+launch.no_common_transport: Trainers and servers have no common library for collective weight updates.
+    Set actor.weight_update_mode to auto or disk, or install the same NCCL in both environments.
 launch.no_gpu: The configuration asks for a GPU, and none is available.
     Use the device auto or cpu, or make a GPU visible.
 launch.no_launcher: A script was run without a launcher.

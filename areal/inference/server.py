@@ -27,7 +27,7 @@ from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
 from areal.observe.http_log import HttpLogger
 from areal.observe.log import configure_logging, get_logger
-from areal.system.device import pick_device
+from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
@@ -196,6 +196,7 @@ async def serve_until_signal(options: ServerOptions) -> BaseException | None:
 def main() -> None:
     options = parse_options(sys.argv[1:])
     configure_logging(options.native.log_level, options.process_name)
+    bind_to_gpu_node()
     torch.set_num_threads(options.num_threads)
     raise_open_file_limit()
     bind_collectives(options.host)

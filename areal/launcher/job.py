@@ -18,6 +18,7 @@ from areal.data.run_length import step_limits, steps_per_epoch
 from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend, ServerCommand
 from areal.fleet.server_command import prepended
+from areal.launcher.gpu_rules import NcclVersions, WeightPath, gpu_variables, weight_path
 from areal.launcher.placement import Demand, Machine, Place, Placement, place
 from areal.launcher.restart_rules import Role
 from areal.observe.log import get_logger
@@ -76,6 +77,8 @@ class LaunchPlan:
     attached: tuple[str, ...]
     """URLs of servers that already run and replace planned ones."""
     numbers: RunNumbers
+    weight_path: WeightPath | None = None
+    """How new weights reach the servers; None without servers."""
     warning: str = ""
     """A message for the user before the start; empty when there is none."""
 
@@ -91,10 +94,11 @@ def make_plan(
     script: str | None = None,
     num_rows: int | None = None,
     recover: bool = False,
+    nccl: NcclVersions | None = None,
 ) -> LaunchPlan:
     """The plan of a configuration. ConfigError when the machines or this version cannot run it.
 
-    The controller runs on the first machine.
+    The controller runs on the first machine. `nccl` None: its versions are not known.
     """
     mode = config.allocation
     check_supported(mode)
@@ -103,6 +107,9 @@ def make_plan(
     server_size = mode.inference.instance_size if mode.inference is not None else 1
     num_ranks = mode.num_train_ranks
     placed = _placed(config, machines, 0 if attached else num_servers, server_size, num_ranks)
+    path = None
+    if isinstance(config, PPOConfig) and num_servers and num_ranks:
+        path = weight_path(config, placed, is_attached=bool(attached), nccl=nccl or NcclVersions())
     places: dict[tuple[Role, int], Place] = {("controller", 0): Place(machine=machines[0])} if num_servers else {}
     places |= {("server", index): members[0] for index, members in enumerate(placed.servers)}
     places |= {("trainer", rank): own for rank, own in enumerate(placed.trainers)}
@@ -125,6 +132,7 @@ def make_plan(
             recover=recover,
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
+            weight_transport="disk" if path is None else path.transport,
         )
         processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(
@@ -135,6 +143,7 @@ def make_plan(
         spare_gpus=tuple((machine.host, gpus) for machine, gpus in placed.spare_gpus),
         attached=attached,
         numbers=_run_numbers(config, num_rows),
+        weight_path=path,
         warning="; ".join(_shortages(machines, computing)),
     )
 
@@ -234,14 +243,14 @@ def _planned(
         backend = backend_named(config.server_backend)
         command = backend.command(config, bool(gpus)) if context.role == "server" else None
     # All members of an NCCL group must have the same values, and the servers set these when they are unset.
-    nccl = backend.nccl_defaults if backend is not None and context.role == "trainer" and gpus else {}
+    nccl = backend.nccl_defaults if backend is not None else {}
     env = {
         "OMP_NUM_THREADS": str(context.num_threads),
         "MKL_NUM_THREADS": str(context.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}),
-        **{name: os.environ.get(name, default) for name, default in nccl.items()},
+        **gpu_variables(context.role, gpus, nccl),
         **({} if command is None else _server_env(context, config, command, machine)),
         **({TRAINERS_VARIABLE: trainers} if context.role == "server" else {}),
     }

@@ -26,6 +26,7 @@ from areal.launcher.attach import RequestBox
 from areal.launcher.attached import register, wait_until_all_answer, with_attached_servers
 from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
 from areal.launcher.first_row_check import TriedRow, tried_row
+from areal.launcher.gpu_rules import NcclVersions, with_time_limits
 from areal.launcher.job import LaunchPlan, make_plan
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
@@ -42,11 +43,12 @@ from areal.launcher.preflight import (
     newest_checkpoint,
     overwrite_run,
     run_lock,
+    stored_bytes,
 )
 from areal.launcher.result import facts_text
 from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
 from areal.launcher.sandbox_check import sandbox_problems
-from areal.launcher.server_check import notices, server_problems
+from areal.launcher.server_check import nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
 from areal.system.device import cpu_count, visible_gpus
@@ -168,7 +170,8 @@ def checked_plan(
 ) -> LaunchPlan:
     """Check all that is known before the start; print the plan of a dry run. ConfigError lists what is wrong."""
     config = request.config
-    plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config))
+    nccl = _nccl_of(config, machines)
+    plan = make_plan(config, machines, script=request.script, num_rows=count_rows(config), nccl=nccl)
     # An evaluation has the options of a training, most of which it does not read.
     for notice in ("" if config.allocation.evaluation else notice_of(config), plan.warning):
         if notice:
@@ -194,10 +197,19 @@ def checked_plan(
     return plan
 
 
+def _nccl_of(config: BaseExperimentConfig, machines: Sequence[Machine]) -> NcclVersions | None:
+    """Asked only where it decides how weights travel. The second call reads a cache."""
+    has_gpus = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
+    if not has_gpus or not isinstance(config, PPOConfig) or config.actor.weight_update_mode == "disk":
+        return None
+    return nccl_versions(config)
+
+
 def _launch(request: Launch, cluster: Cluster) -> int:
-    config, paths = request.config, RunPaths.of(request.config)
-    line = StatusLine()
-    machines = cluster.machines()
+    machines, stored = cluster.machines(), max(map(stored_bytes, request.config.models.values()), default=0)
+    on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
+    config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
+    request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
     rows = checked_plan(request, machines, line, tries_row=request.dry_run).numbers.rows
     if request.dry_run:
         return 0
@@ -264,7 +276,8 @@ def _run(
     config, token = request.config, secrets[TOKEN_VARIABLE]
     recovers = config.recover.mode in ("auto", "resume")
     newest = newest_checkpoint(paths) if recovers else None
-    plan = make_plan(config, machines, script=request.script, num_rows=rows, recover=newest is not None)
+    nccl = _nccl_of(config, machines)
+    plan = make_plan(config, machines, script=request.script, num_rows=rows, recover=newest is not None, nccl=nccl)
     if recovers and (earlier := earlier_run(paths, newest, has_rollouts=plan.num_servers > 0)):
         line.say(earlier)
     write_atomic(paths.plan, json.dumps(dataclasses.asdict(_public(plan)), indent=1).encode(), mode=0o600)

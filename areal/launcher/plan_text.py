@@ -24,6 +24,8 @@ def plan_text(plan: LaunchPlan, step_s: float | None) -> str:
         if process.role == "server":
             lines.append(f"    with {_variables(process.env)}")
     lines += [f"  server-{index}: already runs at {url}" for index, url in enumerate(plan.attached)]
+    if plan.weight_path is not None:
+        lines.append(f"weight updates: {plan.weight_path.transport} ({plan.weight_path.reason})")
     lines.append("numbers:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
     lines.append(f"  GPU hours: {_gpu_hours(plan, step_s)}")

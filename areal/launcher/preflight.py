@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TextIO
 
-from areal.api.config import BaseExperimentConfig, PPOConfig
+from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, ConfigProblem, InputError, LaunchError
 from areal.api.functions import (
     ACCEPT_CALL,
@@ -280,6 +280,12 @@ def earlier_step_s(paths: RunPaths) -> float | None:
         rows = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
         return median(row["seconds/step"] for row in rows if "seconds/step" in row)
     return None
+
+
+def stored_bytes(model: TrainEngineConfig) -> int:
+    """Size of the weight files of a local checkpoint; 0 for a model of the hub."""
+    folder = Path(model.path).expanduser()
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if looks_local(model.path) else 0
 
 
 def count_rows(config: BaseExperimentConfig) -> int | None:

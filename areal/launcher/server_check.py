@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from areal.fleet.backends import backend_named
 from areal.fleet.server_backend import ServerBackend
 from areal.fleet.server_command import server_python
 from areal.fleet.server_flags import ignored_flags
+from areal.launcher.gpu_rules import NcclVersions
 from areal.launcher.job import LaunchPlan
 from areal.system.durable import write_atomic
 from areal.system.process import AREAL_PROCESS
@@ -64,6 +66,19 @@ def server_problems(
     nccl = next((f", NCCL {versions[name]}" for name in _NCCL_PACKAGES if versions[name]), "")
     say(f"areal: {backend.title} {versions[backend.name]}, torch {versions['torch']}{nccl} in {python}")
     return problems
+
+
+def nccl_versions(config: PPOConfig) -> NcclVersions:
+    """NCCL of the trainers' and of the servers' environment, from their metadata; empty where it is not known."""
+    python = "" if backend_named(config.server_backend).flags is None else server_python(config)
+    try:
+        own = environment_versions(sys.executable, ("torch", *_NCCL_PACKAGES))
+        packages = (config.server_backend, "torch", *_NCCL_PACKAGES)
+        servers = environment_versions(python, packages) if python else own
+    except _NoVersions:  # `server_problems` reports it
+        return NcclVersions()
+    ours, theirs = (next(filter(None, map(found.get, _NCCL_PACKAGES)), "") for found in (own, servers))
+    return NcclVersions(trainers=ours or "", servers=theirs or "")
 
 
 def notices(config: PPOConfig) -> list[str]:

@@ -14,11 +14,38 @@ def pick_device(name: str) -> str:
     import torch
 
     available = torch.cuda.is_available()
-    if name == "auto":
-        return "cuda" if available else "cpu"
+    if name == "auto" and not available:
+        return "cpu"
     if not available:
         raise ConfigError(f"device={name!r}, but torch finds no CUDA device: use auto or cpu", code="launch.no_gpu")
-    return name
+    return f"cuda:{torch.cuda.current_device()}"  # torch.cuda.set_device refuses a device without an index
+
+
+def bind_to_gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Run this process on the cores nearest to its GPU, the first in CUDA_VISIBLE_DEVICES, where they are known.
+
+    Call it before other threads start. `devices`: Linux's folder of PCI devices.
+    """
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if not gpu or not hasattr(os, "sched_setaffinity"):
+        return
+    lines = _nvidia_smi("--query-gpu=pci.bus_id", "--format=csv,noheader", "-i", gpu)
+    try:
+        bus = lines[0].strip().lower()[-len("0000:00:00.0") :]  # nvidia-smi has 8 digits of the domain, Linux 4
+        near = _cores_in((devices / bus / "local_cpulist").read_text())
+    except (OSError, ValueError, IndexError):
+        return
+    if usable := near & set(core_ids()):
+        os.sched_setaffinity(0, usable)
+
+
+def _cores_in(text: str) -> set[int]:
+    """The cores of a list such as 0-3,8."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def core_ids() -> list[int]:
@@ -43,8 +70,19 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1"]
+    return [str(index) for index, _ in enumerate(line for line in _nvidia_smi("-L") if line.startswith("GPU "))]
+
+
+def gpu_memory_bytes() -> int | None:
+    """Memory of the smallest NVIDIA GPU of this machine; None without one."""
+    lines = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return min((int(line) * 2**20 for line in lines if line.strip().isdigit()), default=None)
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Lines that it prints; none when it is absent or fails."""
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [str(index) for index, _ in enumerate(line for line in listing.splitlines() if line.startswith("GPU "))]
+    return done.stdout.splitlines()

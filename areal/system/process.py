@@ -38,6 +38,10 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
+WeightTransport = Literal["disk", "gloo", "nccl"]
+"""How new weights reach the servers: by a shared folder, or in a collective of this library."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessContext:
     """Identity of a process of a run. The launcher passes it in one environment variable."""
@@ -58,6 +62,8 @@ class ProcessContext:
     """cpu, or cuda:K, where K counts the GPUs that this process sees."""
     host: Host = field(default_factory=Host)
     """Where it listens, and how others reach it."""
+    weight_transport: WeightTransport = "disk"
+    """Of a trainer rank: how it publishes weights."""
 
     @property
     def name(self) -> str:

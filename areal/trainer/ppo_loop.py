@@ -24,10 +24,8 @@ from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
 from areal.rollout.client import RolloutClient, WeightsNeeded
-from areal.system.device import pick_device
 from areal.system.discovery import registry_of
 from areal.system.durable import write_atomic
-from areal.system.network import Host
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
@@ -202,7 +200,7 @@ def _join_run(
 ) -> PPOLoop:
     """Recover, publish if the servers may hold other weights, and attach to the controller."""
     context, mesh, actor = rank.context, rank.mesh, roles.trained["actor"]
-    channel = build_weight_channel(config, actor, mesh, client, context.host)
+    channel = build_weight_channel(config, actor, mesh, client, context)
     stack.callback(channel.close)
     evaluator = Evaluator(config.evaluator, client, channel, mesh)
     hooks = StepHooks(
@@ -258,10 +256,10 @@ def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> N
 
 
 def build_weight_channel(
-    config: PPOConfig, engine: WeightSource, ranks: Ranks, client: RolloutClient, host: Host
+    config: PPOConfig, engine: WeightSource, ranks: Ranks, client: RolloutClient, context: ProcessContext
 ) -> WeightChannel:
-    """The channel that actor.weight_update_mode names: disk, or xccl (NCCL on CUDA, gloo on CPU)."""
-    if config.actor.weight_update_mode == "disk":
+    """The channel that the launcher chose by actor.weight_update_mode and the devices."""
+    if context.weight_transport == "disk":
         folder = resolve_model_folder(config.actor.path)
         return DiskChannel(engine, ranks, client, RunPaths.of(config), model_folder=folder)
     servers = config.allocation.inference
@@ -270,8 +268,8 @@ def build_weight_channel(
         ranks,
         client,
         bucket_bytes=config.actor.weight_chunked_mem_mb * 2**20,
-        backend="nccl" if pick_device("auto") == "cuda" else "gloo",
-        host=host,
+        backend=context.weight_transport,
+        host=context.host,
         ranks_per_replica=servers.instance_size if servers else 1,
     )
 

@@ -16,6 +16,7 @@ from areal.api.errors import LaunchError
 from areal.observe.log import configure_logging
 from areal.observe.phase import PhaseClock
 from areal.observe.trace import open_tracer
+from areal.system.device import bind_to_gpu_node
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.heartbeat import Heartbeat, beating_thread
 from areal.system.process import ProcessContext
@@ -51,6 +52,7 @@ def prepare_process(context: ProcessContext, seed: int) -> None:
 
     from areal.trainer.rng import seed_process
 
+    bind_to_gpu_node()
     torch.set_num_threads(context.num_threads)
     seed_process(seed)
 

@@ -22,7 +22,7 @@ from areal.api.errors import ConfigError
 from areal.launcher import local
 from areal.launcher.job import make_plan
 from areal.launcher.placement import Machine
-from areal.launcher.server_check import environment_versions, notices, server_problems
+from areal.launcher.server_check import environment_versions, nccl_versions, notices, server_problems
 
 
 def config_of(backend, python="", **changes):
@@ -74,6 +74,21 @@ def test_versions_are_reported_in_one_line(interpreter):
     python, said = interpreter(reporting(vllm="0.32.0", **{"nvidia-nccl-cu12": "2.27.3"})), []
     assert check(config_of("vllm", python), said=said) == []
     assert said == [f"areal: vLLM 0.32.0, torch 2.9.0, NCCL 2.27.3 in {python}"]
+
+
+def test_nccl_of_both_ends_is_known_from_the_metadata_of_their_environments(interpreter, monkeypatch):
+    other = interpreter(reporting(vllm="0.32.0", **{"nvidia-nccl-cu12": "2.27.3"}))
+    own = other.with_name("own")
+    own.write_text("#!/bin/sh\n" + reporting(**{"nvidia-nccl-cu13": "2.28.9"}))
+    own.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(own))
+    same = nccl_versions(GRPOConfig(allocation_mode="native:d1+fsdp:d1"))
+    assert (same.trainers, same.servers) == ("2.28.9", "2.28.9")
+    different = nccl_versions(config_of("vllm", other))
+    assert (different.trainers, different.servers) == ("2.28.9", "2.27.3")
+    other.write_text("#!/bin/sh\nexit 1")
+    unknown = nccl_versions(config_of("vllm", other))
+    assert (unknown.trainers, unknown.servers) == ("", "")
 
 
 @pytest.mark.parametrize(

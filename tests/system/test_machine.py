@@ -5,6 +5,7 @@ import pytest
 
 from areal.api.config import ClusterSpecConfig, SFTConfig
 from areal.api.errors import ConfigError
+from areal.system import device
 from areal.system.device import cpu_count, pick_device, visible_gpus
 from areal.system.run_paths import RunPaths
 
@@ -21,6 +22,39 @@ def test_absent_cuda_is_named(monkeypatch):
     with pytest.raises(ConfigError) as error:
         pick_device("cuda")
     assert error.value.code == "launch.no_gpu"
+
+
+def test_a_cuda_device_has_an_index(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [pick_device(name) for name in ("auto", "cuda", "cpu")] == ["cuda:1", "cuda:1", "cpu"]
+
+
+def test_a_process_runs_on_the_cores_near_its_gpu(monkeypatch, tmp_path):
+    asked, bound = [], []
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("2-3,6\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(device, "_nvidia_smi", lambda *words: asked.append(words) or ["00000000:3B:00.0"])
+    monkeypatch.setattr(device, "core_ids", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(device.os, "sched_setaffinity", lambda _, cores: bound.append(cores), raising=False)
+    device.bind_to_gpu_node(tmp_path)
+    assert asked[0][-2:] == ("-i", "4")
+    (folder / "local_cpulist").write_text("8-9\n")  # outside the container
+    device.bind_to_gpu_node(tmp_path)
+    device.bind_to_gpu_node(tmp_path / "absent")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    device.bind_to_gpu_node(tmp_path)
+    assert bound == [{2, 3}]
+
+
+def test_the_memory_of_gpus_is_that_of_the_smallest(monkeypatch):
+    monkeypatch.setattr(device, "_nvidia_smi", lambda *_: ["81559", "40960"])
+    assert device.gpu_memory_bytes() == 40960 * 2**20
+    monkeypatch.setattr(device, "_nvidia_smi", lambda *_: [])
+    assert device.gpu_memory_bytes() is None
 
 
 def test_visible_gpus_follow_the_environment(monkeypatch):

@@ -20,9 +20,9 @@ class PPOActorConfig(
 
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
-    weight_update_mode: str = choice("xccl", "xccl", "disk")
-    """How new weights reach the servers: xccl = collective communication (NCCL or gloo), disk = shared folder."""
-    weight_chunked_mem_mb: int = number(1024, low=1, relevant=when("weight_update_mode", "xccl"))
+    weight_update_mode: str = choice("auto", "auto", "xccl", "disk")
+    """How new weights reach the servers: xccl = collective (NCCL, gloo), disk = folder, auto = xccl if it can work."""
+    weight_chunked_mem_mb: int = number(1024, low=1, relevant=when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
     def problems(self) -> Problems:

@@ -161,7 +161,7 @@ class LauncherConfig:
     trainer_env_vars: str = ""
     """Additional environment variables of trainer ranks, in the same syntax."""
     ready_timeout_s: float = number(300.0, above=0)
-    """Maximum seconds from the start of a process until it reports ready."""
+    """Maximum seconds from the start of a process until it reports ready; the default grows with the checkpoint."""
     stop_grace_s: float = number(10.0, low=0)
     """Seconds between the termination signal and the kill signal of a process."""
     save_grace_s: float = number(300.0, low=0)

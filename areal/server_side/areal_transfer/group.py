@@ -60,7 +60,7 @@ class TransferGroup:
         self.groups = [group]
         """The only reference to torch's group; none once left."""
         self.is_connected = isinstance(group, dist.ProcessGroupGloo)
-        """The ranks have exchanged data or, with gloo, have met. Before, a broadcast of NCCL may block without limit."""
+        """The ranks have exchanged data or, with gloo, have met. Until then a broadcast of NCCL may block."""
 
 
 def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
