@@ -1,0 +1,173 @@
+"""Calls as models of each family write them."""
+
+import json
+
+import pytest
+
+from areal.agent.tool_calls import split_answer, style_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}},
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+def split(text, style, *, tools=TOOLS, special=(), template="<think></think>", in_reasoning=False):
+    chosen = style_of(style, template, special)
+    return split_answer(text, [1, 2], chosen, tools=tools, turn_id="t", in_reasoning=in_reasoning)
+
+
+DSML = "｜DSML｜"
+CASES = {
+    "hermes": 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "Look.\n<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    "mistral": 'Look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}, '
+    '{"name": "time", "arguments": {}}]',
+    "deepseek": "Look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Bonn", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "deepseek_dsml": f'Look.<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
+    f'<{DSML}parameter name="city" string="true">Bonn</{DSML}parameter>\n'
+    f'<{DSML}parameter name="days" string="false">2</{DSML}parameter>\n</{DSML}invoke>\n'
+    f'<{DSML}invoke name="time">\n</{DSML}invoke>\n</{DSML}function_calls>',
+    "glm": "Look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>time</tool_call>",
+    "kimi": "Look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Bonn", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "gpt_oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Bonn", "days": 2}<|call|><|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}'
+    "<|call|>",
+    "llama3_json": 'Look.<|python_tag|>{"name": "weather", "parameters": {"city": "Bonn", "days": 2}}; '
+    '{"type": "function", "name": "time", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("style", CASES)
+def test_two_calls_after_a_text(style):
+    found = split(CASES[style], style)
+    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
+        ("weather", {"city": "Bonn", "days": 2}),
+        ("time", {}),
+    ]
+    assert (found.text, found.num_malformed) == ("Look.", 0)
+    assert found.reasoning == ("Hm." if style == "gpt_oss" else "")
+    assert len({call.call_id for call in found.tool_calls}) == 2
+
+
+def test_pythonic_calls_are_the_whole_answer():
+    found = split('<|python_start|>[weather(city="Bonn", days=2), time()]<|python_end|>', "pythonic")
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [
+        ("weather", '{"city": "Bonn", "days": 2}'),
+        ("time", "{}"),
+    ]
+    assert found.text == ""
+    assert split("[1, 2]", "pythonic").num_malformed == 0
+    for text in ('[weather("Bonn")]', "[weather(city=x)]", "[time(), 1]", "[(lambda: 1)()]", "<|python_start|>[time("):
+        assert split(text, "pythonic").num_malformed == 1
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama3_json", "mistral"])
+def test_a_name_or_arguments_that_no_client_can_take_are_malformed(style):
+    bad = ['{"name": "no name", "arguments": {}}', '{"name": "f", "arguments": [1]}', '{"arguments": {}}']
+    bad += ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": {"a": "\\ud800"}}', '{"name": "f", ']
+    bad += ['{"name": "f", "arguments": {"a":' + '{"a":' * 400 + "1" + "}" * 402]
+    for body in bad:
+        frame = {"hermes": f"<tool_call>{body}</tool_call>", "mistral": f"[TOOL_CALLS][{body}]"}
+        found = split(frame.get(style, f"<|python_tag|>{body}"), style)
+        assert (found.tool_calls, found.num_malformed) == ((), 1), body
+        assert found.text
+
+
+def test_mistral_calls_by_name():
+    found = split('[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"city": "B"}[TOOL_CALLS]time[ARGS]{}', "mistral")
+    assert [call.name for call in found.tool_calls] == ["weather", "time"]
+    assert found.tool_calls[0].call_id == "abcdef123"
+
+
+def test_ids_are_those_of_the_answer_or_new_and_unique():
+    found = split(CASES["kimi"], "kimi")
+    assert [call.call_id for call in found.tool_calls] == ["functions.weather:0", "functions.time:1"]
+    twice = split(CASES["kimi"].replace("time:1", "weather:0"), "kimi")
+    assert len({call.call_id for call in twice.tool_calls}) == 2
+    ids = {call.call_id for call in split(CASES["hermes"], "hermes").tool_calls}
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    again = split_answer(CASES["hermes"], [1], style_of("hermes", ""), tools=TOOLS, turn_id="other")
+    assert not ids & {call.call_id for call in again.tool_calls}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("7", 7), ("seven", "seven"), ("null", None), ("[1]", [1])],
+)
+def test_plain_arguments_have_the_type_of_the_schema(value, expected):
+    text = f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value><arg_key>city</arg_key>"
+    found = split(f"{text}<arg_value>{value}</arg_value></tool_call>", "glm")
+    assert json.loads(found.tool_calls[0].arguments) == {"days": expected, "city": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "reasoning", "rest"),
+    [
+        ("<think>\nwhy\n</think>\n\nfour", False, "why", "four"),
+        ("why</think>four", False, "why", "four"),
+        ("why", True, "why", ""),
+        ("<think>why", False, "why", ""),
+        ("four <think>", False, "", "four <think>"),
+        ("<think></think>four", False, "", "four"),
+    ],
+)
+def test_reasoning_is_what_the_answer_begins_with(text, in_reasoning, reasoning, rest):
+    found = split(text, "none", in_reasoning=in_reasoning)
+    assert (found.reasoning, found.text) == (reasoning, rest)
+
+
+def test_calls_inside_of_reasoning_do_not_count():
+    found = split(f"<think>{CASES['hermes']}</think>no", "hermes")
+    assert (found.tool_calls, found.text) == ((), "no")
+
+
+def test_special_tokens_are_no_text():
+    found = split("a<|x|>b<|im_end|>", "hermes", special=["<|im_end|>", "<|x|>"])
+    assert found.text == "ab"
+
+
+def test_without_tools_nothing_is_a_call():
+    assert split(CASES["hermes"], "hermes", tools=()).text == CASES["hermes"]
+    found = split(CASES["gpt_oss"], "gpt_oss", tools=())
+    assert (found.tool_calls, found.num_malformed) == ((), 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "style", "marker"),
+    [
+        ('{{- "<tool_call>\\n<function=" + name }}', "qwen3_coder", None),
+        ('<tool_call>\n{"name": </think>', "hermes", "</think>"),
+        ("<tool_call>{{ name }}<arg_key>", "glm", None),
+        ("[TOOL_CALLS] [/THINK]", "mistral", "[/THINK]"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek", None),
+        ("<｜DSML｜function_calls></think>", "deepseek_dsml", "</think>"),
+        ("<|tool_call_begin|>", "kimi", None),
+        ("<|start|>assistant<|channel|>", "gpt_oss", None),
+        ("<|start_header_id|>", "llama3_json", None),
+        ("<|start_header_id|><|python_start|>", "pythonic", None),
+        (None, "none", None),
+    ],
+)
+def test_the_chat_template_implies_the_style(template, style, marker):
+    found = style_of("auto", template)
+    assert (found.name, found.reasoning and found.reasoning[1]) == (style, marker)
+    assert style_of("hermes", template).name == "hermes"
