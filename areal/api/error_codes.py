@@ -125,6 +125,10 @@ data.not_found: A dataset file, hub dataset or split does not exist or cannot be
     Correct the dataset's path, name or split.
 data.other_rows: The dataset has another number of rows than the run had, so a row number means another row.
     Restore the dataset, or leave out --row.
+data.template_refused: The chat template raises an error for a dialogue.
+    Correct the messages that the error names; `areal prove-template` shows which dialogues the template takes.
+data.template_stop: The chat template writes no token that ends an answer, or one that is no single token.
+    Declare the stop tokens of the model, or use the tokenizer that belongs to the template.
 data.token_id: A train batch contains a token id outside the model's vocabulary.
     Check what the workflow returns, and that the tokenizer belongs to the model.
 data.too_few_rows: A dataset has fewer usable rows than one batch needs.

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import InputError
+from areal.data.answer_tail import tail_ids
+from areal.data.chat_template import ChatTemplate
 from areal.data.tokenizer import Tokenizer
-
-_MARK = "areal0mark0of0an0answer"
-"""Placeholder for an assistant's answer, to find the text that a template writes around one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +93,8 @@ def tokens_after_answer(
 
     Taken from a rendering with a placeholder as the answer, so that real answers are never tokenised again.
     """
-    marked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}, *messages]
-    text = render_chat(tokenizer, marked, add_generation_prompt=True, enable_thinking=enable_thinking)
-    before, mark, after = text.rpartition(_MARK)
-    if not mark or _MARK in before:
-        message = "the chat template does not render an earlier answer exactly once, so it supports no further turns"
-        raise InputError(message, code="data.chat_template")
-    return tokenizer.encode(after, add_special_tokens=False)
+    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    return tail_ids(ChatTemplate(tokenizer, enable_thinking=enable_thinking), history, messages)
 
 
 def _shown(value: Any) -> str:

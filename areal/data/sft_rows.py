@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.api.errors import InputError
-from areal.data.chat import checked_messages, encode_prompt, render_chat, tokens_after_answer
+from areal.data.answer_tail import tail_ids
+from areal.data.chat import checked_messages, encode_prompt, render_chat
+from areal.data.chat_template import ChatTemplate
 from areal.data.tokenizer import Tokenizer
 
 
@@ -65,6 +67,7 @@ def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Encod
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     token_ids = encode_prompt({"messages": messages[: answers[0]]}, tokenizer).token_ids
     loss_mask = [0] * len(token_ids)
+    template = ChatTemplate(tokenizer)
     for index, following in zip(answers, [*answers[1:], None], strict=True):
         content = messages[index]["content"]
         if not isinstance(content, str):
@@ -73,7 +76,7 @@ def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Encod
         answer_ids = _answer_ids({"messages": messages[:index]}, content, tokenizer)
         token_ids, loss_mask = token_ids + answer_ids, loss_mask + [1] * len(answer_ids)
         if following is not None:
-            between = tokens_after_answer(tokenizer, messages[index + 1 : following])
+            between = tail_ids(template, messages[: index + 1], messages[index + 1 : following])
             if between[:1] == answer_ids[-1:]:  # both contain the end token
                 between = between[1:]
             token_ids, loss_mask = token_ids + between, loss_mask + [0] * len(between)

@@ -1,6 +1,7 @@
 """Tokenizers: the protocol that areal uses, and loading from a folder or the hub without importing torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,11 @@ class Tokenizer(Protocol):
     def pad_token_id(self) -> int | None: ...
     @property
     def chat_template(self) -> Any: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Tokens that are found in text before it is cut into others, with their `content` and whether `special`."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str: ...
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...

@@ -61,7 +61,7 @@ class RewritingTemplate:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.eos_token_id, self.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        self.chat_template = tokenizer.chat_template
+        self.chat_template, self.added_tokens_decoder = tokenizer.chat_template, tokenizer.added_tokens_decoder
 
     def encode(self, text, *, add_special_tokens=True):
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

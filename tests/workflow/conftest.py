@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ class CharTokenizer:
     specials = ("<p>", "<e>", "<s>")
     pad_token_id, eos_token_id = 0, 1
     chat_template = "yes"
+    added_tokens_decoder = {i: SimpleNamespace(content=s, special=True) for i, s in enumerate(specials)}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids, position = [], 0

@@ -1,25 +1,24 @@
 """The template bridge: what a chat template writes between an answer and the next answer, as token ids."""
 
-from collections.abc import Sequence
+import datetime
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from areal.agent.bridge.probe import TemplateFacts, control_texts, probe
+from areal.agent.bridge.proof import Row, next_of, shape_of, table
 from areal.agent.turns import Message
-from areal.data.chat import checked_messages, render_chat, tokens_after_answer
+from areal.api.errors import InputError
+from areal.data.answer_tail import BridgeGap, answer_tail
+from areal.data.chat_template import ChatTemplate
+from areal.data.plain_spans import PlainSpans
 from areal.data.tokenizer import Tokenizer
 
-GapReason = Literal["history_edited", "tail_differs", "refused", "no_answer"]
+__all__ = ["BridgeGap", "PromptBridge", "TemplateBridge", "TemplateScenario", "template_bridge"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeGap:
-    """Why no bridge extends a history: the next prompt needs a fork or a realignment."""
-
-    reason: GapReason
-    """history_edited: the template changes earlier text once the new messages follow. tail_differs: the text after
-    the answer depends on the answer. refused: the template raises. no_answer: the history does not end with an answer
-    that the template shows."""
-    detail: str
+_LOCAL_GAPS = ("tail_differs", "no_prompt", "no_stop")
+"""Reasons that a check of one dialogue at run time does not find."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +26,12 @@ class TemplateScenario:
     """What the user declares about a chat template."""
 
     enable_thinking: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """Further variables of the template, for example {"preserve_thinking": True}."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer, besides the end token of the tokenizer."""
+    """Tokens that end an answer, besides the end token of the tokenizer and those that the template shows."""
+    date: datetime.date | None = None
+    """The date that the template prints; None = today."""
 
 
 class PromptBridge(Protocol):
@@ -38,11 +39,11 @@ class PromptBridge(Protocol):
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Tokens that end an answer, also those that the template itself never writes."""
         ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """The full rendering with the generation prompt."""
+        """The full rendering with the generation prompt. Raises InputError when the template refuses the messages."""
         ...
 
     def extension(
@@ -51,42 +52,74 @@ class PromptBridge(Protocol):
         """The tokens from the end token of the last answer, with it, to the end of the next generation prompt.
 
         `history` ends with the assistant message as delivered to the client; `new_messages` follow it. The caller
-        leaves out the end token when the policy generated it.
+        leaves out the first token when the policy generated any of `stop_token_ids` as the last token of the answer.
         """
         ...
 
 
 class TemplateBridge:
-    """The bridge of a tokenizer's chat template."""
+    """The bridge of a tokenizer's chat template, derived by rendering. See docs/templates.md."""
 
     def __init__(self, tokenizer: Tokenizer, scenario: TemplateScenario) -> None:
-        self._tokenizer = tokenizer
-        self._scenario = scenario
-        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._stop_token_ids = scenario.stop_token_ids.union(ends)
+        """Raises InputError when the template does not render a question with its answer, or shows no end token."""
+        template = ChatTemplate(
+            tokenizer, enable_thinking=scenario.enable_thinking, options=scenario.options, date=scenario.date
+        )
+        self.facts: TemplateFacts = probe(template, declared_stops(tokenizer, scenario.stop_token_ids))
+        self.template = template.with_forms(self.facts.forms)
+        self._stops = {stop: tokenizer.encode(stop, add_special_tokens=False) for stop in self.facts.stops}
+        broken = [stop for stop, ids in self._stops.items() if len(ids) != 1]
+        if broken or not self._stops:
+            what = f"{broken} are no single tokens" if broken else "no token follows an answer"
+            message = f"the chat template has no usable end token: {what}; declare the stop tokens"
+            raise InputError(message, code="data.template_stop")
+        self._spans = PlainSpans(tokenizer, sorted({*control_texts(template, special=True), *self._stops}))
+        self._local_gaps = {
+            (row.shape, row.following): row.gap
+            for row in table(self.template, self.facts, max_answers=1)
+            if row.gap is not None and row.gap.reason in _LOCAL_GAPS
+        }
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        return self._stop_token_ids
+        return frozenset(ids[0] for ids in self._stops.values())
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        text = render_chat(
-            self._tokenizer,
-            checked_messages(list(messages)),
-            add_generation_prompt=True,
-            enable_thinking=self._scenario.enable_thinking,
-            tools=list(tools) or None,
-        )
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        marks = self._spans.marks_for(messages)
+        text = self.template.render([self._spans.marked(message, marks) for message in messages], tools)
+        return self._spans.encode(text, marks)
 
     def extension(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> list[int] | BridgeGap:
-        if not history or history[-1].get("role") != "assistant":
-            return BridgeGap(reason="no_answer", detail="the history does not end with an assistant message")
-        return tokens_after_answer(self._tokenizer, list(new_messages), enable_thinking=self._scenario.enable_thinking)
+        marks = self._spans.marks_for([*history, *new_messages])
+        old, new = ([self._spans.marked(message, marks) for message in part] for part in (history, new_messages))
+        tail = answer_tail(self.template, old, new, tools, stops=self.facts.stops)
+        if isinstance(tail, BridgeGap):
+            return tail
+        if gap := tail.edit or self._local_gaps.get((shape_of(history[-1]), next_of(new_messages))):
+            return gap
+        token_ids = self._spans.encode(tail.text, marks)
+        if token_ids[0] not in self.stop_token_ids:  # text of a message that looks like an end token
+            return BridgeGap(reason="no_stop", detail="no end token follows the answer")
+        return token_ids
+
+    def table(self, *, max_answers: int = 3) -> tuple[Row, ...]:
+        """The proof over all dialogues of up to `max_answers` answers."""
+        return table(self.template, self.facts, max_answers=max_answers)
 
 
-def template_bridge(tokenizer: Tokenizer, scenario: TemplateScenario | None = None) -> PromptBridge:
-    """The bridge of the tokenizer's chat template. Raises InputError when it has no usable template."""
-    return TemplateBridge(tokenizer, scenario or TemplateScenario())
+def declared_stops(tokenizer: Tokenizer, token_ids: frozenset[int]) -> list[str]:
+    """Texts of the end token of the tokenizer and of further tokens."""
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [tokenizer.decode([token]) for token in [*ends, *sorted(token_ids.difference(ends))]]
+
+
+def template_bridge(tokenizer: Tokenizer, scenario: TemplateScenario | None = None) -> TemplateBridge:
+    """The bridge of the tokenizer's chat template, made once for each template and scenario. Raises InputError."""
+    return _made(tokenizer, repr(tokenizer.chat_template), scenario or TemplateScenario(), datetime.date.today())
+
+
+@functools.lru_cache(maxsize=32)
+def _made(tokenizer: Tokenizer, template: str, scenario: TemplateScenario, today: datetime.date) -> TemplateBridge:
+    return TemplateBridge(tokenizer, scenario)
