@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Protocol
 
 from areal.observe.trace import ChromeTracer
 from areal.system.heartbeat import Heartbeat
@@ -17,12 +18,35 @@ from areal.system.heartbeat import Heartbeat
 _ACTIVE: ContextVar[PhaseClock | None] = ContextVar("areal_phase_clock", default=None)
 
 
-class PhaseClock:
-    """Collects the seconds of every phase while it is active, and passes spans to its tracer."""
+class DeviceClock(Protocol):
+    """Times the work of an accelerator, which runs later than the calls that start it."""
 
-    def __init__(self, tracer: ChromeTracer | None = None, heartbeat: Heartbeat | None = None) -> None:
+    def mark(self) -> object:
+        """A point in the device's queue of work, without waiting for it."""
+        ...
+
+    def seconds(self, start: object, end: object) -> float:
+        """Device time between two marks; waits until the device has reached the second."""
+        ...
+
+
+class PhaseClock:
+    """Collects the seconds of every phase while it is active, and passes spans to its tracer.
+
+    With a device clock, the seconds of a phase are those in which the device does the work that the phase started: the
+    host's clock would count them in the next phase that waits for the device. Spans of the tracer are host time.
+    """
+
+    def __init__(
+        self,
+        tracer: ChromeTracer | None = None,
+        heartbeat: Heartbeat | None = None,
+        device: DeviceClock | None = None,
+    ) -> None:
         self._tracer = tracer
         self._heartbeat = heartbeat
+        self._device = device
+        self._marks: list[tuple[str, object, object]] = []
         self._step: int | None = None
         self._inside: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -47,6 +71,7 @@ class PhaseClock:
         with self._lock:
             self._inside.append(name)
             self._show(name)
+        start = None if self._device is None else self._device.mark()
         start_ns = time.perf_counter_ns()
         try:
             yield
@@ -55,7 +80,10 @@ class PhaseClock:
             with self._lock:
                 self._inside.remove(name)
                 self._show(self._inside[-1] if self._inside else f"after {name}")
-                self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
+                if self._device is None:
+                    self._seconds[name] = self._seconds.get(name, 0.0) + (end_ns - start_ns) / 1e9
+                else:
+                    self._marks.append((name, start, self._device.mark()))
             if self._tracer is not None:
                 self._tracer.add_span(name, start_ns, end_ns)
 
@@ -67,6 +95,10 @@ class PhaseClock:
         """Seconds per phase since the last call, at the end of a train step. A nested phase counts in both."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
+            marks, self._marks = self._marks, []
+        for name, start, end in marks:
+            assert self._device is not None
+            seconds[name] = seconds.get(name, 0.0) + self._device.seconds(start, end)
         if self._tracer is not None:
             self._tracer.end_step()
         return seconds

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from areal.api.errors import ConfigError
 
@@ -46,6 +47,21 @@ def _cores_in(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+class CudaClock:
+    """Times work in the current stream of the current CUDA device by events. See `areal.observe.phase.DeviceClock`."""
+
+    def mark(self) -> object:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 def core_ids() -> list[int]:

@@ -16,7 +16,7 @@ from areal.api.errors import LaunchError
 from areal.observe.log import configure_logging
 from areal.observe.phase import PhaseClock
 from areal.observe.trace import open_tracer
-from areal.system.device import bind_to_gpu_node
+from areal.system.device import CudaClock, bind_to_gpu_node
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.heartbeat import Heartbeat, beating_thread
 from areal.system.process import ProcessContext
@@ -68,7 +68,7 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
         stack.callback(tracer.flush if tracer else lambda: None)
         alive = RunPaths(Path(context.run_dir)).alive_of(context.name)
         heartbeat = stack.enter_context(beating_thread(Heartbeat(alive)))
-        clock = PhaseClock(tracer, heartbeat)
+        clock = PhaseClock(tracer, heartbeat, CudaClock() if context.device.startswith("cuda") else None)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")
         mesh = TrainerMesh.open(context, registry_of(config), dp_size=config.allocation.train[0].parallel.dp)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal.inference import sampler
 from areal.inference.request_parser import RequestLimits, parse_sampling_params
 from areal.inference.sampler import sample, uniform_numbers
 from areal.inference.sequence import SamplingParams, Sequence
@@ -191,3 +192,28 @@ def test_accepted_parameters_give_finite_logprobs(logits, answer, seed, body):
     tokens, logprobs = sample(torch.tensor([logits]), [row])
     assert tokens[0] in range(5)
     assert math.isfinite(logprobs[0])
+
+
+def raced(weights, count):
+    """Counts by token of many draws of one row by the rule of GPUs."""
+    rows = 1000
+    counts = torch.zeros(len(weights), dtype=torch.int64)
+    for first in range(0, count, rows):
+        seeds = torch.from_numpy(uniform_numbers([sequence(seed) for seed in range(first, first + rows)]))
+        counts += sampler._race(weights.expand(rows, -1), seeds).bincount(minlength=len(weights))
+    return counts
+
+
+def test_the_race_follows_the_weights_and_never_chooses_one_of_weight_zero():
+    weights = torch.zeros(1000)
+    weights[::10] = torch.linspace(0.1, 10.0, 100)  # 90% have weight 0
+    counts = raced(weights, 50_000)
+    assert counts[weights == 0].sum() == 0
+    shares_found, wanted = counts[::10] / counts.sum(), weights[::10] / weights.sum()
+    deviations = (shares_found - wanted).abs() / (wanted / counts.sum()).sqrt()
+    assert deviations.max() < 4.5, "standard deviations"
+
+
+def test_the_race_finds_no_token_in_a_row_without_a_distribution():
+    rows = torch.tensor([[0.0, 1.0, 0.0], [0.2, math.nan, 0.8], [0.0, 0.0, 0.0]])
+    assert sampler._race(rows, torch.tensor([0.3, 0.4, 0.5])).tolist() == [1, 3, 3]

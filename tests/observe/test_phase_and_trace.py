@@ -133,3 +133,32 @@ def test_the_heartbeat_tells_the_innermost_phase_and_its_step(tmp_path):
                 assert told() == ("publish_weights", 41)
             assert told() == ("rollout", 41)
         assert told() == ("after rollout", 41)
+
+
+def test_phases_of_a_device_have_the_time_in_which_it_works():
+    class Device:
+        """Reaches mark n at n * n seconds, and the host never waits inside a phase."""
+
+        def __init__(self):
+            self.marks, self.waits = 0, []
+
+        def mark(self):
+            self.marks += 1
+            return self.marks
+
+        def seconds(self, start, end):
+            self.waits.append(end)
+            return end * end - start * start
+
+    device = Device()
+    clock = PhaseClock(device=device)
+    with clock.active():
+        with phase("update"):
+            assert device.waits == []
+        with phase("publish"):
+            pass
+        with phase("update"):
+            pass
+    assert device.waits == []
+    assert clock.end_step() == {"update": 3.0 + 11.0, "publish": 7.0}
+    assert clock.end_step() == {}
