@@ -8,7 +8,7 @@ from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
 from areal.engine.fsdp import FSDPEngine
-from areal.engine.hf_model import enable_checkpointing, load_model, resolve_model_folder, shard_units
+from areal.engine.hf_model import enable_checkpointing, fill_model, load_model, resolve_model_folder, shard_units
 from areal.engine.liger_head import require_liger
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
@@ -42,7 +42,9 @@ def build_fsdp_engine(
     folder = resolve_model_folder(config.path)
     attention = choose_attention(config.attn_impl, mesh.device, compute)
     has_head = role in ("critic", "reward")
-    hf_model = load_model(folder, config, is_critic=has_head, seed=seed, dtype=stored, attention=attention)
+    is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
+    kind = {"is_critic": has_head, "seed": seed}
+    hf_model = load_model(folder, config, **kind, dtype=stored, attention=attention, is_empty=is_sharded)
     if config.optimizer is None:
         hf_model.requires_grad_(False)
     elif config.gradient_checkpointing:
@@ -53,8 +55,10 @@ def build_fsdp_engine(
         model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
     else:
         model = PolicyModel(hf_model, config.temperature, outputs, with_liger=config.logprob_kernel == "liger")
-    if mesh.world_size > 1 or stored != compute or config.fsdp.offload_params:
+    if is_sharded:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
+        device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
+        fill_model(hf_model, folder, config, **kind, device=device)
     else:
         model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
     optimizer = None

@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
+from areal.engine.sharded_load import HEAD, compute_buffers, draw_head, draw_weights, raise_missing, read_weights
 
 
 def resolve_model_folder(path: str) -> Path:
@@ -40,9 +41,19 @@ def resolve_model_folder(path: str) -> Path:
 
 
 def load_model(
-    folder: Path, config: TrainEngineConfig, *, is_critic: bool, seed: int, dtype: torch.dtype, attention: str
+    folder: Path,
+    config: TrainEngineConfig,
+    *,
+    is_critic: bool,
+    seed: int,
+    dtype: torch.dtype,
+    attention: str,
+    is_empty: bool = False,
 ) -> PreTrainedModel:
-    """Build the model in `folder` on the CPU, equal on every rank. A trained critic without a head gets a new one."""
+    """Build the model in `folder` on the CPU, equal on every rank. A trained critic without a head gets a new one.
+
+    `is_empty`: without memory, on the meta device; `fill_model` gives it weights after it was sharded.
+    """
     model_config = _read_config(folder, is_critic=is_critic)
     _refuse_unsupported(model_config)
     text_config = model_config.get_text_config()
@@ -50,21 +61,53 @@ def load_model(
         if isinstance(value, float) and (name.endswith("dropout") or name.endswith("_pdrop")):
             setattr(text_config, name, 0.0)
     auto = AutoModelForSequenceClassification if is_critic else AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]), _quiet_transformers():
-        torch.manual_seed(seed)
-        try:
-            if config.init_from_scratch:
+    with _reported_errors(folder):
+        if is_empty or config.init_from_scratch:
+            with torch.random.fork_rng(devices=[]), torch.device("meta" if is_empty else "cpu"):
                 model = auto.from_config(model_config, attn_implementation=attention, dtype=dtype)
-            else:
-                new_head = is_critic and config.optimizer is not None  # that of a frozen model would stay random
-                model = _from_weights(auto, folder, model_config, attention, dtype, new_head=new_head)
-        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            if isinstance(error, ArealError):
-                raise
-            message = f"model in {folder} cannot be loaded: {_first_lines(error)}"
-            raise InputError(message, code="model.not_loadable") from error
+            if not is_empty:
+                draw_weights(model, seed)
+        else:
+            model = _from_weights(auto, folder, model_config, attention, dtype, _head_seed(config, is_critic, seed))
     _refuse_unsupported_model(model, is_critic=is_critic)
     return model
+
+
+def fill_model(
+    model: PreTrainedModel,
+    folder: Path,
+    config: TrainEngineConfig,
+    *,
+    is_critic: bool,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Allocate an empty model that is sharded, on `device`, and give this rank its part of the weights."""
+    with _reported_errors(folder):
+        model.to_empty(device=device)
+        compute_buffers(model, device)
+        if config.init_from_scratch:
+            draw_weights(model, seed)
+        else:
+            read_weights(model, folder, head_seed=_head_seed(config, is_critic, seed))
+
+
+def _head_seed(config: TrainEngineConfig, is_critic: bool, seed: int) -> int | None:
+    """Seed of a new head; None for a frozen model, whose head would stay random."""
+    return seed if is_critic and config.optimizer is not None else None
+
+
+@contextmanager
+def _reported_errors(folder: Path) -> Iterator[None]:
+    """InputError for a model that cannot be loaded; no output of transformers."""
+    with _quiet_transformers():
+        try:
+            yield
+        except ArealError:
+            raise
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            message = f"model in {folder} cannot be loaded: {_first_lines(error)}"
+            raise InputError(message, code="model.not_loadable") from error
 
 
 def shard_units(model: PreTrainedModel, class_names: list[str] | None) -> list[nn.Module]:
@@ -106,7 +149,7 @@ def _read_config(folder: Path, *, is_critic: bool) -> PretrainedConfig:
 
 
 def _from_weights(
-    auto: Any, folder: Path, config: PretrainedConfig, attention: str, dtype: torch.dtype, *, new_head: bool
+    auto: Any, folder: Path, config: PretrainedConfig, attention: str, dtype: torch.dtype, head_seed: int | None
 ) -> PreTrainedModel:
     model, info = auto.from_pretrained(
         folder,
@@ -122,12 +165,10 @@ def _from_weights(
         message = f"checkpoint {folder}: {name} has shape {list(found)}, but {list(wanted)} according to config.json"
         raise InputError(message, code="model.weights_do_not_fit")
     missing = sorted(info["missing_keys"])
-    if new_head and missing == ["score.weight"]:
-        nn.init.normal_(model.score.weight, std=1.0 / (model.score.in_features + 1))
+    if head_seed is not None and missing == [HEAD]:
+        draw_head(model.get_parameter(HEAD), head_seed)
         missing = []
-    if missing:  # transformers would continue with random numbers
-        message = f"checkpoint {folder}: {len(missing)} weights of the model are missing, among them {missing[0]}"
-        raise InputError(message, code="model.weights_do_not_fit")
+    raise_missing(folder, missing)  # transformers would continue with random numbers
     return model
 
 

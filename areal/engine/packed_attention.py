@@ -5,6 +5,7 @@ transformers calls the registered function for every layer; the layout of the ro
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -102,7 +103,7 @@ def _varlen(
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     grouped: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
-        if _has_grouped_heads():
+        if _has_grouped_heads(varlen_attn):
             grouped["enable_gqa"] = True
         else:  # torch 2.11 wants equal numbers of heads
             k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
@@ -113,11 +114,9 @@ def _varlen(
 
 
 @functools.cache
-def _has_grouped_heads() -> bool:
+def _has_grouped_heads(kernel: Callable[..., object]) -> bool:
     """Whether torch's kernel reads the keys and values of a group of heads once."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _require_causal(module: nn.Module, attention_mask: Tensor | None, sliding_window: int | None) -> None:

@@ -1,0 +1,152 @@
+"""Fills a model that was built without memory: each rank reads, or draws, only the rows that it keeps."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
+
+from areal.api.errors import ConfigError, InputError
+from areal.system.checkpoint_files import weight_files
+
+HEAD = "score.weight"
+
+
+@torch.no_grad()
+def read_weights(model: PreTrainedModel, folder: Path, *, head_seed: int | None) -> None:
+    """Fill every parameter and saved buffer of an allocated model from the safetensors files in `folder`.
+
+    `head_seed`: seed of a critic's head that the checkpoint lacks; None = a missing head is an error. Reads the rows of
+    this rank alone. A file is opened for one weight at a time, because pages that were read count as memory of the
+    process while it is mapped. Raises InputError when a weight is missing or has another shape.
+    """
+    places = _places(folder)
+    by_tensor: dict[int, list[str]] = {}  # tied weights have several names
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    missing: list[str] = []
+    for key, names in by_tensor.items():
+        target, found = tensors[key], _stored_name(names, places, model.base_model_prefix)
+        if found is not None:
+            _read_rows(target, places[found], found, folder)
+        elif names == [HEAD] and head_seed is not None:
+            draw_head(target, head_seed)
+        else:
+            missing.append(names[0])
+    raise_missing(folder, missing)
+
+
+def raise_missing(folder: Path, names: list[str]) -> None:
+    """Raise InputError when a checkpoint lacks weights of the model."""
+    if names:
+        message = f"checkpoint {folder}: {len(names)} weights of the model are missing, among them {min(names)}"
+        raise InputError(message, code="model.weights_do_not_fit")
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """The file of each stored weight."""
+    places: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            places |= dict.fromkeys(opened.keys(), file)
+    return places
+
+
+def _stored_name(names: list[str], places: dict[str, Path], prefix: str) -> str | None:
+    """The name in the checkpoint, which may be that of the model without its head."""
+    short = [name.removeprefix(f"{prefix}.") for name in names]
+    return next((name for name in [*names, *short] if name in places), None)
+
+
+def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
+    with safe_open(file, framework="pt") as opened:
+        stored = opened.get_slice(name)
+        if (found := list(stored.get_shape())) != list(target.shape):
+            shapes = f"{name} has shape {found}, but {list(target.shape)} according to config.json"
+            raise InputError(f"checkpoint {folder}: {shapes}", code="model.weights_do_not_fit")
+        if target.ndim == 0:
+            target.copy_(opened.get_tensor(name))
+        else:
+            _copy_own(target, lambda first, last: stored[first:last])
+
+
+def _copy_own(target: Tensor, rows: Callable[[int, int], Tensor]) -> None:
+    """Copy this rank's rows of a parameter, which FSDP splits in dimension 0 as `torch.chunk` does."""
+    count, own, first = target.shape[0], target, 0
+    if isinstance(target, DTensor):
+        step = -(-count // target.device_mesh.size())
+        first = min(target.device_mesh.get_local_rank() * step, count)
+        count, own = min(step, count - first), target.to_local()
+        assert own.shape[0] == count, "the parameter is split in another way"
+    if count:
+        own.copy_(rows(first, first + count))
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw random weights by the rules of the architecture: equal for every number of ranks and every stored dtype.
+
+    Each module has its own random numbers, from `seed` and its name. One module is whole in memory at a time.
+    """
+    drawn: set[int] = set()
+    for path, module in model.named_modules():
+        targets = {name: value for name, value in module._parameters.items() if value is not None}
+        targets = {name: value for name, value in targets.items() if id(value) not in drawn}  # tied
+        drawn.update(map(id, targets.values()))
+        if not targets:
+            continue
+        whole = {name: nn.Parameter(torch.full(value.shape, torch.nan)) for name, value in targets.items()}
+        module._parameters.update(whole)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed_of(seed, path))
+                model._init_weights(module)
+        finally:
+            module._parameters.update(targets)
+        for name, target in targets.items():
+            values = whole[name].detach()
+            if values.isnan().any():
+                message = (
+                    f"init_from_scratch: {type(model).__name__} has no rule for the initial value of {path}.{name}"
+                )
+                raise ConfigError(message, code="model.unsupported")
+            _copy_own(target, lambda first, last, values=values: values[first:last])
+
+
+@torch.no_grad()
+def draw_head(weight: Tensor, seed: int) -> None:
+    """Draw a critic's head [1, hidden]: normal with a standard deviation of 1 / (hidden + 1)."""
+    generator = torch.Generator().manual_seed(_seed_of(seed, HEAD))
+    values = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1)
+    _copy_own(weight, lambda first, last: values[first:last])
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that checkpoints do not contain. ConfigError for a model without a rule for one."""
+    for path, module in model.named_modules():
+        names = module._non_persistent_buffers_set
+        for name in names:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                fill = torch.nan if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype, device=device)
+        if not names:
+            continue
+        model._init_weights(module)
+        for name in names:
+            buffer = module._buffers[name]
+            if buffer is not None and (not buffer.is_floating_point() or buffer.isnan().any()):
+                message = f"{type(model).__name__} has the buffer {path}.{name}, which several ranks cannot compute"
+                raise ConfigError(message, code="model.unsupported")
+
+
+def _seed_of(seed: int, path: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

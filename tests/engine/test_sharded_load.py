@@ -1,0 +1,78 @@
+"""A sharded model has the weights of a whole one, and each rank needs the memory of its own rows only."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from areal.engine.sharded_load import compute_buffers, draw_weights, read_weights
+from tests.engine import loading_cases
+from tests.expect import raises_code
+from tests.rank_processes import run_ranks
+
+
+def tensors_of(engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.named_weights(stored=True)}
+
+
+@pytest.mark.parametrize("options", [{}, {"init_from_scratch": True}], ids=["read", "drawn"])
+@pytest.mark.parametrize(("model", "role"), [("qwen2", "actor"), ("qwen3", "actor"), ("qwen3", "critic")])
+def test_a_sharded_model_has_the_bits_of_a_whole_one(cases, models, model, role, options):
+    whole = cases.make_engine(models / model, role=role, seed=5, **options)
+    sharded = cases.make_engine(models / model, role=role, seed=5, dtype="bfloat16", **options)
+    expected, found = tensors_of(whole), tensors_of(sharded)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_buffers_that_no_checkpoint_has_are_computed():
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=50, rope_parameters=scaling)
+    whole = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    empty.to_empty(device="cpu")
+    compute_buffers(empty, torch.device("cpu"))
+    expected = dict(whole.named_buffers())
+    assert expected
+    for name, value in empty.named_buffers():
+        assert torch.equal(value, expected[name]), name
+    empty.model.register_buffer("own", torch.ones(2), persistent=False)
+    with raises_code("model.unsupported"):
+        compute_buffers(empty, torch.device("cpu"))
+
+
+def test_a_checkpoint_that_does_not_fit_and_a_parameter_without_a_rule_are_refused(models):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / "qwen3"))
+    model.model.register_parameter("own", torch.nn.Parameter(torch.zeros(3)))
+    with raises_code("model.weights_do_not_fit"):
+        read_weights(model, models / "qwen3", head_seed=None)
+    with raises_code("model.unsupported"):
+        draw_weights(model, 0)
+
+
+@pytest.mark.slow
+def test_four_ranks_need_the_memory_of_their_own_rows(tmp_path: Path):
+    loading_cases.write_model(tmp_path / "small", hidden=64, layers=1, vocabulary=100)
+    loading_cases.write_model(tmp_path / "large", hidden=512, layers=10, vocabulary=16000)
+    stored = load_file(tmp_path / "large" / "model.safetensors")
+    total = sum(value.nbytes for value in stored.values())
+    assert total > 190e6
+    (tmp_path / "names").mkdir()
+    run_ranks(Path(loading_cases.__file__), "areal_loading", tmp_path, loading_cases.RANKS)
+    share, added = total / loading_cases.RANKS, []
+    for rank in range(loading_cases.RANKS):
+        added.append(json.loads((tmp_path / f"added-{rank}.json").read_text()))
+        for name, own in load_file(tmp_path / f"large-read-{rank}").items():
+            assert torch.equal(own, torch.chunk(stored[name], loading_cases.RANKS)[rank]), name
+    for found in added:
+        assert found["large-read"] < 1.5 * share
+        assert found["large-scratch"] < 1.5 * share
