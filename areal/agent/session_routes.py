@@ -1,7 +1,9 @@
 """The HTTP interface of sessions: turns in the dialects of OpenAI and Anthropic, and sessions opened from outside.
 
-    POST /v1/chat/completions                   a turn; the session is known by `Authorization: Bearer KEY` or
+    POST /v1/chat/completions    /v1/completions    /v1/responses    /v1/messages
+                                                a turn; the session is known by `Authorization: Bearer KEY` or
                                                 `x-api-key: KEY`, or by the path /sessions/KEY/v1/...
+    POST /v1/messages/count_tokens
     GET  /v1/models    GET /health
     POST /sessions                              admin token: open a session
     POST /sessions/KEY/reward                   a reward, and the end of the session
@@ -14,7 +16,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +24,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal.agent.dialects import chat_completions
+from areal.agent.dialects import chat_completions, completions, messages, responses
 from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, openai_error
 from areal.agent.dialects.fields import Fields, invalid
 from areal.agent.session_directory import OpenRequest, SessionDirectory, SessionReward
@@ -44,7 +46,13 @@ MAX_REWARD = 1e30
 RETRY_S = 1.0
 """Retry-After of a refusal that names no time."""
 _KEY = "{key:[A-Za-z0-9_-]{1,128}}"
-_DIALECTS = {"/chat/completions": chat_completions.DIALECT}
+Parse = Callable[[dict[str, Any], Attempt], Asked]
+_DIALECTS = {
+    "/chat/completions": chat_completions.DIALECT,
+    "/completions": completions.DIALECT,
+    "/responses": responses.DIALECT,
+    "/messages": messages.DIALECT,
+}
 
 
 class SessionServer:
@@ -74,6 +82,7 @@ class SessionServer:
             for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
                 app.router.add_post(prefix + path, self._turn_handler(dialect))
         for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_post("/sessions", self._open)
@@ -105,17 +114,28 @@ class SessionServer:
     def _turn_handler(self, dialect: Dialect) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                session = self._session(request)
-                body, canonical = await _json_body(request)
-                asked = dialect.parse(body, _attempt(request, dialect.name, canonical))
+                session, asked = await self._asked(request, dialect, dialect.parse)
                 if asked.stream:
                     return await self._stream(request, dialect, asked, session)
                 answers = await self._start(session, asked)
-                return _json(dialect.reply(asked, answers, self._sent()))
+                return await _deliver(request, _json(dialect.reply(asked, answers, self._sent())), session, answers)
             except Exception as error:  # noqa: BLE001 - one request
                 return _refusal(_as_refused(error, dialect.name), dialect.error)
 
         return handle
+
+    async def _asked(self, request: web.Request, dialect: Dialect, parse: Parse) -> tuple[SessionTurns, Asked]:
+        session = self._session(request)
+        body, canonical = await _json_body(request)
+        return session, parse(body, _attempt(request, dialect.name, canonical))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        dialect = messages.DIALECT
+        try:
+            session, asked = await self._asked(request, dialect, messages.parse_count)
+            return _json({"input_tokens": await session.count_tokens(asked.turn)})
+        except Exception as error:  # noqa: BLE001 - one request
+            return _refusal(_as_refused(error, dialect.name), dialect.error)
 
     def _session(self, request: web.Request) -> SessionTurns:
         """The session of a request. TurnRefused: 404 for a path, 401 for headers."""
@@ -156,7 +176,8 @@ class SessionServer:
         await asyncio.wait([answers], timeout=self._keep_alive_s)
         if answers.done():
             events = b"".join(dialect.events(asked, answers.result(), self._sent()))
-            return web.Response(body=events, headers=_STREAM_HEADERS)
+            response = web.Response(body=events, headers=_STREAM_HEADERS)
+            return await _deliver(request, response, session, answers.result())
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
@@ -166,15 +187,16 @@ class SessionServer:
                     await response.write(dialect.keep_alive)
                 await asyncio.wait([answers], timeout=self._keep_alive_s)
             try:
-                events = b"".join(dialect.events(asked, answers.result(), self._sent()))
+                events, is_answered = b"".join(dialect.events(asked, answers.result(), self._sent())), True
             except Exception as error:  # noqa: BLE001 - one request
-                events = dialect.error_event(_as_refused(error, dialect.name))
+                events, is_answered = dialect.error_event(_as_refused(error, dialect.name)), False
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await response.write(events)
                 await response.write_eof()
+            if is_answered:
+                session.delivered(answers.result())
         except (ConnectionError, TimeoutError):
-            if request.transport is not None:
-                request.transport.abort()
+            _abort(request)
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -220,6 +242,26 @@ def _numbers(given: Fields, name: str) -> dict[str, float]:
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, headers=_JSON_HEADERS)
+
+
+async def _deliver(
+    request: web.Request, response: web.Response, session: SessionTurns, answers: Sequence[TurnAnswer]
+) -> web.Response:
+    """Send a whole reply. Its turn counts as delivered unless the client has left."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.prepare(request)
+            await response.write_eof()
+        session.delivered(answers)
+    except (ConnectionError, TimeoutError):
+        _abort(request)
+    return response
+
+
+def _abort(request: web.Request) -> None:
+    """End the connection of a client that has left or does not read."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _refusal(refused: TurnRefused, body: Callable[[TurnRefused], dict[str, Any]]) -> web.Response:

@@ -1,5 +1,6 @@
 """One turn of a session, independent of the HTTP dialect that it arrives in: request, answer, refusal."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -92,4 +93,8 @@ class SessionTurns(Protocol):
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
+        ...
+
+    def delivered(self, answers: Sequence[TurnAnswer]) -> None:
+        """All of a reply with these answers was handed to the connection of the client."""
         ...

@@ -29,24 +29,33 @@ def call(name="add", arguments='{"a": 2, "b": 2}', call_id="call-1"):
     return ToolCall(call_id=call_id, name=name, arguments=arguments)
 
 
+def in_thread(function):
+    """The result of a function that uses a synchronous client; it runs from now on."""
+    return asyncio.ensure_future(asyncio.to_thread(function))
+
+
 class ScriptedSession:
     """Gives its answers in their order, the last one for all further turns. A TurnRefused is raised."""
 
     def __init__(self, *script):
         self.script = list(script) or [answer()]
-        self.requests = []
+        self.requests, self.delivered_answers = [], []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.answered = asyncio.Event()
+        self.asked, self.answered = asyncio.Event(), asyncio.Event()
 
     async def answer(self, request):
         self.requests.append(request)
+        self.asked.set()
         await self.may_answer.wait()
         step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         self.answered.set()
         if isinstance(step, Exception):
             raise step
         return step if isinstance(step, tuple) else (step,) * request.num_answers
+
+    def delivered(self, answers):
+        self.delivered_answers.append(tuple(answers))
 
     async def count_tokens(self, request):
         self.requests.append(request)

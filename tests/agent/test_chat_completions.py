@@ -136,11 +136,11 @@ async def test_a_turn_continues_when_its_client_has_left(stream):
         body = {"model": "m", "messages": QUESTION, "stream": stream}
         async with httpx.AsyncClient() as http:
             asking = asyncio.create_task(http.post(f"{address}/sessions/{KEY}/v1/chat/completions", json=body))
-            while not session.requests:
-                await asyncio.sleep(0)
+            await session.asked.wait()
             asking.cancel()
         session.may_answer.set()
         await session.answered.wait()
+    assert session.delivered_answers == []
 
 
 async def test_unknown_and_ambiguous_keys_are_refused():

@@ -104,11 +104,11 @@ def parse(body: Json, attempt: Attempt) -> Asked:
     return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=logprobs)
 
 
-def openai_settings(given: Fields, limits: tuple[str, ...]) -> TurnSettings:
-    """The sampling settings of OpenAI's dialects; the smallest of the fields `limits` counts."""
+def openai_settings(given: Fields, limits: tuple[str, ...], default: int | None = None) -> TurnSettings:
+    """The sampling settings of OpenAI's dialects; the smallest of the fields `limits` counts, without one `default`."""
     sizes = [size for name in limits if (size := given.integer(name, 1, MAX_TOKENS)) is not None]
     return TurnSettings(
-        max_new_tokens=min(sizes, default=None),
+        max_new_tokens=min(sizes, default=default),
         temperature=given.number("temperature", 0, 2),
         top_p=given.number("top_p", 1e-9, 1),
         top_k=given.integer("top_k", 1, MAX_TOKENS),

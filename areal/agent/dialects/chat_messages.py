@@ -25,10 +25,11 @@ def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> st
         return value
     if not isinstance(value, list):
         raise invalid(path, "must be a text or a list of parts")
-    return "\n".join(_part_text(part, f"{path}[{index}]", kinds) for index, part in enumerate(value))
+    return "\n".join(part_text(part, f"{path}[{index}]", kinds) for index, part in enumerate(value))
 
 
-def _part_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
+def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """The text of one part of content."""
     part = Fields(value, path)
     kind = part.required_text("type")
     if kind not in kinds:

@@ -27,7 +27,7 @@ class Asked:
     include_usage: bool = False
     """Of a stream of OpenAI's chat or completions dialect."""
     logprobs: bool = False
-    settings: dict[str, Any] | None = None
+    repeated: dict[str, Any] | None = None
     """Fields of the request that the reply of the responses dialect repeats."""
 
 

@@ -1,0 +1,128 @@
+"""The dialect of `/v1/completions` (OpenAI): plain prompts without a chat template."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from areal.agent.dialects.chat_completions import openai_settings, stream_fields, usage
+from areal.agent.dialects.chat_messages import MAX_ANSWERS, MAX_TOKENS
+from areal.agent.dialects.dialect import (
+    DONE,
+    KEEP_ALIVE,
+    Asked,
+    Attempt,
+    Dialect,
+    Sent,
+    data_event,
+    openai_error,
+    openai_error_event,
+)
+from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
+from areal.agent.turns import TurnAnswer, TurnRequest
+
+DEFAULT_MAX_TOKENS = 16
+"""Of OpenAI's dialect."""
+FIELDS = FieldTable(
+    read={
+        "prompt": "required: a text or a list of token ids, or a list with one of them",
+        "model": "required; every name means the policy, and the reply repeats it",
+        "max_tokens": f"limit of generated tokens; at least 1; without it {DEFAULT_MAX_TOKENS}",
+        "temperature": "0 to 2; 0 is greedy",
+        "top_p": "above 0, at most 1",
+        "top_k": "extension: at least 1",
+        "frequency_penalty": "-2 to 2",
+        "seed": "0 to 2^63 - 1",
+        "stop": "one text or at most 16",
+        "n": "1 to 128 answers; each is a leaf of the transcript",
+        "stream": "the whole answer is computed first, then sent as events",
+        "stream_options": "`include_usage`; `include_obfuscation` has no effect",
+        "logprobs": "0: log-probabilities of the generated tokens; others are refused",
+    },
+    ignored={"user": ("text", "metadata")},
+    only={
+        "presence_penalty": ((0, 0.0), "is not supported: use 0, or frequency_penalty"),
+        "logit_bias": (({},), "is not supported"),
+        "echo": ((False,), "the prompt is not repeated"),
+        "best_of": ((1,), "use n"),
+    },
+    refused={"suffix": "is not supported"},
+)
+
+
+def parse(body: Json, attempt: Attempt) -> Asked:
+    given = Fields(body)
+    model = given.required_text("model")
+    prompt = _prompt(given.take("prompt"))
+    settings = openai_settings(given, ("max_tokens",), default=DEFAULT_MAX_TOKENS)
+    num_answers = given.integer("n", 1, MAX_ANSWERS) or 1
+    stream, include_usage = stream_fields(given)
+    top = given.integer("logprobs", 0, MAX_TOKENS)
+    if top:
+        raise unsupported("logprobs", "only the log-probability of the sampled token is known: use 0")
+    given.finish(FIELDS)
+    turn = TurnRequest(
+        prompt=prompt,
+        num_answers=num_answers,
+        settings=settings,
+        fingerprint=attempt.fingerprint,
+        retry_count=attempt.retry_count,
+    )
+    return Asked(turn=turn, model=model, stream=stream, include_usage=include_usage, logprobs=top == 0)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise invalid("prompt", "must be a text or a list of token ids, not empty")
+    if any(isinstance(one, str | list) for one in value):
+        raise unsupported("prompt", "several prompts in one request are not supported: send a request for each")
+    if not all(type(one) is int and 0 <= one <= MAX_TOKENS for one in value):
+        raise invalid("prompt", "must be a text or a list of token ids")
+    return tuple(value)
+
+
+def _body(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent, choices: list[Json]) -> Json:
+    head = {"id": answers[0].turn_id, "object": "text_completion", "created": sent.created_s, "model": asked.model}
+    return {**head, "choices": choices}
+
+
+def _choice(index: int, answer: TurnAnswer, logprobs: Json | None) -> Json:
+    return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent) -> Json | None:
+    if not asked.logprobs:
+        return None
+    tokens = [sent.token_text(token_id) for token_id in answer.token_ids]
+    offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
+    return {"tokens": tokens, "token_logprobs": answer.logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
+    choices = [_choice(index, answer, _logprobs(asked, answer, sent)) for index, answer in enumerate(answers)]
+    return {**_body(asked, answers, sent, choices), "usage": usage(answers)}
+
+
+def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
+    more = {"usage": None} if asked.include_usage else {}
+    found = [
+        data_event({**_body(asked, answers, sent, [_choice(index, answer, _logprobs(asked, answer, sent))]), **more})
+        for index, answer in enumerate(answers)
+    ]
+    if asked.include_usage:
+        found.append(data_event({**_body(asked, answers, sent, []), "usage": usage(answers)}))
+    return [*found, DONE]
+
+
+DIALECT = Dialect(
+    name="completions",
+    parse=parse,
+    reply=reply,
+    events=events,
+    error=openai_error,
+    error_event=openai_error_event,
+    keep_alive=KEEP_ALIVE,
+)

@@ -1,0 +1,273 @@
+"""The dialect of `/v1/messages` (Anthropic)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from areal.agent.dialects.chat_messages import (
+    MAX_TOKENS,
+    assistant_message,
+    checked_choice,
+    function_call,
+    function_tool,
+    joined_text,
+    part_text,
+    refused_part,
+    stops,
+    tool_name,
+    unique_tools,
+)
+from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, named_event
+from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
+from areal.agent.turns import Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
+
+_RUN = "the configuration of the run decides"
+FIELDS = FieldTable(
+    read={
+        "model": "required; every name means the policy, and the reply repeats it",
+        "messages": "roles user, assistant and system; content is text or blocks of the types text, tool_use, "
+        "tool_result and thinking; `is_error` has no effect; the last message must not be of the assistant",
+        "system": "text or text blocks, which are joined by a newline",
+        "max_tokens": "required (not for count_tokens): limit of generated tokens; at least 1",
+        "temperature": "0 to 1; 0 is greedy",
+        "top_p": "above 0, at most 1",
+        "top_k": "at least 1",
+        "stop_sequences": "at most 16; an answer that one ended has the stop_reason end_turn",
+        "stream": "the whole answer is computed first, then sent as events",
+        "tools": "with an input_schema; `strict` and hints have no effect",
+        "tool_choice": "auto, any, none, or one tool; `disable_parallel_tool_use` has no effect",
+    },
+    ignored={
+        "metadata": ("object", "metadata"),
+        "service_tier": ("text", "there is one tier"),
+        "cache_control": ("object", "the cache needs no hint; blocks and tools may have it too"),
+        "inference_geo": ("text", "there is one place"),
+    },
+    only={"speed": (("standard",), "there is one speed")},
+    refused={
+        "thinking": _RUN,
+        "output_config": _RUN,
+        "container": "is not supported",
+        "mcp_servers": "is not supported",
+        "context_management": "is not supported",
+    },
+)
+
+
+def parse(body: Json, attempt: Attempt) -> Asked:
+    return _parse(body, attempt, needs_limit=True)
+
+
+def parse_count(body: Json, attempt: Attempt) -> Asked:
+    """A request of `/v1/messages/count_tokens`."""
+    return _parse(body, attempt, needs_limit=False)
+
+
+def _parse(body: Json, attempt: Attempt, *, needs_limit: bool) -> Asked:
+    given = Fields(body)
+    model = given.required_text("model")
+    max_tokens = given.integer("max_tokens", 1, MAX_TOKENS)
+    if max_tokens is None and needs_limit:
+        raise invalid("max_tokens", "is required")
+    system = joined_text(given.take("system"), "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    values = given.items("messages")
+    if not values:
+        raise invalid("messages", "must be a list with at least one message")
+    for index, value in enumerate(values):
+        messages += _chat_messages(Fields(value, f"messages[{index}]"))
+    if messages[-1]["role"] == "assistant":
+        raise unsupported("messages", "the last message must not be of the assistant: answers are not continued")
+    tools = unique_tools([_tool(Fields(value, f"tools[{at}]")) for at, value in enumerate(given.items("tools"))])
+    choice = _tool_choice(given.fields("tool_choice"), tools)
+    settings = TurnSettings(
+        max_new_tokens=max_tokens,
+        temperature=given.number("temperature", 0, 1),
+        top_p=given.number("top_p", 1e-9, 1),
+        top_k=given.integer("top_k", 1, MAX_TOKENS),
+        stop=stops(given.items("stop_sequences"), "stop_sequences"),
+    )
+    stream = given.flag("stream")
+    given.finish(FIELDS)
+    turn = TurnRequest(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice,
+        settings=settings,
+        fingerprint=attempt.fingerprint,
+        retry_count=attempt.retry_count,
+    )
+    return Asked(turn=turn, model=model, stream=stream)
+
+
+def _chat_messages(given: Fields) -> list[Message]:
+    """One message in OpenAI's form: results of tools are messages of the role tool."""
+    role = given.required_text("role")
+    content = given.take("content")
+    if content is None or not isinstance(content, str | list):
+        raise invalid(given.name("content"), "must be a text or a list of blocks")
+    given.finish()
+    path = given.name("content")
+    match role:
+        case "user":
+            return _user_messages(content, path)
+        case "assistant":
+            return [_assistant(content, path)]
+        case "system":
+            return [{"role": "system", "content": joined_text(content, path)}]
+        case _:
+            raise invalid(given.name("role"), "must be user, assistant or system")
+
+
+def _user_messages(content: str | list[Any], path: str) -> list[Message]:
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    if not content:
+        raise invalid(path, "must have at least one block")
+    messages: list[Message] = []
+    for index, value in enumerate(content):
+        block = Fields(value, f"{path}[{index}]")
+        if block.text("type") != "tool_result":
+            text = part_text(value, block.path)
+            if messages and messages[-1]["role"] == "user":
+                messages[-1]["content"] += f"\n{text}"
+            else:
+                messages.append({"role": "user", "content": text})
+            continue
+        call_id = block.required_text("tool_use_id")
+        result = joined_text(block.take("content"), block.name("content")) or ""
+        block.flag("is_error")
+        block.take("cache_control")
+        block.finish()
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+    return messages
+
+
+def _assistant(content: str | list[Any], path: str) -> Message:
+    if isinstance(content, str):
+        return assistant_message(content, None, [])
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for index, value in enumerate(content):
+        block = Fields(value, f"{path}[{index}]")
+        match kind := block.required_text("type"):
+            case "text":
+                texts.append(part_text(value, block.path))
+                continue
+            case "thinking":
+                thoughts.append(block.text("thinking") or "")
+                block.text("signature")
+            case "tool_use":
+                call_id, name = block.required_text("id"), tool_name(block)
+                calls.append(function_call(call_id, name, orjson.dumps(block.object("input") or {}).decode()))
+                block.take("cache_control")
+                block.take("caller")
+            case _:
+                raise refused_part(block, kind)
+        block.finish()
+    return assistant_message("\n".join(texts), "\n".join(thoughts), calls)
+
+
+def _tool(given: Fields) -> Json:
+    kind = given.text("type") or "custom"
+    if kind != "custom":
+        raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'custom'")
+    for hint in ("cache_control", "eager_input_streaming", "input_examples"):
+        given.take(hint)
+    return function_tool(given, "input_schema")
+
+
+def _tool_choice(given: Fields | None, tools: tuple[Json, ...]) -> str:
+    if given is None:
+        return "auto"
+    kind = given.choice("type", ("auto", "any", "none", "tool"))
+    if kind is None:
+        raise invalid("tool_choice.type", "is required")
+    given.flag("disable_parallel_tool_use")
+    name = tool_name(given) if kind == "tool" else None
+    given.finish()
+    if name is not None:
+        return checked_choice(name, tools, is_name=True)
+    return checked_choice("required" if kind == "any" else kind, tools)
+
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def _blocks(answer: TurnAnswer) -> list[Json]:
+    found: list[Json] = []
+    if answer.reasoning:
+        found.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.text or not answer.tool_calls:
+        found.append({"type": "text", "text": answer.text})
+    for call in answer.tool_calls:
+        found.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)})
+    return found
+
+
+def _message(asked: Asked, answer: TurnAnswer, blocks: list[Json]) -> Json:
+    head = {"id": answer.turn_id, "type": "message", "role": "assistant", "model": asked.model, "content": blocks}
+    usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.token_ids)}
+    return {**head, "stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": None, "usage": usage}
+
+
+def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:
+    return _message(asked, answers[0], _blocks(answers[0]))
+
+
+def events(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> list[bytes]:
+    answer = answers[0]
+    whole = _message(asked, answer, [])
+    start = {**whole, "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    found = [{"type": "message_start", "message": start}]
+    for index, block in enumerate(_blocks(answer)):
+        found += _block_events(index, block, answer)
+    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    found.append({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
+    return [named_event(one) for one in (*found, {"type": "message_stop"})]
+
+
+def _block_events(index: int, block: Json, answer: TurnAnswer) -> Iterator[Json]:
+    match block["type"]:
+        case "thinking":
+            empty, delta = {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+        case "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        case _:
+            arguments = orjson.dumps(block["input"]).decode()
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+    yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+    yield {"type": "content_block_delta", "index": index, "delta": delta}
+    yield {"type": "content_block_stop", "index": index}
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def error(refused: TurnRefused) -> Json:
+    kind = _ERROR_TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
+    about = {"type": kind, "message": str(refused), "code": refused.code, "param": refused.param}
+    return {"type": "error", "error": about}
+
+
+def error_event(refused: TurnRefused) -> bytes:
+    return named_event(error(refused))
+
+
+DIALECT = Dialect(
+    name="messages",
+    parse=parse,
+    reply=reply,
+    events=events,
+    error=error,
+    error_event=error_event,
+    keep_alive=named_event({"type": "ping"}),
+)

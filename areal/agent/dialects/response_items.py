@@ -1,0 +1,133 @@
+"""Items of the responses dialect, in OpenAI's chat form and back."""
+
+from typing import Any
+
+from areal.agent.dialects.chat_messages import (
+    assistant_message,
+    checked_arguments,
+    function_call,
+    function_tool,
+    joined_text,
+    refused_part,
+    tool_name,
+    unique_tools,
+)
+from areal.agent.dialects.fields import Fields, Json, invalid, unsupported
+from areal.agent.turns import Message
+
+_INPUT = ("input_text", "text")
+_OUTPUT = ("output_text", "input_text", "text", "refusal")
+
+
+class _Assistant:
+    """Collects the items of one assistant message: reasoning, then text, then calls."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._reasoning: str | None = None
+        self._text: str | None = None
+        self._calls: list[Json] = []
+
+    def reasoning(self, text: str) -> None:
+        if self._text is not None or self._calls:
+            self.close()
+        self._reasoning = f"{self._reasoning}\n{text}" if self._reasoning else text
+
+    def text(self, text: str) -> None:
+        if self._text is not None or self._calls:
+            self.close()
+        self._text = text
+
+    def call(self, call: Json) -> None:
+        self._calls.append(call)
+
+    def close(self) -> None:
+        if self._text is not None or self._calls or self._reasoning:
+            self.messages.append(assistant_message(self._text, self._reasoning, self._calls))
+        self._reasoning, self._text, self._calls = None, None, []
+
+    def add(self, message: Message) -> None:
+        self.close()
+        self.messages.append(message)
+
+
+def input_messages(value: Any, instructions: str | None) -> tuple[Message, ...]:
+    """The messages of `instructions` and `input`."""
+    found = _Assistant()
+    if instructions:
+        found.add({"role": "system", "content": instructions})
+    if isinstance(value, str) and value:
+        found.add({"role": "user", "content": value})
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            _add_item(found, Fields(item, f"input[{index}]"))
+    else:
+        raise invalid("input", "must be a text or a list of items, not empty")
+    found.close()
+    return tuple(found.messages)
+
+
+def _add_item(found: _Assistant, given: Fields) -> None:
+    kind = given.text("type") or "message"
+    match kind:
+        case "message":
+            _add_message(found, given)
+        case "function_call":
+            call_id, name = given.required_text("call_id"), tool_name(given)
+            arguments = checked_arguments(given.text("arguments"), given.name("arguments"))
+            found.call(function_call(call_id, name, arguments))
+            if (caller := given.object("caller")) and caller.get("type") != "direct":
+                raise unsupported(given.name("caller"), "only direct calls are supported")
+            if given.text("namespace"):
+                raise unsupported(given.name("namespace"), "is not supported")
+        case "function_call_output":
+            call_id = given.required_text("call_id")
+            output = joined_text(given.take("output"), given.name("output"), _INPUT)
+            if output is None:
+                raise invalid(given.name("output"), "is required")
+            found.add({"role": "tool", "tool_call_id": call_id, "content": output})
+        case "reasoning":
+            found.reasoning(_reasoning(given))
+        case _:
+            raise refused_part(given, kind)
+    given.take("id")
+    given.take("status")
+    given.finish()
+
+
+def _add_message(found: _Assistant, given: Fields) -> None:
+    role = given.required_text("role")
+    kinds = _OUTPUT if role == "assistant" else _INPUT
+    content = joined_text(given.take("content"), given.name("content"), kinds)
+    if content is None:
+        raise invalid(given.name("content"), "is required")
+    match role:
+        case "assistant":
+            given.take("phase")
+            found.text(content)
+        case "user":
+            found.add({"role": "user", "content": content})
+        case "system" | "developer":
+            found.add({"role": "system", "content": content})
+        case _:
+            raise invalid(given.name("role"), "must be system, developer, user or assistant")
+
+
+def _reasoning(given: Fields) -> str:
+    content = joined_text(given.take("content"), given.name("content"), ("reasoning_text", "text")) or ""
+    summary = joined_text(given.take("summary"), given.name("summary"), ("summary_text",)) or ""
+    if given.text("encrypted_content"):
+        raise unsupported(given.name("encrypted_content"), "reasoning is not encrypted here")
+    return content or summary
+
+
+def response_tools(values: list[Any]) -> tuple[Json, ...]:
+    """The tools of a request, in OpenAI's chat form."""
+    tools: list[Json] = []
+    for index, value in enumerate(values):
+        given = Fields(value, f"tools[{index}]")
+        kind = given.required_text("type")
+        if kind != "function":
+            raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'function'")
+        tools.append(function_tool(given))
+    return unique_tools(tools)
