@@ -37,6 +37,9 @@ COMMANDS = (
     Command("trace", "join the timelines of a run for chrome://tracing", "areal.cli.wrapped:trace"),
     Command("benchmark", "measure throughput, or a grid of configurations", "areal.cli.benchmark:benchmark"),
     Command("test-workflow", "run one episode; show tokens, rewards, warnings", "areal.cli.try_workflow:try_workflow"),
+    Command(
+        "prove-template", "prove what a chat template keeps between answers", "areal.cli.prove_template:prove_template"
+    ),
     Command("config", "print the effective configuration, or explain an option", "areal.cli.config:config"),
 )
 """All subcommands in the order of the help. A new one is one row."""
