@@ -11,15 +11,15 @@ from typing import Any
 
 from areal.agent.bridge import TemplateBridge, TemplateScenario
 from areal.agent.bridge.dialogues import Comparison, compare
-from areal.agent.bridge.proof import Row
+from areal.agent.bridge.proof import Row, Scope
 from areal.api.errors import ConfigError, InputError
 from areal.data.template_tokenizer import template_tokenizer
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 
-_SCOPES = {
-    "all": "every row",
+_SCOPES: dict[Scope, str] = {
+    "all": "every dialogue",
     "chat": "answers without calls",
-    "tools": "results of tools after calls, no user message after an answer",
+    "tools": "one question, then calls and their results",
     "one-call": "as tools, with one call in an answer",
 }
 
@@ -32,7 +32,7 @@ class Request(argparse.Namespace):
     thinking: str
     option: list[str]
     stop: list[str]
-    scope: str
+    scope: Scope
     answers: int
     dialogues: int
     seed: int
@@ -71,11 +71,10 @@ def prove_template(words: Sequence[str]) -> int:
     began_s = time.perf_counter()
     bridge = TemplateBridge(tokenizer, scenario)
     load_s = time.perf_counter() - began_s
-    rows = bridge.table(max_answers=request.answers)
-    found = compare(bridge, num_dialogues=request.dialogues, seed=request.seed)
-    wanted = [row for row in rows if _in_scope(row, request.scope)]
-    unexpected = _unexpected(rows, found)
-    proved = bool(wanted) and all(row.gap is None for row in wanted) and not (found.num_different or unexpected)
+    rows = bridge.table(max_answers=request.answers, scope=request.scope)
+    found = compare(bridge, num_dialogues=request.dialogues, seed=request.seed, scope=request.scope)
+    holds = bool(rows) and all(row.gap is None for row in rows)
+    proved = holds and not (found.num_different or _unexpected(rows, found))
     facts = _facts(request, bridge, rows, found) | {"proved": proved, "load_s": round(load_s, 3)}
     sys.stdout.write(json.dumps(facts) + "\n" if request.json else "\n".join(_lines(request, facts)) + "\n")
     return 0 if proved else 1
@@ -116,14 +115,6 @@ def _token(tokenizer: Tokenizer, text: str) -> int:
     return token_ids[0]
 
 
-def _in_scope(row: Row, scope: str) -> bool:
-    if scope == "chat":
-        return row.shape.num_calls == 0
-    if scope == "all":
-        return True
-    return row.following == "T" and (scope == "tools" or row.shape.num_calls == 1)
-
-
 def _unexpected(rows: Sequence[Row], found: Comparison) -> list[str]:
     """Rows that are proved although a random dialogue has a gap there."""
     proved = {(row.shape, row.following) for row in rows if row.gap is None}
@@ -138,11 +129,11 @@ def _facts(request: Request, bridge: TemplateBridge, rows: Sequence[Row], found:
         "forms": asdict(facts.forms),
         "stops": list(facts.stops),
         "takes": {"system": facts.takes_system, "tools": facts.takes_tools, "reasoning": facts.takes_reasoning},
+        "refusal": facts.refusal,
         "rows": [
             {
                 "answer": str(row.shape),
                 "next": row.following,
-                "in_scope": _in_scope(row, request.scope),
                 "num_dialogues": row.num_contexts,
                 "proved": row.gap is None,
                 "reason": None if row.gap is None else row.gap.reason,
@@ -174,10 +165,11 @@ def _lines(request: Request, facts: dict[str, Any]) -> list[str]:
         "",
         f"{'answer':<12}{'next':<6}{'dialogues':>9}  result (A answer: r reasoning, c text, t call; T result; U user)",
     ]
+    if facts["refusal"]:
+        lines.insert(2, f"no tools   {facts['refusal']}")
     for row in facts["rows"]:
         result = "proved" if row["proved"] else f"{row['reason']}: {row['counterexample']}"
-        outside = "" if row["in_scope"] else "  [not in scope]"
-        lines.append(f"{row['answer']:<12}{row['next']:<6}{row['num_dialogues']:>9}  {result}{outside}")
+        lines.append(f"{row['answer']:<12}{row['next']:<6}{row['num_dialogues']:>9}  {result}")
         if not row["proved"]:
             lines.append(f"{'':<29}{row['detail']}")
     lines += [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal.agent.bridge.probe import TemplateFacts, control_texts, probe
-from areal.agent.bridge.proof import Row, next_of, shape_of, table
+from areal.agent.bridge.proof import Row, Scope, next_of, shape_of, table
 from areal.agent.turns import Message
 from areal.api.errors import InputError
 from areal.data.answer_tail import BridgeGap, answer_tail
@@ -104,9 +104,9 @@ class TemplateBridge:
             return BridgeGap(reason="no_stop", detail="no end token follows the answer")
         return token_ids
 
-    def table(self, *, max_answers: int = 3) -> tuple[Row, ...]:
+    def table(self, *, max_answers: int = 3, scope: Scope = "all") -> tuple[Row, ...]:
         """The proof over all dialogues of up to `max_answers` answers."""
-        return table(self.template, self.facts, max_answers=max_answers)
+        return table(self.template, self.facts, max_answers=max_answers, scope=scope)
 
 
 def declared_stops(tokenizer: Tokenizer, token_ids: frozenset[int]) -> list[str]:

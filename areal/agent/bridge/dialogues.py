@@ -8,7 +8,7 @@ from typing import Any
 
 from areal.agent.bridge import TemplateBridge
 from areal.agent.bridge.probe import TOOLS
-from areal.agent.bridge.proof import Next, Shape, next_of, nexts, shape_of, shapes
+from areal.agent.bridge.proof import Next, Scope, Shape, next_of, pairs_of, shape_of
 from areal.agent.turns import Message
 from areal.api.errors import InputError
 from areal.data.answer_tail import BridgeGap
@@ -38,14 +38,14 @@ class Comparison:
     """The shortest turn whose bridge is no end of the full rendering."""
 
 
-def compare(bridge: TemplateBridge, *, num_dialogues: int, seed: int) -> Comparison:
+def compare(bridge: TemplateBridge, *, num_dialogues: int, seed: int, scope: Scope = "all") -> Comparison:
     """Compare the bridge after every answer of random dialogues with the full rendering of the same messages."""
     source = random.Random(seed)
-    kinds = shapes(bridge.template, bridge.facts)
+    pairs = pairs_of(bridge.template, bridge.facts, scope)
     found = Comparison()
-    for _ in range(num_dialogues):
+    for _ in range(num_dialogues if pairs else 0):
         found.num_dialogues += 1
-        for turn in _dialogue(source, bridge, kinds):
+        for turn in _dialogue(source, bridge, pairs):
             if not _compare_turn(bridge, turn, found):
                 break
     return found
@@ -71,22 +71,22 @@ def _compare_turn(bridge: TemplateBridge, turn: Turn, found: Comparison) -> bool
     return True
 
 
-def _dialogue(source: random.Random, bridge: TemplateBridge, kinds: Sequence[Shape]) -> Iterator[Turn]:
+def _dialogue(source: random.Random, bridge: TemplateBridge, pairs: Sequence[tuple[Shape, Next]]) -> Iterator[Turn]:
     messages: list[Message] = []
     if bridge.facts.takes_system and source.random() < 0.5:
         messages.append({"role": "system", "content": _text(source)})
     messages.append({"role": "user", "content": _text(source)})
-    tools = TOOLS if bridge.facts.takes_tools and source.random() < 0.8 else ()
+    with_calls = [pair for pair in pairs if pair[0].num_calls]
+    tools = TOOLS if with_calls and (len(with_calls) == len(pairs) or source.random() < 0.8) else ()
     try:
         bridge.template.render(messages, tools)
     except InputError:
         tools = TOOLS
     num_calls = 0
     for _ in range(source.randint(1, 5)):
-        shape = source.choice([kind for kind in kinds if tools or not kind.num_calls])
+        shape, following = source.choice([pair for pair in pairs if tools or not pair[0].num_calls])
         answer = _answer(source, shape, num_calls)
         num_calls += shape.num_calls
-        following = source.choice(nexts(shape))
         new: list[Message] = [
             {"role": "tool", "tool_call_id": call["id"], "name": "lookup", "content": _result(source, bridge)}
             for call in answer.get("tool_calls", ())

@@ -36,6 +36,8 @@ class TemplateFacts:
     takes_system: bool
     takes_tools: bool
     """Whether a call and its result are rendered."""
+    refusal: str
+    """The error of the template for a call and its result."""
     takes_reasoning: bool
 
 
@@ -80,6 +82,7 @@ def probe(template: ChatTemplate, declared_stops: Sequence[str]) -> TemplateFact
         stops=_stops(template, declared_stops, with_calls=call_forms is not None),
         takes_system=system is not None and "areal0system" in system,
         takes_tools=call_forms is not None,
+        refusal="" if call_forms is not None else _refusal(template),
         takes_reasoning=reasoning_forms is not None,
     )
 
@@ -126,6 +129,15 @@ def _call_forms(template: ChatTemplate) -> MessageForms | None:
                 continue
             shown.append(forms)
     return shown[0] if shown else None
+
+
+def _refusal(template: ChatTemplate) -> str:
+    called = answer(content=False, num_calls=1)
+    try:
+        template.render([user(), called, result_of(called["tool_calls"][0])], TOOLS)
+    except InputError as error:
+        return f"{type(error.__cause__).__name__}: {error.__cause__}"
+    return ""
 
 
 def _reasoning_form(template: ChatTemplate) -> MessageForms | None:

@@ -4,13 +4,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal.agent.bridge.probe import MARK, QUESTION, TOOLS, TemplateFacts, answer, control_texts, result_of, user
+from areal.agent.bridge.probe import (
+    MARK,
+    QUESTION,
+    RESULT,
+    TOOLS,
+    TemplateFacts,
+    answer,
+    control_texts,
+    result_of,
+    user,
+)
 from areal.api.errors import InputError
 from areal.data.answer_tail import AnswerTail, BridgeGap, placeholder, split_tail
 from areal.data.chat_template import ChatTemplate
 
 Next = Literal["U", "T", "TU"]
 """What follows an answer: a user message, the results of its calls, or both."""
+Scope = Literal["all", "chat", "tools", "one-call"]
+"""Which dialogues: all; answers without calls; calls and their results after one question; with one call an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +84,16 @@ class _Node:
     num_calls: int
 
 
-def table(template: ChatTemplate, facts: TemplateFacts, *, max_answers: int) -> tuple[Row, ...]:
+def table(template: ChatTemplate, facts: TemplateFacts, *, max_answers: int, scope: Scope = "all") -> tuple[Row, ...]:
     """Check every dialogue of up to `max_answers` answers, with and without tools and a system message.
 
     (H) The prompt of an answer is a prefix of the next prompt. (T) The text after the end token of the answer does not
     depend on what the answer says. Templates with the form of `facts`.
     """
     template = template.with_forms(facts.forms)
-    pairs: list[tuple[Shape, Next]] = [
-        (shape, following) for shape in shapes(template, facts) for following in nexts(shape)
-    ]
+    pairs = pairs_of(template, facts, scope)
     tallies = {pair: _Tally() for pair in pairs}
-    nodes = list(_first_nodes(template, facts))
+    nodes = list(_first_nodes(template, facts, with_tools=any(shape.num_calls for shape, _ in pairs)))
     for _ in range(max_answers):
         nodes = [
             child
@@ -105,20 +115,21 @@ def table(template: ChatTemplate, facts: TemplateFacts, *, max_answers: int) -> 
     )
 
 
-def shapes(template: ChatTemplate, facts: TemplateFacts) -> list[Shape]:
-    """The kinds of answers of the declared scenario."""
+def pairs_of(template: ChatTemplate, facts: TemplateFacts, scope: Scope) -> list[tuple[Shape, Next]]:
+    """The kinds of answers of the declared scenario, with what follows them."""
     thinks = template.enable_thinking and facts.takes_reasoning
-    kinds = [(True, 0), (False, 1), (True, 1), (False, 2)] if facts.takes_tools else [(True, 0)]
-    return [Shape(thinks, content, calls) for content, calls in kinds]
+    text = Shape(thinks, True, 0)
+    if scope == "chat" or (scope == "all" and not facts.takes_tools):
+        return [(text, "U")]
+    calls = [Shape(thinks, False, 1), Shape(thinks, True, 1), Shape(thinks, False, 2)] if facts.takes_tools else []
+    if scope != "all":
+        return [(shape, "T") for shape in calls if scope == "tools" or shape.num_calls == 1]
+    return [(text, "U"), *((shape, following) for shape in calls for following in ("T", "TU"))]
 
 
-def nexts(shape: Shape) -> tuple[Next, ...]:
-    return ("T", "TU") if shape.num_calls else ("U",)
-
-
-def _first_nodes(template: ChatTemplate, facts: TemplateFacts) -> Iterator[tuple[_Node, bool]]:
+def _first_nodes(template: ChatTemplate, facts: TemplateFacts, *, with_tools: bool) -> Iterator[tuple[_Node, bool]]:
     for system in (False, True) if facts.takes_system else (False,):
-        for tools in (False, True) if facts.takes_tools else (False,):
+        for tools in (False, True) if with_tools else (False,):
             messages = (*([{"role": "system", "content": "areal0system"}] if system else []), user())
             try:
                 prompt = template.render(messages, TOOLS if tools else ())
@@ -142,9 +153,9 @@ def _check(
         reasoning=shape.reasoning, content=shape.content, num_calls=shape.num_calls, first_call=node.num_calls
     )
     shown = placeholder(said, f"{MARK}{node.num_answers}x")
-    new = [result_of(call) for call in said.get("tool_calls", ())]
+    new = [result_of(call, f"{RESULT}{call['id']}") for call in said.get("tool_calls", ())]
     if following != "T":
-        new.append(user())
+        new.append(user(f"{QUESTION}{node.num_answers}"))  # some templates compare messages with the last one
     tally.num_contexts += 1
     name = f"{node.name} {shape} {following[0] * shape.num_calls}{'U' if following != 'T' else ''}"
     schemas = TOOLS if tools else ()

@@ -39,6 +39,11 @@ LAST_QUESTION = (
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
 AFTER_LAST_QUESTION = "{% if loop.index0 > ns.last %}" + THOUGHT + "{% endif %}"
+COMPARED = chatml(
+    head="",
+    user="{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% if m == users[-1] and tools %}{{ tools | tojson }}{% endif %}" + USER,
+)
 RUNNING_IDS = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ ids.next }}{{ c.function.arguments }}"
     "</tool_call>{% set ids.next = ids.next + 1 %}{% endfor %}"

@@ -43,6 +43,7 @@ def test_proved_in_every_row_and_equal_to_the_full_rendering(name):
         ("THINKING_STRIPPED", True, {"A(r,c) U": ("answer_edited", "U A(r,c) U")}),
         ("EMPTY_THOUGHT", False, {"A(c) U": ("history_edited", "U A(c) U")}),
         ("MOVED_TOOLS", False, {"A(c) U": ("history_edited", "U A(c) U"), "A(t) TU": ("history_edited", "U A(t) TU")}),
+        ("COMPARED", False, {"A(c) U": ("history_edited", "U A(c) U")}),
         ("MOVED_SYSTEM", False, {"A(c) U": ("history_edited", "S U A(c) U")}),
         ("NEWLINE_UNLESS_LAST", False, {"A(t) T": ("history_edited", "U A(t) T A(t) T")}),
         ("NO_PROMPT", False, {"A(c) U": ("no_prompt", "U A(c) U")}),
@@ -64,6 +65,23 @@ def test_the_shortest_dialogue_that_fails(name, thinking, first):
 def test_thinking_that_only_a_question_strips_leaves_the_tool_loop():
     rows = broken(bridge_of(templates.THINKING_STRIPPED, enable_thinking=True))
     assert {row.split()[1] for row in rows} == {"U", "TU"}
+
+
+def test_a_scope_leaves_out_the_dialogues_that_nobody_declares():
+    stripped = bridge_of(templates.THINKING_STRIPPED, enable_thinking=True)
+    assert {row.gap for row in stripped.table(max_answers=2, scope="tools")} == {None}
+    assert {row.following for row in stripped.table(max_answers=1, scope="tools")} == {"T"}
+    newline = bridge_of(templates.NEWLINE_UNLESS_LAST)
+    assert [(str(row.shape), row.gap) for row in newline.table(max_answers=2, scope="chat")] == [("A(c)", None)]
+    single = bridge_of(templates.ONE_CALL).table(max_answers=2, scope="one-call")
+    assert {(row.shape.num_calls, row.gap) for row in single} == {(1, None)}
+    assert compare(stripped, num_dialogues=3, seed=0, scope="tools").gaps == {}
+
+
+def test_the_error_of_a_template_that_refuses_calls_is_kept():
+    calls = "{% set _ = m.tool_calls and m.tool_calls.append(1) %}"
+    facts = bridge_of(templates.chatml(calls=calls)).facts
+    assert (facts.takes_tools, facts.refusal.partition(":")[0]) == (False, "SecurityError")
 
 
 def test_the_rows_of_an_empty_thought_are_proved_with_thinking():
