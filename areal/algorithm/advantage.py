@@ -52,6 +52,26 @@ def token_rewards(
     return rewards.index_add(0, last[has_tokens], task_rewards[has_tokens])
 
 
+def turn_token_rewards(
+    turn_rewards: Tensor, rewards: Tensor, factors: Tensor, mask: Tensor, sequence_index: Tensor
+) -> Tensor:
+    """What is added to the token rewards of sessions so that the tokens of a turn k have the reward G_k, not r.
+
+    f (G_k - G_{k+1}) at the last trained token of each turn and f (G_K - r) at that of the last: from turn k on they
+    sum to f (G_k - r). turn_rewards [T] holds G at each trained token, in order of time; rewards r [S] as recorded;
+    factors f [S], by which shaping and normalisation multiply rewards. mask [T] bool, sequence_index [T] int64
+    ascending -> [T] of factors' dtype, 0 where the mask is off.
+    """
+    require_same_shape(turn_rewards=turn_rewards, mask=mask, sequence_index=sequence_index)
+    positions = torch.nonzero(mask).flatten()
+    sequence, own = sequence_index[positions], turn_rewards[positions].to(factors.dtype)
+    following = rewards.to(factors.dtype)[sequence]
+    if positions.numel() > 1:
+        following[:-1] = torch.where(sequence[:-1] == sequence[1:], own[1:], following[:-1])
+    zeros = torch.zeros_like(mask, dtype=factors.dtype)
+    return zeros.index_copy(0, positions, factors[sequence] * (own - following))
+
+
 def last_trained(mask: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """Position of the last trained token of each sequence, -1 where there is none. -> [S] int64."""
     positions = torch.nonzero(mask).flatten()

@@ -24,7 +24,8 @@ seq-mean-token-sum                 sum_s sum_t l_t / S
 seq-mean-token-mean (GRPO paper)   sum_s (sum_t l_t / n_s) / S
 seq-mean-token-sum-norm (Dr.GRPO)  sum_s (sum_t l_t / L) / S
 
-S counts the sequences with at least one trained token, L is a constant number of tokens. Each is
+S counts the sequences with at least one trained token, L is a constant number of tokens. With `session_tokens` s is a
+session, which may be cut into several sequences. Each is
 `loss_scale` * sum_t(`loss_weights` * l_t) / (sum over ranks of `local_denominator`).
 """
 
@@ -65,16 +66,23 @@ def sequence_means(values: Tensor, mask: Tensor, sequence_index: Tensor, num_seq
 
 
 def loss_weights(
-    mask: Tensor, sequence_index: Tensor, num_sequences: int, aggregation: LossAggregation = "token-mean"
+    mask: Tensor,
+    sequence_index: Tensor,
+    num_sequences: int,
+    aggregation: LossAggregation = "token-mean",
+    session_tokens: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token's loss in the sum that one global denominator divides.
 
     mask [T] bool, sequence_index [T] int64 -> [T] float32, 0 where the mask is off. A weight depends on its own
     sequence alone, and sequences are never cut, so any split into micro-batches and ranks gives the same sum.
+    `session_tokens` [S] int64: trained tokens of the whole session of each sequence; None = each sequence is one.
     """
     weights = mask.float()
     if aggregation == "seq-mean-token-mean":
-        counts = trained_counts(mask, sequence_index, num_sequences)
+        counts = session_tokens
+        if counts is None:
+            counts = trained_counts(mask, sequence_index, num_sequences)
         weights = weights / counts.clamp(min=1)[sequence_index]
     return weights
 
@@ -85,16 +93,19 @@ def local_denominator(
     num_sequences: int,
     aggregation: LossAggregation = "token-mean",
     max_tokens: int | None = None,
+    session_tokens: Tensor | None = None,
 ) -> Tensor:
     """This rank's part of the denominator of a mini-batch: its sum over ranks divides the weighted sum of losses.
 
     mask [T] bool, sequence_index [T] int64 -> [1] float64 on the CPU; 0 over all ranks = nothing to learn from.
-    `max_tokens` is the constant L of seq-mean-token-sum-norm; ValueError without it.
+    `max_tokens` is the constant L of seq-mean-token-sum-norm; ValueError without it. `session_tokens` as in
+    `loss_weights`: the sequences of one session count 1 together.
     """
     if aggregation in ("token-mean", "token-sum"):
         count = mask.sum()
     else:
-        count = (trained_counts(mask, sequence_index, num_sequences) > 0).sum()
+        own = trained_counts(mask, sequence_index, num_sequences)
+        count = (own > 0).sum() if session_tokens is None else (own.double() / session_tokens.clamp(min=1)).sum()
         if aggregation == "seq-mean-token-sum-norm":
             if max_tokens is None:
                 raise ValueError("seq-mean-token-sum-norm needs max_tokens, the constant length that divides")

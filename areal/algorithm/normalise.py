@@ -18,10 +18,23 @@ def normalise(
     mask: Tensor | None = None,
     reduce: Reduce = identity_reduce,
 ) -> Tensor:
+    """`normalised` without the factors."""
+    return normalised(values, config, group_ids, mask=mask, reduce=reduce)[0]
+
+
+def normalised(
+    values: Tensor,
+    config: NormConfig,
+    group_ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    reduce: Reduce = identity_reduce,
+) -> tuple[Tensor, Tensor]:
     """(x - mean) / (std + eps); mean and std each have their own scope: batch, group or none.
 
     values [N] float, group_ids [N] int64 (compared by value: groups may be unequal and interleaved), mask [N] bool
-    (None = all) -> [N] of values' dtype, 0 where the mask is off; sums in float64. Over the n elements of a scope:
+    (None = all) -> [N] of values' dtype, 0 where the mask is off; and the factors 1 / (std + eps), [N] of values'
+    dtype. Sums are in float64. Over the n elements of a scope:
 
     mean                 sum / n;  with mean_leave1out (RLOO, arXiv 2402.14740)  (sum - x_i) / (n - 1)
     std                  sqrt(sum (x - m)^2 / (n - 1)), or / n unless std_unbiased; m is the mean of the scope of the
@@ -40,15 +53,18 @@ def normalise(
         "batch": Scope(torch.zeros_like(group_ids[keep]), 1, reduce),
         "group": group_scope(group_ids[keep]),
     }
-    result = x
+    result, divisors = x, torch.ones_like(x)
     if config.mean_level is not None:
         result = x - scopes[config.mean_level].means(x, leave_one_out=config.mean_leave1out)
     if config.std_level is not None:
         scope = scopes[config.std_level]
         about = config.std_about or ("subtracted" if config.is_of_areal else "own")
         deviations = result if about == "subtracted" else x - scope.means(x)
-        result = result / scope.divisors(deviations, unbiased=config.std_unbiased, eps=config.eps)
-    return torch.zeros_like(values).masked_scatter(keep, result.to(values.dtype))
+        divisors = scope.divisors(deviations, unbiased=config.std_unbiased, eps=config.eps)
+        result = result / divisors
+    zeros = torch.zeros_like(values)
+    factors = zeros.masked_scatter(keep, divisors.reciprocal().to(values.dtype))
+    return zeros.masked_scatter(keep, result.to(values.dtype)), factors
 
 
 @dataclass(frozen=True, slots=True)

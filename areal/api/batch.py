@@ -63,6 +63,13 @@ class TrainBatch:
     behaviour_weights: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, factors of the loss
     ratio_mask: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, see `in_ratio`
     chosen_tokens: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] bool, selected by a policy loss
+    session_ids: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S] int64, unique on this rank: sequences with one id are rows of one session; None = each is a session."""
+    session_tokens: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
+    """[S] int64, trained tokens of the whole session in the minibatch; None = without session_ids."""
+    turns: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] int64, order of the answers of a session
+    turn_rewards: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    """[T] float32, reward of a token's turn and those after it; None = the reward of the session."""
     version: int = 0
     """Policy version at the start of the update with this batch."""
     update_progress: float = 0.0

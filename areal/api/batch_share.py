@@ -25,5 +25,11 @@ class BatchShare:
     """[S, K] float32, scores of the functions `reward_names`, NaN where one did not score; [0, 0] = none recorded."""
     reward_names: list[str] = field(default_factory=list[str])
     """K names, equal on all ranks."""
+    sessions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[S] int32, equal within a session, unique over the share; [0] = each sequence is a session, and no turns."""
+    turns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[T] int32, number of the answer of a trained token in its session, in order of time."""
+    turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[T] float32, reward of a trained token's turn and those after it; [0] = all have the reward of the session."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""

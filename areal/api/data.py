@@ -4,6 +4,7 @@ Alignment: every per-token list of a record is *token aligned*: entry t refers t
 The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -80,6 +81,18 @@ class Trajectory:
     have `reward`."""
 
 
+def first_of_sessions(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """One trajectory of each session, in order."""
+    seen: set[int] = set()
+    found: list[Trajectory] = []
+    for one in trajectories:
+        if one.session not in seen:
+            found.append(one)
+        if one.session >= 0:
+            seen.add(one.session)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """The result of one episode: the trajectories of one prompt, which group baselines compare."""
@@ -89,6 +102,8 @@ class TrajectoryGroup:
     """Scalar metrics, averaged over episodes (for example {"num_turns": 2.0})."""
     filter_rewards: list[float] = field(default_factory=list[float])
     """Values for filters such as mixed_rewards, one per trajectory; empty = the rewards. Not recorded."""
+    record: str = ""
+    """JSON text that is recorded with sessions, for reward functions of a replay (areal.replay.regrade)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

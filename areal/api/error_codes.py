@@ -10,6 +10,8 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
+agent.cut_not_invariant: An option of the actor would make the update depend on how sessions are cut into rows.
+    Use the option that the message names; docs/algorithms.md lists the combinations.
 agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
     Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.

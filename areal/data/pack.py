@@ -34,6 +34,9 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         reward_parts=_tensor(share.reward_parts, torch.float32) if share.reward_names else None,
         reward_names=tuple(share.reward_names),
         version=share.version,
+        session_ids=_tensor(share.sessions, torch.int64) if share.sessions.size else None,
+        turns=_next_token(share.turns, bounds, -1, torch.int64) if share.turns.size else None,
+        turn_rewards=_next_token(share.turn_rewards, bounds, 0.0, torch.float32) if share.turn_rewards.size else None,
     )
 
 
@@ -63,8 +66,9 @@ def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[
 
 def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
     num_tokens = share.token_ids.size
-    per_token = ("loss_mask", "rollout_logprobs", "output_versions")
-    per_sequence = ("rewards", "group_index", "finished", "baselines")
+    optional = ("sessions", "turns", "turn_rewards")
+    per_token = ("loss_mask", "rollout_logprobs", "output_versions", "turns", "turn_rewards")
+    per_sequence = ("rewards", "group_index", "finished", "baselines", "sessions")
     problems: list[str] = []
     if lengths.size and lengths.min() < 1:
         problems.append(f"sequence {int(lengths.argmin())} has no tokens")
@@ -72,7 +76,7 @@ def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
         problems.append(f"the lengths sum to {lengths.sum()}, but there are {num_tokens} token ids")
     for names, expected in ((per_token, num_tokens), (per_sequence, lengths.size)):
         for name in names:
-            if getattr(share, name).size != expected:
+            if getattr(share, name).size != expected and not (name in optional and not getattr(share, name).size):
                 problems.append(f"{name} has {getattr(share, name).size} entries, not {expected}")
     if problems:
         raise InputError(f"a train batch is inconsistent: {'; '.join(problems)}", code="data.inconsistent_batch")

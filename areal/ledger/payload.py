@@ -5,7 +5,8 @@ Little-endian: a header, then arrays in the dtypes of BatchShare, so that a batc
 lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_logprobs f4[T], loss_mask u1[T],
 finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic;
 those with the scores of several reward functions have a third one, always baselines, then their names as a JSON list
-(u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN.
+(u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN. Payloads with sessions have a fourth one: as the third,
+then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup
+from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import ArealError, LedgerError
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event
@@ -34,6 +35,8 @@ _DATA = _START.size + _SIZES.size
 _MAGIC = b"ARP1"
 _MAGIC_WITH_BASELINES = b"ARP2"
 _MAGIC_WITH_PARTS = b"ARP3"
+_MAGIC_WITH_SESSIONS = b"ARP4"
+_MAGICS = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
 _NO_BASELINE = struct.pack("<f", math.nan)
 
 
@@ -52,7 +55,7 @@ class EncodedEpisode(NamedTuple):
     """Oldest version of a generated token; -1 when none was generated."""
     max_version: int
     reward: float
-    """Mean over the trajectories."""
+    """Mean over the sessions."""
 
 
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
@@ -62,7 +65,7 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
             "the workflow returned a group without trajectories; return None to reject an episode",
             code="workflow.trajectory_lengths",
         )
-    return _encode(episode_id, group.trajectories)
+    return _encode(episode_id, group.trajectories, record=group.record)
 
 
 def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> bytes:
@@ -84,9 +87,11 @@ def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> by
     return _encode(episode_id, trajectories, is_scored=False).payload if trajectories else b""
 
 
-def _encode(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool = True) -> EncodedEpisode:
+def _encode(
+    episode_id: int, trajectories: list[Trajectory], *, is_scored: bool = True, record: str = ""
+) -> EncodedEpisode:
     try:
-        return _joined(episode_id, trajectories, is_scored=is_scored)
+        return _joined(episode_id, trajectories, is_scored=is_scored, record=record)
     except TrajectoryError:
         raise
     except (TypeError, OverflowError, ValueError) as error:
@@ -94,7 +99,7 @@ def _encode(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool 
         raise TrajectoryError(message, code="workflow.wrong_type") from error
 
 
-def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool) -> EncodedEpisode:
+def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str) -> EncodedEpisode:
     lengths: list[int] = []
     token_ids: list[int] = []
     versions: list[int] = []
@@ -120,13 +125,16 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool)
     integers, floats, bits = array("i", lengths + token_ids + versions), array("f", rewards + logprobs), bytes(flags)
     baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
     magic = _MAGIC_WITH_BASELINES if baselines else _MAGIC
-    if parts:
+    sessions = _sessions(trajectories, record)
+    if parts or sessions:
         magic, baselines = _MAGIC_WITH_PARTS, baselines or array("f", [math.nan] * num_trajectories)
+    if sessions:
+        magic, names = _MAGIC_WITH_SESSIONS, names or _LENGTH.pack(2) + b"[]"
     if sys.byteorder == "big":
         for numbers in (integers, floats, baselines, parts):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = b"".join((sizes, integers, floats, bits, baselines, names, parts))
+    body = b"".join((sizes, integers, floats, bits, baselines, names, parts, sessions))
     made_by = set(versions)
     made_by.discard(-1)
     return EncodedEpisode(
@@ -136,7 +144,7 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool)
         bits.count(1, 0, num_tokens),
         min(made_by) if made_by else -1,
         max(made_by) if made_by else -1,
-        sum(rewards) / num_trajectories,
+        session_reward(trajectories),
     )
 
 
@@ -163,6 +171,34 @@ def _parts(trajectories: Sequence[Trajectory]) -> tuple[bytes, array[float]]:
     text = json.dumps(names).encode()
     scores = [trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories for name in names]
     return _LENGTH.pack(len(text)) + text, array("f", scores)
+
+
+def session_reward(trajectories: Sequence[Trajectory]) -> float:
+    """The mean reward over the sessions of a group: rows of one session count once."""
+    rewards = [one.reward for one in first_of_sessions(trajectories)]
+    return sum(rewards) / len(rewards)
+
+
+def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
+    """The columns of sessions and the text for reward functions; empty when no trajectory is a part of a session."""
+    if all(trajectory.session < 0 for trajectory in trajectories) and not record:
+        return b""
+    turns: list[int] = []
+    rewards: list[float] = []
+    for number, one in enumerate(trajectories):
+        size = len(one.token_ids)
+        turns += one.turns or [number if flag else -1 for flag in one.loss_mask]
+        rewards += one.turn_rewards or [one.reward] * size
+        if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
+            raise _uneven(one)
+        if not all(map(math.isfinite, one.turn_rewards)):
+            raise _not_finite("turn_rewards", math.nan)
+    integers, floats = array("i", [one.session for one in trajectories] + turns), array("f", rewards)
+    if sys.byteorder == "big":
+        integers.byteswap()
+        floats.byteswap()
+    text = record.encode()
+    return integers.tobytes() + floats.tobytes() + _LENGTH.pack(len(text)) + text
 
 
 def _uneven(trajectory: Trajectory) -> TrajectoryError:
@@ -208,7 +244,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def check_payload(episode_id: int, payload: bytes) -> None:
     """LedgerError unless `payload` is the complete, undamaged record of that episode."""
-    if len(payload) < _DATA or payload[:4] not in (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS):
+    if len(payload) < _DATA or payload[:4] not in _MAGICS:
         raise _bad_payload(episode_id, "does not start with the magic of a payload")
     if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
         raise _bad_payload(episode_id, "is damaged: its checksum does not match")
@@ -227,17 +263,21 @@ def _expected_bytes(payload: bytes) -> int:
     size = _DATA + 9 * n + 13 * t
     if payload[:4] == _MAGIC:
         return size
+    if payload[:4] == _MAGIC_WITH_BASELINES:
+        return size + 4 * n
+    names, first = _reward_names(payload)
+    size = first + 4 * n * len(names)
     if payload[:4] == _MAGIC_WITH_PARTS:
-        names, first = _reward_names(payload)
-        return first + 4 * n * len(names)
-    return size + 4 * n
+        return size
+    (length,) = _LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
+    return size + 4 * n + 8 * t + _LENGTH.size + length
 
 
 def _reward_names(payload: bytes) -> tuple[list[str], int]:
     """Names of the reward functions of a payload, and the offset of their scores."""
     n, t = payload_sizes(payload)
     start = _DATA + 13 * (n + t) + _LENGTH.size
-    if payload[:4] != _MAGIC_WITH_PARTS:
+    if payload[:4] not in (_MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS):
         return [], start
     (length,) = _LENGTH.unpack_from(payload, start - _LENGTH.size)
     return json.loads(payload[start : start + length]), start + length
@@ -260,6 +300,45 @@ def reward_parts(payloads: Sequence[bytes], names: Sequence[str]) -> np.ndarray:
 def reward_names(payloads: Sequence[bytes]) -> list[str]:
     """The reward functions that scored any trajectory of these episodes, sorted."""
     return sorted({name for payload in payloads for name in _reward_names(payload)[0]})
+
+
+class SessionColumns(NamedTuple):
+    """Which trajectories of an episode are one session. n trajectories, T tokens."""
+
+    sessions: np.ndarray  # [n] int32, -1 = a session of one
+    turns: np.ndarray  # [T] int32, -1 for tokens that are not in the loss
+    turn_rewards: np.ndarray  # [T] float32, where turns is not -1
+    record: str
+    """JSON text that the workflow recorded for reward functions."""
+
+
+def join_sessions(payloads: Sequence[bytes]) -> list[SessionColumns] | None:
+    """The sessions of several episodes; None when all trajectories are sessions of one and none recorded turns."""
+    found = [session_columns(payload) for payload in payloads]
+    if all(columns is None for columns in found):
+        return None
+    return [columns or _one_each(payload) for columns, payload in zip(found, payloads, strict=True)]
+
+
+def _one_each(payload: bytes) -> SessionColumns:
+    """Sessions of one."""
+    columns = join_columns([payload])
+    lengths, mask = np.frombuffer(columns["lengths"], "<i4"), np.frombuffer(columns["loss_mask"], np.uint8)
+    rewards = np.repeat(np.frombuffer(columns["rewards"], "<f4"), lengths)
+    return SessionColumns(np.full(lengths.size, -1, np.int32), np.where(mask, 0, -1).astype(np.int32), rewards, "")
+
+
+def session_columns(payload: bytes) -> SessionColumns | None:
+    """The sessions of an episode; None when its trajectories are sessions of one."""
+    if payload[:4] != _MAGIC_WITH_SESSIONS:
+        return None
+    n, t = payload_sizes(payload)
+    names, first = _reward_names(payload)
+    start = first + 4 * n * len(names)
+    integers = np.frombuffer(payload, "<i4", n + t, start)
+    rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
+    text = start + integers.nbytes + rewards.nbytes + _LENGTH.size
+    return SessionColumns(integers[:n], integers[n:], rewards, payload[text:].decode())
 
 
 def payload_sizes(payload: bytes) -> tuple[int, int]:

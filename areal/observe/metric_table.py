@@ -32,12 +32,13 @@ rollout/replica_tokens_per_s/REPLICA: tokens/s: Mean speed of one answer of a re
 
 # The train batch, as the rollout controller made it
 rollout/num_trajectories: sequences: Trajectories.
+rollout/num_sessions: sessions: Sessions; a trajectory is one, unless an agent's session was cut into several.
 rollout/tokens: tokens: All tokens, prompts included.
 rollout/generated_tokens: tokens: Tokens that the policy generated.
 rollout/trained_tokens: tokens: Tokens in the loss mask.
 rollout/length_mean: tokens: Mean length of a trajectory, prompt included.
 rollout/length_max: tokens: Length of the longest trajectory.
-rollout/finished_frac: share: Trajectories that no length limit cut.
+rollout/finished_frac: share: Sessions that no length limit cut.
 rollout/reward: reward: Mean reward.
 rollout/staleness_mean: versions: Mean staleness of the generated tokens.
 rollout/staleness_max: versions: Highest staleness of a token.

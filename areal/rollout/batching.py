@@ -4,12 +4,20 @@ A batch depends only on its ledger record and the payloads of its episodes, so i
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from areal.api.batch_share import BatchShare
 from areal.data.balance import balanced_parts
-from areal.ledger.payload import join_columns, payload_sizes, reward_names, reward_parts
+from areal.ledger.payload import (
+    SessionColumns,
+    join_columns,
+    join_sessions,
+    payload_sizes,
+    reward_names,
+    reward_parts,
+)
 from areal.ledger.state import AcceptedEpisode
 
 MAX_STALENESS_BIN = 8
@@ -21,12 +29,31 @@ def build_shares(
 ) -> list[BatchShare]:
     """One share per rank, balanced by tokens, with whole groups. `stats` of the shares is empty."""
     parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
-    names = reward_names(payloads)
+    names, sessions = reward_names(payloads), join_sessions(payloads)
     shares: list[BatchShare] = []
     for part in parts:
         mine = [payloads[index] for index in part]
-        shares.append(_build_share(mine, part, names, step=step, version=version, mask_before=mask_before))
+        share = _build_share(mine, part, names, step=step, version=version, mask_before=mask_before)
+        shares.append(share if sessions is None else _with_sessions(share, [sessions[index] for index in part]))
     return shares
+
+
+def _with_sessions(share: BatchShare, episodes: Sequence[SessionColumns]) -> BatchShare:
+    """A share with the sessions of its episodes, numbered from 0."""
+    numbers: dict[tuple[int, int, int], int] = {}
+    ids: list[int] = []
+    for episode, columns in enumerate(episodes):
+        for row, session in enumerate(columns.sessions.tolist()):
+            key = (episode, session, -1 if session >= 0 else row)
+            ids.append(numbers.setdefault(key, len(numbers)))
+    turns = [columns.turns for columns in episodes] or [np.zeros(0, np.int32)]
+    rewards = [columns.turn_rewards for columns in episodes] or [np.zeros(0, np.float32)]
+    return replace(
+        share,
+        sessions=np.array(ids, np.int32),
+        turns=np.concatenate(turns, dtype=np.int32),
+        turn_rewards=np.concatenate(rewards, dtype=np.float32),
+    )
 
 
 def _build_share(
@@ -59,15 +86,18 @@ def token_stats(shares: Sequence[BatchShare], *, max_staleness: int) -> dict[str
     versions = np.concatenate([share.output_versions for share in shares])
     lengths = np.concatenate([share.lengths for share in shares])
     staleness = shares[0].version - versions[versions >= 0]
+    rewards = np.concatenate([_first_rows(share, share.rewards) for share in shares])
+    finished = np.concatenate([_first_rows(share, share.finished) for share in shares])
     stats = {
         "num_trajectories": float(len(lengths)),
+        "num_sessions": float(len(rewards)),
         "tokens": float(len(versions)),
         "generated_tokens": float(len(staleness)),
         "trained_tokens": float(sum(int(share.loss_mask.sum()) for share in shares)),
         "length_mean": len(versions) / len(lengths),
         "length_max": float(lengths.max()),
-        "finished_frac": sum(int(share.finished.sum()) for share in shares) / len(lengths),
-        "reward": sum(float(share.rewards.sum(dtype=np.float64)) for share in shares) / len(lengths),
+        "finished_frac": int(finished.sum()) / len(rewards),
+        "reward": float(rewards.sum(dtype=np.float64)) / len(rewards),
     }
     if len(staleness) == 0:
         return stats | {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_tokens_frac": 0.0}
@@ -78,6 +108,11 @@ def token_stats(shares: Sequence[BatchShare], *, max_staleness: int) -> dict[str
         "stale_tokens_frac": int((staleness > max_staleness).sum()) / len(staleness),
     }
     return stats | {f"staleness_frac/{value}": int(count) / len(staleness) for value, count in enumerate(histogram)}
+
+
+def _first_rows(share: BatchShare, values: np.ndarray) -> np.ndarray:
+    """The values of the first row of each session."""
+    return values[np.unique(share.sessions, return_index=True)[1]] if share.sessions.size else values
 
 
 def episode_stats(episodes: Sequence[AcceptedEpisode]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.engine import TrainEngine
 from areal.api.errors import InputError
 from areal.api.metrics import Metric, Metrics
+from areal.data.sessions import by_session
 from areal.data.split import take
 from areal.trainer.advantages import penalty_metrics, with_advantages
 from areal.trainer.filters import with_filters
@@ -107,10 +108,11 @@ class PPOActor:
         """
         self._require_finite(batch)
         self._kl_coef = self._kl_control.coefficient
-        kl = kl_penalty(batch, self._config) if self._kl_control.is_adaptive else None
+        seen = by_session(batch) if self._kl_control.is_adaptive else batch
+        kl = kl_penalty(seen, self._config) if self._kl_control.is_adaptive else None
         if kl is not None:  # the coefficient of the next batch
             self._kl_control.observe(
-                kl, batch.loss_mask, batch.sequence_index, batch.num_sequences, reduce=self._engine.all_reduce
+                kl, seen.loss_mask, seen.sequence_index, seen.num_sequences, reduce=self._engine.all_reduce
             )
         return with_advantages(
             batch,

@@ -13,6 +13,7 @@ from areal.algorithm.advantage import (
     overlong_penalty,
     shape_rewards,
     token_rewards,
+    turn_token_rewards,
     withhold_unfinished,
 )
 from areal.algorithm.aggregate import Reduce, TokenStat, to_metrics, trained_counts
@@ -20,12 +21,13 @@ from areal.algorithm.baselines import best_of_group, decoupled_rewards, length_w
 from areal.algorithm.correction_rules import Spans
 from areal.algorithm.custom_advantage import RewardedAnswers, custom_advantages
 from areal.algorithm.estimators import AdvantageRecipe, recipe_of
-from areal.algorithm.normalise import normalise
+from areal.algorithm.normalise import normalise, normalised
 from areal.algorithm.token_baseline import optimal_token_baseline
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig
 from areal.api.errors import InputError
 from areal.api.metrics import Metrics
+from areal.data.sessions import by_session, session_view
 from areal.trainer.kl_term import kl_penalty
 
 
@@ -40,18 +42,47 @@ def with_advantages(
 ) -> TrainBatch:
     """Rewards -> shaping -> baseline -> token rewards with KL penalty -> GAE -> normalisation.
 
-    A collective. `kl_coef`: weight of the KL penalty in this step. `reduce`: sum over all ranks. `max_new_tokens`:
-    limit of an answer, which the overlong penalty needs. `critic_lambda`: lambda of the critic's targets (VAPO's
-    decoupled GAE, arXiv 2504.05118, section 4.1); None = that of the advantages.
+    A session that was cut into several sequences counts as one, whose tokens are in order of time. A collective.
+    `kl_coef`: weight of the KL penalty in this step. `reduce`: sum over all ranks. `max_new_tokens`: limit of an
+    answer, which the overlong penalty needs. `critic_lambda`: lambda of the critic's targets (VAPO's decoupled GAE,
+    arXiv 2504.05118, section 4.1); None = that of the advantages.
     """
+    view = session_view(batch)
+    found = _with_advantages(
+        batch if view is None else view.batch,
+        config,
+        kl_coef=kl_coef,
+        reduce=reduce,
+        max_new_tokens=max_new_tokens,
+        critic_lambda=critic_lambda,
+    )
+    if view is None:
+        return found
+    size, returns = batch.num_tokens, found.returns
+    advantages = view.scattered(required(found.advantages, "advantages"), size)
+    return replace(batch, advantages=advantages, returns=None if returns is None else view.scattered(returns, size))
+
+
+def _with_advantages(
+    batch: TrainBatch,
+    config: PPOActorConfig,
+    *,
+    kl_coef: float,
+    reduce: Reduce,
+    max_new_tokens: int | None,
+    critic_lambda: float | None,
+) -> TrainBatch:
     recipe = recipe_of(config)
     mask, sequence_index = batch.loss_mask, batch.sequence_index
     rewards = _shape(batch.rewards + _penalty(batch, config, max_new_tokens), config)
-    rewards = centred(rewards, batch, config, recipe, reduce=reduce)
+    rewards, factors = centred(rewards, batch, config, recipe, reduce=reduce)
     if config.mask_no_eos_with_zero:
-        rewards = withhold_unfinished(rewards, batch.finished)
+        rewards, factors = (withhold_unfinished(one, batch.finished) for one in (rewards, factors))
     kl = kl_penalty(batch, config) if kl_coef else None
     per_token = token_rewards(rewards, mask, sequence_index, kl=kl, kl_coef=kl_coef)
+    if batch.turn_rewards is not None:
+        factors = config.reward_scaling * factors
+        per_token = per_token + turn_token_rewards(batch.turn_rewards, batch.rewards, factors, mask, sequence_index)
     estimate = partial(
         generalised_advantages,
         per_token,
@@ -108,8 +139,11 @@ def _answers(batch: TrainBatch, rewards: Tensor, per_token: Tensor, *, reduce: R
 
 def centred(
     rewards: Tensor, batch: TrainBatch, config: PPOActorConfig, recipe: AdvantageRecipe, *, reduce: Reduce
-) -> Tensor:
-    """Shaped rewards minus their baseline, normalised; a collective for some recipes. -> [S]"""
+) -> tuple[Tensor, Tensor]:
+    """Shaped rewards minus their baseline, normalised, [S]; and the factors of the normalisation, [S].
+
+    A collective for some recipes. The factors of `decoupled` and `best_of_group`, which multiply no reward, are 1.
+    """
     scale = valid_sample_scale(rewards, batch.group_ids, reduce=reduce) if recipe.rescale_valid else 1.0
     match recipe.baseline:
         case "length_weighted":
@@ -123,9 +157,10 @@ def centred(
             rewards = rewards - _shape(required(batch.baselines, "baselines"), config)
         case "none":
             pass
+    factors = torch.ones_like(rewards)
     if recipe.reward_norm is not None:
-        rewards = normalise(rewards, recipe.reward_norm, batch.group_ids, reduce=reduce)
-    return rewards * scale
+        rewards, factors = normalised(rewards, recipe.reward_norm, batch.group_ids, reduce=reduce)
+    return rewards * scale, factors * scale
 
 
 def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
@@ -155,7 +190,7 @@ def penalty_metrics(batch: TrainBatch, config: PPOActorConfig, max_new_tokens: i
     """Statistics of the overlong penalty over this rank's sequences; empty without one."""
     if not config.overlong_reward_penalty:
         return {}
-    penalty = _penalty(batch, config, max_new_tokens)
+    penalty = _penalty(by_session(batch), config, max_new_tokens)
     each = torch.ones_like(penalty, dtype=torch.bool)
     return to_metrics({"overlong_penalty": TokenStat(penalty, each), "overlong_ratio": TokenStat(penalty < 0, each)})
 

@@ -10,22 +10,28 @@ from areal.algorithm.kl import kl_estimate
 from areal.algorithm.kl_control import sequence_kl
 from areal.api.batch import TrainBatch
 from areal.api.metrics import Metrics
+from areal.data.sessions import by_session
 from areal.trainer.minibatch import prefixed
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-    """Rewards, lengths, advantages, and distance between the policies."""
-    mask = batch.loss_mask
+    """Rewards, lengths, advantages, and distance between the policies; sessions of several sequences count once."""
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
-    answer_lengths = trained_counts(mask, batch.sequence_index, batch.num_sequences)
-    each = torch.ones(batch.num_sequences, dtype=torch.bool, device=mask.device)
+    each = torch.ones_like(lengths, dtype=torch.bool)
+    tokens = torch.ones_like(batch.loss_mask)
     stats = {
         "num_sequences": TokenStat(each, each, "sum"),
-        "num_tokens": TokenStat(torch.ones_like(mask), torch.ones_like(mask), "sum"),
-        "num_trained_tokens": TokenStat(mask, mask, "sum"),
-        **_spread("reward", batch.rewards, each),
+        "num_tokens": TokenStat(tokens, tokens, "sum"),
         "sequence_length": TokenStat(lengths, each),
         "sequence_length_max": TokenStat(lengths, each, "max"),
+    }
+    batch = by_session(batch)
+    mask = batch.loss_mask
+    answer_lengths = trained_counts(mask, batch.sequence_index, batch.num_sequences)
+    each = torch.ones(batch.num_sequences, dtype=torch.bool, device=mask.device)
+    stats |= {
+        "num_trained_tokens": TokenStat(mask, mask, "sum"),
+        **_spread("reward", batch.rewards, each),
         **_spread("answer_length", answer_lengths, each),
         "answer_length_rewarded": TokenStat(answer_lengths, batch.rewards > 0),
         "answer_length_unrewarded": TokenStat(answer_lengths, batch.rewards <= 0),

@@ -20,6 +20,7 @@ from areal.api.batch import LossFn, LossOutput, MicroBatch, TokenOutputs, TrainB
 from areal.api.config import PPOCriticConfig
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metrics
+from areal.data.sessions import with_session_tokens
 from areal.trainer.minibatch import Passes, prefixed, train_on_minibatches
 from areal.trainer.progress import updating
 
@@ -50,10 +51,19 @@ class Critic:
         with updating("critic", step):
             return prefixed("critic", train_on_minibatches(self._engine, batch, passes, self))
 
+    def with_weights(self, mini: TrainBatch) -> TrainBatch:
+        """The minibatch with the numbers of trained tokens of whole sessions."""
+        return with_session_tokens(mini, mini.loss_mask)
+
     def local_denominators(self, mini: TrainBatch) -> Tensor:
         """This rank's part of the denominator of a minibatch, [1] float64."""
         return local_denominator(
-            mini.loss_mask, mini.sequence_index, mini.num_sequences, self._aggregation, self._config.loss_scale_tokens
+            mini.loss_mask,
+            mini.sequence_index,
+            mini.num_sequences,
+            self._aggregation,
+            self._config.loss_scale_tokens,
+            mini.session_tokens,
         )
 
     def loss_fn(self, denominators: list[float]) -> LossFn:
@@ -71,7 +81,9 @@ class Critic:
         batch, values, config = micro.batch, required(outputs.values, "values"), self._config
         old, returns, mask = required(batch.values, "values"), required(batch.returns, "returns"), batch.loss_mask
         result = value_loss(values, old, returns, mask, eps_clip=config.eps_clip, huber_delta=config.huber_delta)
-        weights = scale * loss_weights(mask, batch.sequence_index, batch.num_sequences, self._aggregation)
+        weights = scale * loss_weights(
+            mask, batch.sequence_index, batch.num_sequences, self._aggregation, batch.session_tokens
+        )
         metrics = self._metrics(result.losses, values, returns, result.clipped, mask)
         return LossOutput(loss=(weights * result.losses).sum(), metrics=metrics)
 

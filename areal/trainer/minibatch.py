@@ -12,6 +12,7 @@ from areal.api.batch import LossFn, TrainBatch
 from areal.api.engine import TrainEngine
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.balance import balanced_parts
+from areal.data.sessions import session_units
 from areal.data.split import take
 
 PER_EPOCH = ("approx_kl", "clip_ratio", "entropy")
@@ -31,17 +32,19 @@ class Passes:
         """This rank's minibatches of epoch `epoch`: exactly `num_minibatches`, some may be empty.
 
         Each has whole sequences in their order, and about equally many tokens. The partition of the first epoch depends
-        on the lengths only; later epochs partition at random, and sums differ by at most the longest sequence.
+        on the lengths only; later epochs partition at random, and sums differ by at most the longest sequence. The
+        sequences of a session stay together, and its length is its number of trained tokens, which no cut changes.
         """
         if self.num_minibatches == 1:
             return [batch]
-        lengths = batch.sequence_lengths
+        sessions = session_units(batch)
+        units, lengths = sessions or ([[row] for row in range(batch.num_sequences)], batch.sequence_lengths)
         if epoch == 0:
             parts = balanced_parts(lengths, self.num_minibatches)
         else:
             # the generator hashes this text, so the orders of neighbouring steps and epochs are independent
             parts = dealt_parts(lengths, self.num_minibatches, random.Random(f"{self.seed}/{self.step}/{epoch}"))
-        return [take(batch, part) for part in parts]
+        return [take(batch, sorted(row for unit in part for row in units[unit])) for part in parts]
 
     def progress(self, epoch: int, place: int) -> float:
         """Part of the update's optimiser steps before minibatch `place` of epoch `epoch`, from 0 to below 1."""
@@ -68,6 +71,10 @@ def dealt_parts(lengths: Sequence[int], num_parts: int, dice: random.Random) -> 
 
 class UpdateRule(Protocol):
     """The loss of a role and its denominators."""
+
+    def with_weights(self, mini: TrainBatch) -> TrainBatch:
+        """A whole minibatch with what the losses of its micro-batches need to know of sessions."""
+        ...
 
     def local_denominators(self, mini: TrainBatch) -> Tensor:
         """This rank's part of what divides the sums of a minibatch, [k] float64; the first divides the whole loss."""
@@ -97,7 +104,7 @@ def train_on_minibatches(
     for epoch in range(passes.num_epochs):
         of_epoch: Metrics = dict(names)
         for place, part in enumerate([] if stopped else passes.cut(batch, epoch)):
-            mini = replace(part, update_progress=passes.progress(epoch, place))
+            mini = rule.with_weights(replace(part, update_progress=passes.progress(epoch, place)))
             denominators: list[float] = engine.all_reduce(rule.local_denominators(mini)).tolist()
             if denominators[0] == 0:
                 continue

@@ -13,6 +13,7 @@ from areal.algorithm.proximal import approximation_errors, loglinear_logprobs, p
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig, RolloutCorrectionConfig
 from areal.api.metrics import Metrics
+from areal.data.sessions import session_view
 from areal.trainer.minibatch import prefixed
 
 
@@ -72,10 +73,30 @@ def with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce
     """Add the weights and rejections of the whole batch, and report the distance of the policies; a collective.
 
     Without a forward pass before the update (ratio to the rollout policy, loglinear, bypass mode) nothing happens
-    here: see `late_correction`. With apply_weights=false and no bound the batch is only measured.
+    here: see `late_correction`. With apply_weights=false and no bound the batch is only measured. A session that was
+    cut into several sequences counts as one.
     """
     if not needs_prox_logprobs(config):
         return batch, {}
+    view = session_view(batch)
+    if view is None:
+        return _with_correction(batch, config, reduce=reduce)
+    found, metrics = _with_correction(view.batch, config, reduce=reduce)
+
+    def scattered(column: Tensor | None) -> Tensor | None:
+        return None if column is None else view.scattered(column, batch.num_tokens)
+
+    added = replace(
+        batch,
+        behaviour_weights=scattered(found.behaviour_weights),
+        policy_mask=scattered(found.policy_mask),
+        ratio_mask=scattered(found.ratio_mask),
+        prox_logprobs=None if found.prox_logprobs is None else batch.prox_logprobs,
+    )
+    return added, metrics
+
+
+def _with_correction(batch: TrainBatch, config: PPOActorConfig, *, reduce: Reduce) -> tuple[TrainBatch, Metrics]:
     old, rollout = required(batch.prox_logprobs, "prox_logprobs"), batch.rollout_logprobs
     spans = Spans(batch.trained, batch.sequence_index, batch.num_sequences)
     metrics = mismatch_metrics(old, rollout, spans, reduce=reduce)

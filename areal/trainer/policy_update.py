@@ -23,6 +23,7 @@ from areal.algorithm.regularisers import entropy_loss, positive_mask, positive_n
 from areal.api.batch import LossFn, LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch, required
 from areal.api.config import PPOActorConfig, TeacherConfig
 from areal.api.metrics import Metrics
+from areal.data.sessions import with_session_tokens
 from areal.trainer.kl_term import kl_loss, num_candidates
 from areal.trainer.off_policy import behaviour_weights, drops_late, late_correction, old_logprobs, prox_errors
 from areal.trainer.teacher import distillation_loss
@@ -56,10 +57,18 @@ class PolicyUpdate:
         self._entropy_coef = entropy_coef
         self._aggregation: LossAggregation = cast("LossAggregation", config.loss_aggregation)
 
+    def with_weights(self, mini: TrainBatch) -> TrainBatch:
+        return with_session_tokens(mini, mini.trained) if self._config.loss_unit == "session" else mini
+
     def local_denominators(self, mini: TrainBatch) -> Tensor:
         """Of the whole loss, and of the good answers. -> [2] float64"""
         policy = local_denominator(
-            mini.trained, mini.sequence_index, mini.num_sequences, self._aggregation, self._config.loss_scale_tokens
+            mini.trained,
+            mini.sequence_index,
+            mini.num_sequences,
+            self._aggregation,
+            self._config.loss_scale_tokens,
+            mini.session_tokens,
         )
         good = positive_mask(mini.rewards, mini.trained, mini.sequence_index).sum()
         return torch.cat([policy, good.to(device="cpu", dtype=torch.float64).reshape(1)])
@@ -99,7 +108,9 @@ class PolicyUpdate:
         stats |= prox_errors(logprobs, batch, self._config)
         bonus, entropy_stats = self._entropy_loss(outputs, trained)
         scale = loss_scale(self._aggregation, denominators[0], self._config.loss_scale_tokens)
-        weights = scale * loss_weights(trained, tokens.sequence_index, tokens.num_sequences, self._aggregation)
+        weights = scale * loss_weights(
+            trained, tokens.sequence_index, tokens.num_sequences, self._aggregation, batch.session_tokens
+        )
         divergence, kl_stats = kl_loss(outputs, batch, self._config)
         taught, teacher_stats = distillation_loss(outputs, batch, self._teacher)
         total = (weights * (losses + bonus + divergence + taught)).sum()

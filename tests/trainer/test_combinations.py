@@ -92,10 +92,10 @@ def drawn(dice: random.Random, chance: float) -> dict:
     return common | sampling | tree
 
 
-def accepted(seed: int) -> GRPOConfig:
+def accepted(seed: int, *, workflow: str = "rlvr") -> GRPOConfig:
     """The first configuration of the draw that has no problems; one that has loses what is complained of."""
     dice = random.Random(seed)
-    tree = drawn(dice, dice.choice([0.1, 0.2, 0.3]))
+    tree = drawn(dice, dice.choice([0.1, 0.2, 0.3])) | {"workflow": workflow}
     for _ in range(200):
         reading = read(GRPOConfig, tree)
         found = reading.problems

@@ -11,6 +11,7 @@ from areal.api.allocation import AllocationError, AllocationMode, check_supporte
 from areal.api.config.advantages import REWARDS, baseline_problems
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
+from areal.api.config.cut_rules import cut_problems
 from areal.api.config.data import TrainDatasetConfig, ValidDatasetConfig, misplaced_data
 from areal.api.config.fields import Problem, Problems, below, number, option, section
 from areal.api.config.inference import GenerationHyperparameters, NativeServerConfig
@@ -220,6 +221,8 @@ class PPOConfig(BaseExperimentConfig):
         yield from self._sampling_problems()
         if self.reward_model is not None:
             yield from self._reward_model_problems()
+        if self.workflow == "agent":
+            yield from cut_problems(self.actor, has_reward_model=self.reward_model is not None)
         yield from self._attach_problems()
         yield from selection_problems(self.reward, short_form=self.reward_fn)
         if self.actor.adv_estimator == "gdpo":

@@ -48,6 +48,10 @@ def _can_share_a_prefix(config: Any) -> bool:
     return config.gconfig.n_samples > 1 and shortest < config.gconfig.max_new_tokens
 
 
+def _has_sessions(config: Any) -> bool:
+    return config.workflow == "agent"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResamplingConfig:
     """PF-PPO: answers are drawn with probabilities that depend on their rewards."""
@@ -72,6 +76,8 @@ class AssemblyOptions:
     """How the token losses of a minibatch over all ranks become one number; see docs/algorithms.md."""
     loss_scale_tokens: int | None = number(None, low=1, relevant=HAS_SCALE, also="cosmos-rl: unbiased_loss_max_tokens")
     """Divisor in tokens, required by seq-mean-token-sum-norm; null = 1 for token-sum."""
+    loss_unit: str = choice("session", "session", "row", relevant=satisfies("/", _has_sessions, "workflow is agent"))
+    """What seq-mean counts as one sequence: session = all rows of a session, row = each row that agent.cut makes."""
     entropy_coef: float = number(0.0, low=0, also="verl: actor.entropy_coeff; ROLL: entropy_loss_coef")
     """Coefficient of the entropy bonus, aggregated as the policy loss; 0 = no bonus."""
     entropy_clamp: float = number(0.0, low=0, below=1, relevant=above("entropy_coef", 0) | given("adaptive_entropy"))

@@ -1,0 +1,94 @@
+"""Sessions for the tests of cut invariance: transcripts with forks and best-of-n answers, cut into rows and packed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from areal.agent.bridge import BridgeGap
+from areal.agent.samples import trajectories
+from areal.agent.transcript import Transcript
+from areal.agent.turns import TurnRequest
+from areal.api.batch import TrainBatch
+from areal.api.data import GenerationResponse, TrajectoryGroup
+from areal.data.pack import to_train_batch
+from areal.ledger.payload import encode_episode
+from areal.rollout.batching import build_shares
+
+CUTS = ("tree", "concat", "per_turn")
+VOCABULARY = 6
+
+
+class DigitBridge:
+    """Messages are digits; a message after an answer that contains "5" changes the history, so that it forks."""
+
+    stop_token_ids = frozenset()
+
+    def prompt(self, messages, tools):
+        return [0, *(int(digit) for one in messages for digit in one["content"].replace("5", ""))]
+
+    def extension(self, history, new_messages, tools):
+        if any("5" in one["content"] for one in history):
+            return BridgeGap(reason="history_edited", detail="a 5 is removed")
+        return [int(digit) for one in new_messages for digit in one["content"]]
+
+
+def session(seed: int) -> Transcript:
+    """Three to five answers; some extend an earlier one, some are siblings, some fork in the middle of an answer."""
+    dice = random.Random(seed)
+    transcript = Transcript(DigitBridge())
+    histories = [({"role": "user", "content": "12"},)]
+    for turn in range(dice.randint(3, 5)):
+        history = histories[-1] if dice.random() < 0.7 else dice.choice(histories)
+        context = transcript.context(TurnRequest(messages=history))
+        ids = [dice.randrange(VOCABULARY) for _ in range(dice.randint(1, 4))]
+        response = GenerationResponse(
+            request_id="",
+            input_ids=[],
+            output_ids=ids,
+            output_logprobs=[-dice.random() * 3 for _ in ids],
+            output_versions=[dice.randrange(3) for _ in ids],
+            stop_reason="length" if dice.random() < 0.3 else "stop",
+        )
+        message = {"role": "assistant", "content": "".join(map(str, ids))}
+        transcript.add_answer(context, f"t{turn}", response, message)
+        histories.append((*history, message, {"role": "user", "content": dice.choice(["3", "41"])}))
+    return transcript
+
+
+def batch_of(cut: str, *, seed: int = 0, with_turn_rewards: bool = False, mask_before: int = 0) -> TrainBatch:
+    """Three groups of three sessions and one row that is no session, in float64."""
+    payloads = []
+    for group in range(3):
+        rows = []
+        for number in range(3):
+            key = 100 * seed + 10 * group + number
+            dice, transcript = random.Random(key), session(key)
+            turns = {turn_id: dice.choice([0.0, 1.0, 2.5]) for turn_id in transcript.turns}
+            rows += trajectories(
+                transcript,
+                cut=cut,
+                reward=dice.choice([-1.0, 0.5, 2.0]),
+                session=number,
+                turn_rewards=turns if with_turn_rewards else None,
+                reward_parts={"a": dice.random(), "b": dice.random()},
+            )
+        if group == 1:
+            plain = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_logprobs": [0.0, -1.0, -1.0]}
+            plain |= {"output_versions": [-1, 0, 1], "session": -1, "turns": [], "turn_rewards": [], "reward": 0.25}
+            rows.append(replace(rows[0], **plain))
+        rows = [replace(row, baseline=0.5) for row in rows]
+        payloads.append(encode_episode(group, TrajectoryGroup(trajectories=rows)).payload)
+    (share,) = build_shares(payloads, step=0, version=2, mask_before=mask_before, dp_size=1)
+    batch = to_train_batch(share)
+
+    def double(values):
+        return values.double() if values.is_floating_point() else values
+
+    return batch.mapped(token=double, sequence=double, cu_seqlens=batch.cu_seqlens, sequence_index=batch.sequence_index)
+
+
+def gradient_weights(size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
