@@ -302,43 +302,12 @@ def reward_names(payloads: Sequence[bytes]) -> list[str]:
     return sorted({name for payload in payloads for name in _reward_names(payload)[0]})
 
 
-class SessionColumns(NamedTuple):
-    """Which trajectories of an episode are one session. n trajectories, T tokens."""
-
-    sessions: np.ndarray  # [n] int32, -1 = a session of one
-    turns: np.ndarray  # [T] int32, -1 for tokens that are not in the loss
-    turn_rewards: np.ndarray  # [T] float32, where turns is not -1
-    record: str
-    """JSON text that the workflow recorded for reward functions."""
-
-
-def join_sessions(payloads: Sequence[bytes]) -> list[SessionColumns] | None:
-    """The sessions of several episodes; None when all trajectories are sessions of one and none recorded turns."""
-    found = [session_columns(payload) for payload in payloads]
-    if all(columns is None for columns in found):
-        return None
-    return [columns or _one_each(payload) for columns, payload in zip(found, payloads, strict=True)]
-
-
-def _one_each(payload: bytes) -> SessionColumns:
-    """Sessions of one."""
-    columns = join_columns([payload])
-    lengths, mask = np.frombuffer(columns["lengths"], "<i4"), np.frombuffer(columns["loss_mask"], np.uint8)
-    rewards = np.repeat(np.frombuffer(columns["rewards"], "<f4"), lengths)
-    return SessionColumns(np.full(lengths.size, -1, np.int32), np.where(mask, 0, -1).astype(np.int32), rewards, "")
-
-
-def session_columns(payload: bytes) -> SessionColumns | None:
-    """The sessions of an episode; None when its trajectories are sessions of one."""
+def sessions_start(payload: bytes) -> int | None:
+    """The offset of the columns of sessions; None when the payload has none."""
     if payload[:4] != _MAGIC_WITH_SESSIONS:
         return None
-    n, t = payload_sizes(payload)
     names, first = _reward_names(payload)
-    start = first + 4 * n * len(names)
-    integers = np.frombuffer(payload, "<i4", n + t, start)
-    rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
-    text = start + integers.nbytes + rewards.nbytes + _LENGTH.size
-    return SessionColumns(integers[:n], integers[n:], rewards, payload[text:].decode())
+    return first + 4 * payload_sizes(payload)[0] * len(names)
 
 
 def payload_sizes(payload: bytes) -> tuple[int, int]:

@@ -10,14 +10,8 @@ import numpy as np
 
 from areal.api.batch_share import BatchShare
 from areal.data.balance import balanced_parts
-from areal.ledger.payload import (
-    SessionColumns,
-    join_columns,
-    join_sessions,
-    payload_sizes,
-    reward_names,
-    reward_parts,
-)
+from areal.ledger.payload import join_columns, payload_sizes, reward_names, reward_parts
+from areal.ledger.session_columns import SessionColumns, join_sessions
 from areal.ledger.state import AcceptedEpisode
 
 MAX_STALENESS_BIN = 8
