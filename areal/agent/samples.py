@@ -1,6 +1,7 @@
 """Training samples of a session: the rows that its transcript is cut into. Every cut trains the same tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from areal.agent.token_tree import TokenNode, path_to
@@ -33,21 +34,34 @@ def trajectories(
     finished = bool(order) and next(reversed(transcript.turns.values())).finished
     rows: list[Trajectory] = []
     for path, trained in _rows(transcript, cut, order):
+        turns = _column(path, trained, -1, lambda node: [order[node.turn_id]] * len(node.token_ids))
         rows.append(
-            Trajectory(
-                token_ids=[token for node in path for token in node.token_ids],
-                loss_mask=_column(path, trained, 0, lambda node: [1] * len(node.token_ids)),
-                rollout_logprobs=_column(path, trained, 0.0, lambda node: node.logprobs),
-                output_versions=_column(path, trained, -1, lambda node: node.versions),
+            replace(
+                row_of(path, trained),
                 reward=reward,
                 finished=finished,
                 reward_parts=dict(reward_parts or {}),
                 session=session,
-                turns=_column(path, trained, -1, lambda node: [order[node.turn_id]] * len(node.token_ids)),
+                turns=turns,
                 turn_rewards=_turn_rewards(path, trained, reward, turn_rewards),
             )
         )
     return rows
+
+
+def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajectory:
+    """The tokens of a path as an unfinished trajectory with reward 0. `trained`: ids of the nodes in the loss; None =
+    all generated ones."""
+    if trained is None:
+        trained = {id(node) for node in path if node.is_generated}
+    return Trajectory(
+        token_ids=[token for node in path for token in node.token_ids],
+        loss_mask=_column(path, trained, 0, lambda node: [1] * len(node.token_ids)),
+        rollout_logprobs=_column(path, trained, 0.0, lambda node: node.logprobs),
+        output_versions=_column(path, trained, -1, lambda node: node.versions),
+        reward=0.0,
+        finished=False,
+    )
 
 
 def _turn_rewards(

@@ -1,9 +1,11 @@
 """The tokens of one dialogue. They are only appended, and what the policy generated is never encoded again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from areal.agent.samples import row_of
+from areal.agent.token_tree import TokenTree, path_to, tokens_to
 from areal.api.data import GenerationResponse, Trajectory
 from areal.api.errors import InputError
 from areal.data.chat import EncodedPrompt, tokens_after_answer
@@ -25,7 +27,7 @@ class Answer:
 
 
 class Conversation:
-    """Tokens with, for each, its loss mask, log-probability and policy version.
+    """One branch of a tree of tokens, as sessions of agents have it, and the text of it.
 
     A token is *fixed* (given from outside, not trained on) or *generated* (by the policy, trained on). The tokens
     of a request are a prefix of those of every later request of the same conversation.
@@ -43,10 +45,8 @@ class Conversation:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._enable_thinking = enable_thinking
-        self._token_ids: list[int] = []
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._tree = TokenTree()
+        self._end = self._tree.root
         self._texts: list[tuple[int, str]] = []  # with the number of tokens before each
         self._answers: list[Answer] = []
         if prompt is not None:
@@ -55,7 +55,7 @@ class Conversation:
     @property
     def token_ids(self) -> list[int]:
         """A copy of all tokens so far: the context of the next answer."""
-        return list(self._token_ids)
+        return tokens_to(self._end)
 
     @property
     def text(self) -> str:
@@ -77,14 +77,17 @@ class Conversation:
     def context_of(self, answer: Answer) -> EncodedPrompt:
         """Everything before an answer: what the policy answered."""
         text = "".join(text for position, text in self._texts if position < answer.position)
-        return EncodedPrompt(text, self._token_ids[: answer.position])
+        return EncodedPrompt(text, self.token_ids[: answer.position])
 
     def add_answer(self, response: GenerationResponse) -> str:
         """Append generated tokens. Returns their text without special tokens."""
         text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
-        position, finished = len(self._token_ids), response.stop_reason == "stop"
+        position, finished = self._end.end, response.stop_reason == "stop"
+        self._texts.append((position, text))
+        self._end = self._tree.add_generated(
+            self._end, str(len(self._answers)), response.output_ids, response.output_logprobs, response.output_versions
+        )
         self._answers.append(Answer(text=text, token_ids=response.output_ids, position=position, finished=finished))
-        self._append(response.output_ids, text, 1, response.output_logprobs, response.output_versions)
         return text
 
     def add_messages(self, messages: list[dict[str, Any]]) -> bool:
@@ -102,7 +105,7 @@ class Conversation:
         """
         if not self._has_room(token_ids):
             return False
-        if self._loss_mask[-1:] == [1] and self._token_ids[-1:] == token_ids[:1]:
+        if self._end.is_generated and self._end.token_ids[-1:] == token_ids[:1]:
             token_ids = token_ids[1:]
         self._add_fixed(token_ids, self._tokenizer.decode(token_ids))
         return True
@@ -119,11 +122,8 @@ class Conversation:
         self, reward: float, *, reward_parts: dict[str, float] | None = None, baseline: float | None = None
     ) -> Trajectory:
         """The conversation as a training sample. `baseline`: reward of a greedy answer, if there is one."""
-        return Trajectory(
-            token_ids=list(self._token_ids),
-            loss_mask=list(self._loss_mask),
-            rollout_logprobs=list(self._logprobs),
-            output_versions=list(self._versions),
+        return replace(
+            row_of(path_to(self._end)),
             reward=reward,
             reward_parts=reward_parts or {},
             finished=self.last_answer.finished,
@@ -131,14 +131,8 @@ class Conversation:
         )
 
     def _has_room(self, token_ids: list[int]) -> bool:
-        return self._max_tokens is None or len(self._token_ids) + len(token_ids) < self._max_tokens
+        return self._max_tokens is None or self._end.end + len(token_ids) < self._max_tokens
 
     def _add_fixed(self, token_ids: list[int], text: str) -> None:
-        self._append(token_ids, text, 0, [0.0] * len(token_ids), [-1] * len(token_ids))
-
-    def _append(self, token_ids: list[int], text: str, mask: int, logprobs: list[float], versions: list[int]) -> None:
-        self._texts.append((len(self._token_ids), text))
-        self._token_ids += token_ids
-        self._loss_mask += [mask] * len(token_ids)
-        self._logprobs += logprobs
-        self._versions += versions
+        self._texts.append((self._end.end, text))
+        self._end = self._tree.add_fixed(self._end, token_ids)
