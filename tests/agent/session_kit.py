@@ -89,5 +89,5 @@ async def served(*script, **options):
     session = ScriptedSession(*script)
     directory = ScriptedDirectory(**{KEY: session, OTHER_KEY: ScriptedSession()})
     server = SessionServer(directory, admin_token=TOKEN, token_text=lambda token_id: f"t{token_id}", **options)
-    async with listening(server.application(), auto_decompress=False) as address:
+    async with listening(server.application(), auto_decompress=False, access_log=None) as address:
         yield address, session, directory

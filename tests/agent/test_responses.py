@@ -11,7 +11,8 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from areal.agent.delivered import answer_message, message_key
+from areal.agent.delivered import answer_message
+from areal.agent.transcript import message_key
 from areal.agent.turns import TurnRefused
 from tests.agent.session_kit import KEY, answer, call, served
 
@@ -141,5 +142,8 @@ async def test_the_openai_agents_sdk_runs_a_tool_loop(kind, stream):
     first, second = session.requests
     assert second.messages[: len(first.messages)] == first.messages
     sent_back, *results = second.messages[len(first.messages) :]
-    assert message_key(sent_back) == message_key(answer_message(asked))
+    delivered = answer_message(asked)
+    if kind is OpenAIChatCompletionsModel:
+        del delivered["reasoning_content"]  # this client does not send it back
+    assert message_key(sent_back) == message_key(delivered)
     assert [(one["tool_call_id"], one["content"]) for one in results] == [("call-1", "4"), ("call-2", "4")]

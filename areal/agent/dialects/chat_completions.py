@@ -123,7 +123,7 @@ def stream_fields(given: Fields) -> tuple[bool, bool]:
     stream, include_usage = given.flag("stream"), False
     if (options := given.fields("stream_options")) is not None:
         include_usage = options.flag("include_usage")
-        options.flag("include_obfuscation")
+        options.skip(include_obfuscation="flag")
         options.finish()
     return stream, include_usage
 

@@ -37,8 +37,9 @@ def part_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> str:
     text = part.text("refusal" if kind == "refusal" else "text")
     if text is None:
         raise invalid(part.name("text"), "is required")
-    for name in ("annotations", "logprobs", "citations", "cache_control", "prompt_cache_breakpoint"):
-        part.take(name)  # parts of earlier answers and hints to a cache: they carry no text
+    part.skip(
+        annotations="list", logprobs="list", citations="list", cache_control="object", prompt_cache_breakpoint="object"
+    )
     part.finish()
     return text
 
@@ -87,8 +88,7 @@ def _required(content: str | None, given: Fields) -> str:
 
 
 def _assistant_message(given: Fields, content: str | None) -> Message:
-    for ignored in ("refusal", "annotations"):  # the SDK sends whole answers back
-        given.take(ignored)
+    given.skip(refusal="text", annotations="list")
     for name in ("audio", "function_call"):
         if given.take(name) is not None:
             raise unsupported(given.name(name), "is not supported")
@@ -115,7 +115,7 @@ def assistant_message(content: str | None, reasoning: str | None, calls: list[Js
 def _tool_call(given: Fields) -> Json:
     if (kind := given.text("type") or "function") != "function":
         raise unsupported(given.name("type"), f"calls of type {kind[:80]!r} are not supported, only 'function'")
-    given.take("index")  # of a call that was put together from a stream
+    given.skip(index="number")  # of a call that was put together from a stream
     call_id = given.required_text("id")
     function = given.fields("function")
     if function is None:
@@ -137,7 +137,8 @@ def checked_arguments(text: str | None, path: str) -> str:
         return "{}"
     try:
         value = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        orjson.dumps(value)
+    except (orjson.JSONDecodeError, TypeError):  # TypeError: it is too deep
         value = None
     if not isinstance(value, dict):
         raise invalid(path, "must be the JSON text of an object")
@@ -156,7 +157,7 @@ def function_tool(given: Fields, parameters: str = "parameters") -> Json:
     """A tool from an object with name, description and `parameters`, in OpenAI's form."""
     function: Json = {"name": tool_name(given), "description": given.text("description") or ""}
     function["parameters"] = given.object(parameters) or {"type": "object", "properties": {}}
-    given.flag("strict")  # no effect: answers are not constrained
+    given.skip(strict="flag")  # answers are not constrained
     given.finish()
     return {"type": "function", "function": function}
 

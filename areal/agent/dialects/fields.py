@@ -119,6 +119,11 @@ class Fields:
         value = self.take(field_name)
         return None if value is None else Fields(value, self.name(field_name))
 
+    def skip(self, **kinds: Kind) -> None:
+        """Accept fields without an effect, each of its type: what an SDK sends back or adds to every object."""
+        for field_name, kind in kinds.items():
+            self._typed(field_name, kind)
+
     def finish(self, table: FieldTable | None = None) -> None:
         """Refuse every field that was not read and that `table` does not accept."""
         for field_name, value in self._left.items():

@@ -137,8 +137,7 @@ def _user_messages(content: str | list[Any], path: str) -> list[Message]:
             continue
         call_id = block.required_text("tool_use_id")
         result = joined_text(block.take("content"), block.name("content")) or ""
-        block.flag("is_error")
-        block.take("cache_control")
+        block.skip(is_error="flag", cache_control="object")
         block.finish()
         messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
     return messages
@@ -158,12 +157,11 @@ def _assistant(content: str | list[Any], path: str) -> Message:
                 continue
             case "thinking":
                 thoughts.append(block.text("thinking") or "")
-                block.text("signature")
+                block.skip(signature="text")
             case "tool_use":
                 call_id, name = block.required_text("id"), tool_name(block)
                 calls.append(function_call(call_id, name, orjson.dumps(block.object("input") or {}).decode()))
-                block.take("cache_control")
-                block.take("caller")
+                block.skip(cache_control="object", caller="object")
             case _:
                 raise refused_part(block, kind)
         block.finish()
@@ -174,8 +172,7 @@ def _tool(given: Fields) -> Json:
     kind = given.text("type") or "custom"
     if kind != "custom":
         raise unsupported(given.name("type"), f"tools of type {kind[:80]!r} are not supported, only 'custom'")
-    for hint in ("cache_control", "eager_input_streaming", "input_examples"):
-        given.take(hint)
+    given.skip(cache_control="object", eager_input_streaming="flag", input_examples="list")
     return function_tool(given, "input_schema")
 
 
@@ -185,7 +182,7 @@ def _tool_choice(given: Fields | None, tools: tuple[Json, ...]) -> str:
     kind = given.choice("type", ("auto", "any", "none", "tool"))
     if kind is None:
         raise invalid("tool_choice.type", "is required")
-    given.flag("disable_parallel_tool_use")
+    given.skip(disable_parallel_tool_use="flag")
     name = tool_name(given) if kind == "tool" else None
     given.finish()
     if name is not None:

@@ -90,8 +90,7 @@ def _add_item(found: _Assistant, given: Fields) -> None:
             found.reasoning(_reasoning(given))
         case _:
             raise refused_part(given, kind)
-    given.take("id")
-    given.take("status")
+    given.skip(id="text", status="text")
     given.finish()
 
 
@@ -103,7 +102,7 @@ def _add_message(found: _Assistant, given: Fields) -> None:
         raise invalid(given.name("content"), "is required")
     match role:
         case "assistant":
-            given.take("phase")
+            given.skip(phase="text")
             found.text(content)
         case "user":
             found.add({"role": "user", "content": content})
@@ -114,11 +113,11 @@ def _add_message(found: _Assistant, given: Fields) -> None:
 
 
 def _reasoning(given: Fields) -> str:
-    content = joined_text(given.take("content"), given.name("content"), ("reasoning_text", "text")) or ""
-    summary = joined_text(given.take("summary"), given.name("summary"), ("summary_text",)) or ""
+    content = joined_text(given.items("content"), given.name("content"), ("reasoning_text", "text"))
+    summary = joined_text(given.items("summary"), given.name("summary"), ("summary_text",))
     if given.text("encrypted_content"):
         raise unsupported(given.name("encrypted_content"), "reasoning is not encrypted here")
-    return content or summary
+    return content or summary or ""
 
 
 def response_tools(values: list[Any]) -> tuple[Json, ...]:

@@ -70,7 +70,7 @@ def parse(body: Json, attempt: Attempt) -> Asked:
     )
     stream = given.flag("stream")
     if (options := given.fields("stream_options")) is not None:
-        options.flag("include_obfuscation")
+        options.skip(include_obfuscation="flag")
         options.finish()
     include = given.items("include")
     for one in include:
