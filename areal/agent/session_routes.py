@@ -12,7 +12,6 @@ docs/agent_http.md has the fields and the errors. No line of a log contains a ke
 """
 
 import asyncio
-import hashlib
 import math
 import re
 import time
@@ -321,4 +320,4 @@ def _attempt(request: web.Request, dialect: str, canonical: bytes) -> Attempt:
     count = request.headers.get("x-stainless-retry-count", "0")
     if not re.fullmatch(r"[0-9]{1,9}", count):
         raise invalid("x-stainless-retry-count", "must be a number")
-    return Attempt(hashlib.sha256(dialect.encode() + b"\0" + canonical).hexdigest(), int(count))
+    return Attempt.of(dialect, canonical, int(count))

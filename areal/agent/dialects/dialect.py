@@ -1,8 +1,9 @@
 """What every dialect offers: parse a body, write a reply, its stream of events, and a refusal."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import orjson
 
@@ -14,6 +15,11 @@ class Attempt(NamedTuple):
 
     fingerprint: str = ""
     retry_count: int = 0
+
+    @classmethod
+    def of(cls, dialect: str, canonical: bytes, retry_count: int = 0) -> Self:
+        """`canonical`: the body as JSON with sorted keys."""
+        return cls(hashlib.sha256(dialect.encode() + b"\0" + canonical).hexdigest(), retry_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
