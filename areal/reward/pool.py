@@ -22,8 +22,8 @@ from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.observe.log import get_logger
 from areal.reward import sandbox_backends
-from areal.reward.worker_process import WorkerEnded, WorkerProcess
 from areal.system.device import cpu_count
+from areal.system.worker_process import WorkerEnded, WorkerProcess
 
 MAX_CALLS_PER_MESSAGE = 16
 _MESSAGE_GOAL_S = 0.002
@@ -84,6 +84,15 @@ class _Call:
     """Number of workers that died while they ran it."""
 
 
+class _Worker(WorkerProcess):
+    """A process that runs reward functions."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        super().__init__("areal.reward.worker", env)
+        self.loaded: set[FunctionRef] = set()
+        """Functions that it has imported."""
+
+
 class RewardPool:
     """Scores answers in worker processes, which it starts on demand. Used on one event loop only."""
 
@@ -94,10 +103,10 @@ class RewardPool:
         self._size = config.workers or max(1, cpu_count() // 2)
         self._queue: deque[_Call] = deque()
         self._queued = asyncio.Event()
-        self._workers: dict[WorkerProcess, deque[_Call]] = {}
+        self._workers: dict[_Worker, deque[_Call]] = {}
         """Calls sent to each worker, the running one first."""
         self._num_idle = 0
-        self._starting: set[WorkerProcess] = set()
+        self._starting: set[_Worker] = set()
         self._failed_starts = 0
         self._mean_s: dict[FunctionRef, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,14 +168,14 @@ class RewardPool:
         self._queued.set()
         wanted = len(self._queue) - self._num_idle - len(self._starting)
         for _ in range(min(wanted, self._size - len(self._workers))):
-            worker = WorkerProcess(self._env)
+            worker = _Worker(self._env)
             self._workers[worker] = deque()
             self._starting.add(worker)
             task = asyncio.create_task(self._work(worker), name=f"reward worker {worker.pid}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, worker: WorkerProcess) -> None:
+    async def _work(self, worker: _Worker) -> None:
         """Use one worker process until it ends or exceeds a time limit; then queue its remaining calls again."""
         wait_s = 0.0
         try:
@@ -181,7 +190,7 @@ class RewardPool:
         if wait_s:
             self._on_end(worker, code)
 
-    async def _serve(self, worker: WorkerProcess) -> None:
+    async def _serve(self, worker: _Worker) -> None:
         """Send calls and receive their results. TimeoutError or WorkerEnded at the end of the worker."""
         await worker.connect(limit_s=_LOAD_LIMIT_S)
         self._starting.discard(worker)
@@ -210,7 +219,7 @@ class RewardPool:
                     self._mean_s[function] = seconds if mean_s is None else 0.9 * mean_s + 0.1 * seconds
                     call.batch.put(call.index, RewardResult(**message))
 
-    def _limit_s(self, worker: WorkerProcess, function: FunctionRef) -> float:
+    def _limit_s(self, worker: _Worker, function: FunctionRef) -> float:
         # The first use of a function imports its module; the worker then reports `loaded`.
         return self._timeout_s if function in worker.loaded else max(self._timeout_s, _LOAD_LIMIT_S)
 
@@ -231,7 +240,7 @@ class RewardPool:
             calls.append(call)
         return calls
 
-    def _on_overdue(self, worker: WorkerProcess) -> None:
+    def _on_overdue(self, worker: _Worker) -> None:
         started, calls = self._forget(worker)
         worker.kill()
         if not started:
@@ -244,7 +253,7 @@ class RewardPool:
             call.batch.put(call.index, _failure("timeout", text, limit_s))
         self._queue_again(calls)
 
-    def _on_end(self, worker: WorkerProcess, code: int) -> None:
+    def _on_end(self, worker: _Worker, code: int) -> None:
         started, calls = self._forget(worker)
         how = _exit_text(code)
         get_logger(__name__).warning("reward worker %d %s", worker.pid, how)
@@ -257,7 +266,7 @@ class RewardPool:
                 call.batch.put(call.index, _failure("died", f"its process {how}, {_TRIES} times", 0.0))
         self._queue_again(calls)
 
-    def _forget(self, worker: WorkerProcess) -> tuple[bool, deque[_Call]]:
+    def _forget(self, worker: _Worker) -> tuple[bool, deque[_Call]]:
         """Whether a worker had started, and its calls."""
         started = worker not in self._starting
         self._starting.discard(worker)

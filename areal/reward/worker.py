@@ -1,15 +1,12 @@
 """A reward worker: a process that reads calls from the pool, runs the user's function, and answers each call.
 
-Waits for the next message of its pool; the closed socket ends it. Started as `python -m areal.reward.worker PARENT_PID
-SYS_PATH` with one end of a socket pair as standard input. The socket is moved from descriptor 0 to another one, and
-standard output is redirected to standard error, so text that a user's function prints cannot reach the channel.
+Waits for the next message of its pool; the closed socket ends it. `areal.system.worker_process` starts it.
 """
 
 import contextlib
 import inspect
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,7 +20,7 @@ import orjson
 from areal.api.errors import ArealError, InputError
 from areal.api.functions import REWARD_CALL, FunctionRef, load_function
 from areal.observe.episode_metrics import logged_metrics
-from areal.system.process import watch_parent
+from areal.system.worker_process import enter_worker
 
 _TRACEBACKS_SHOWN = 3
 
@@ -154,27 +151,11 @@ class Worker:
         return f"{type(error).__name__}: {text}{place}"
 
 
-def take_channel() -> socket.socket:
-    """Move the channel to another descriptor; then standard input is empty and standard output is standard error."""
-    channel = socket.socket(fileno=os.dup(0))
-    channel.setblocking(True)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return channel
-
-
 def main(argv: list[str]) -> None:
-    parent = int(argv[0])
-    watch_parent()
-    if os.getppid() != parent:
-        return  # the pool's process died while this one started
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = take_channel()
-    worker = Worker(channel)
-    sys.path[:] = orjson.loads(argv[1])
-    worker.run()
+    channel = enter_worker(argv)
+    if channel is not None:
+        channel.setblocking(True)
+        Worker(channel).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""One worker process of the reward pool: its start, its channel, its time limit and its end.
+"""A worker process of a pool: its start, its channel, its time limits and its end. Messages are lines of JSON.
 
-Messages are lines of JSON on a socket.
+The child runs `python -m MODULE PARENT_PID SYS_PATH` with one end of a socket pair as standard input. The socket is
+moved from descriptor 0 to another one, and standard output is redirected to standard error, so text that a user's code
+prints cannot reach the channel.
 """
 
 import asyncio
@@ -10,13 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
 
-from areal.api.functions import FunctionRef
-from areal.system.process import AREAL_PROCESS
+from areal.system.process import AREAL_PROCESS, watch_parent
 
 _READ_BYTES = 1 << 18
 
@@ -26,21 +27,19 @@ class WorkerEnded(Exception):
 
 
 class WorkerProcess:
-    """A child process that runs reward functions."""
+    """A child process that runs a user's code."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """`env`: variables in addition to those of this process."""
-        self.loaded: set[FunctionRef] = set()
-        """Functions that it has imported."""
+    def __init__(self, module: str, env: Mapping[str, str], *, without: Collection[str] = ()) -> None:
+        """`module`: its main module. `env`: variables in addition to those of this process, `without` some of them."""
         self._incomplete = b""
         """A received line without its end."""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "areal.reward.worker", str(os.getpid()), orjson.dumps(sys.path).decode()],
+                [sys.executable, "-m", module, str(os.getpid()), orjson.dumps(sys.path).decode()],
                 stdin=theirs.fileno(),
-                env={**_environment(), **env},
+                env={name: value for name, value in (_environment() | env).items() if name not in without},
                 process_group=0,  # killed together with the processes that the user's function starts
             )
 
@@ -48,7 +47,7 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def connect(self, *, limit_s: float) -> None:
+    async def connect(self, *, limit_s: float | None) -> None:
         """Wait until it is ready. The errors of `receive`."""
         self._streams = await asyncio.open_unix_connection(sock=self._socket)
         await self.receive(limit_s=limit_s)
@@ -58,7 +57,7 @@ class WorkerProcess:
         assert self._streams is not None
         self._streams[1].write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
 
-    async def receive(self, *, limit_s: float) -> list[dict[str, Any]]:
+    async def receive(self, *, limit_s: float | None) -> list[dict[str, Any]]:
         """The next messages. TimeoutError when no data comes within `limit_s`; WorkerEnded at the channel's end."""
         assert self._streams is not None
         reader = self._streams[0]
@@ -114,3 +113,21 @@ def _environment() -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(part for part in (root, env.get("PYTHONPATH", "")) if part)
     env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+def enter_worker(argv: list[str]) -> socket.socket | None:
+    """In a new worker process with the command line `argv`: tie it to its parent and take its channel.
+
+    Then standard input is empty and standard output is standard error. None when the parent has ended.
+    """
+    watch_parent()
+    if os.getppid() != int(argv[0]):
+        return None  # the pool's process died while this one started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.path[:] = orjson.loads(argv[1])
+    return channel
