@@ -104,6 +104,10 @@ class TrajectoryGroup:
     """Values for filters such as mixed_rewards, one per trajectory; empty = the rewards. Not recorded."""
     record: str = ""
     """JSON text that is recorded with sessions, for reward functions of a replay (areal.replay.regrade)."""
+    rejected: str = ""
+    """Why the workflow rejects the episode; the trajectories, if any, stay for readers. Empty = it does not."""
+    turn_ids: list[str] = field(default_factory=list[str])
+    """Turns of agents in the trajectories. Accepting the episode adopts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ REWARD_FUNCTIONS: dict[str, FunctionRef] = {
 WORKFLOWS: dict[str, FunctionRef] = {
     "rlvr": FunctionRef(name="RLVRWorkflow", module="areal.workflow.rlvr"),
     "multi_turn": FunctionRef(name="MultiTurnWorkflow", module="areal.workflow.multi_turn"),
+    "agent": FunctionRef(name="AgentWorkflow", module="areal.workflow.agent"),
     "synthetic": FunctionRef(name="SyntheticWorkflow", module="areal.workflow.synthetic"),
 }
 ACCEPT_FUNCTIONS: dict[str, FunctionRef] = {

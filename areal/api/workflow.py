@@ -49,7 +49,7 @@ class RolloutWorkflow(ABC):
         raise ConfigError(message, code="workflow.no_evaluation")
 
 
-CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_baseline")
+CONSTRUCTOR_ARGUMENTS = ("reward_fn", "gconfig", "tokenizer", "reward", "greedy_baseline", "agent_config")
 """What the constructor of a workflow receives, if it has a parameter of this name, in addition to `workflow_args`."""
 
 
@@ -64,7 +64,8 @@ def constructor_problems(config: PPOConfig, parameters: Mapping[str, inspect.Par
     if config.actor.adv_estimator == "remax" and not takes_all and "greedy_baseline" not in parameters:
         text = f"remax needs a greedy answer, which {name} does not generate: use workflow=rlvr"
         yield ConfigProblem("actor.adv_estimator", text, "workflow.missing_parameter")
-    if "reward_fn" in parameters and not config.reward_fn and not names_functions and config.reward_model is None:
+    needs_function = "reward_fn" in parameters and parameters["reward_fn"].default is kinds.empty
+    if needs_function and not config.reward_fn and not names_functions and config.reward_model is None:
         text = f"is empty, but {name} needs one: set it, e.g. to gsm8k, or set reward.fns"
         yield ConfigProblem("reward_fn", text, "reward.none_given")
     allowed = [parameter for parameter in parameters if parameter not in CONSTRUCTOR_ARGUMENTS]

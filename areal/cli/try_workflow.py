@@ -23,7 +23,7 @@ from areal.data.tokenizer import Tokenizer
 from areal.fleet.fleet import Fleet
 from areal.fleet.native import NATIVE
 from areal.observe.episode_metrics import logged_metrics
-from areal.rollout.episode import verdict_on
+from areal.rollout.episode import Rejected, verdict_on
 from areal.system.file_registry import FileRegistry
 from areal.system.network import TOKEN_VARIABLE
 from areal.system.process import kill_trees, spawn
@@ -101,8 +101,8 @@ async def run_episode(trial: Trial, engine: InferenceEngine) -> EpisodeReport:
             group = await trial.workflow.arun_episode(recorder, dict(trial.row))
             if group is None:
                 error = "the workflow returned None: the episode is rejected"
-            else:
-                verdict_on(0, group, accept=None, check_format=True)
+            elif isinstance(verdict := verdict_on(0, group, accept=None, check_format=True), Rejected):
+                error = f"the workflow rejected the episode: {verdict.reason}"
         except ArealError as failure:
             error = f"{failure} [{failure.code}]"
     end_ids = set(request_settings(trial.config.gconfig, trial.tokenizer).stop_token_ids)

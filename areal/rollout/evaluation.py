@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from areal.api.data import GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
-from areal.api.errors import RequestError, ServerUnavailable
+from areal.api.errors import RequestError, RewardError, ServerUnavailable
 from areal.api.workflow import RolloutWorkflow
 from areal.ledger.ledger import Ledger
 from areal.ledger.payload import encode_episode
@@ -57,11 +57,14 @@ async def evaluate_episode(
     *,
     count_answer: Callable[[GenerationResponse], None],
 ) -> EvaluatedEpisode | None:
-    """Run one episode on a copy of `row`; None when the workflow returns None. Raises what the episode raises."""
+    """Run one episode on a copy of `row`; None when the workflow returns None. Raises what the episode raises, and
+    RewardError when the workflow rejects it."""
     with logged_metrics() as logged:
         group = await workflow.arun_episode(EpisodeEngine(engine, count_answer), dict(row))
     if group is None:
         return None
+    if group.rejected:
+        raise RewardError(f"the workflow rejected the episode: {group.rejected}", code="workflow.episode_rejected")
     episode = encode_episode(0, group)
     check_stats(group)
     return EvaluatedEpisode(

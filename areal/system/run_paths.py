@@ -50,6 +50,10 @@ class RunPaths:
     initial_weights = _Below("initial_weights.json")
     """Checksums of the models at the start of the run."""
     ledger = _Below("ledger")
+    turns = _Below("turns")
+    """Stages of the turns of agents, one file for each controller process."""
+    sessions = _Below("sessions.json")
+    """Address of the session server."""
     weights = _Below("weights")
     """Published policy versions, one folder each."""
     checkpoints = _Below("checkpoints")

@@ -1,10 +1,11 @@
 """The built-in workflows, and the toolkit for workflows of your own: docs/workflows.md."""
 
+from areal.agent.tool_functions import tool_schema
 from areal.observe.episode_metrics import log_metric
 from areal.workflow.conversation import Answer, Conversation
 from areal.workflow.conversing import ConversationWorkflow, Episode, chat_prompt, generate, score
 from areal.workflow.scoring import Score
-from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, tool_schema, use_tools
+from areal.workflow.tools import ToolCall, call_tool, parse_tool_calls, use_tools
 
 __all__ = [
     "Answer",

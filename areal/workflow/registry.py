@@ -24,6 +24,7 @@ def build_workflow(config: PPOConfig, tokenizer: Tokenizer) -> RolloutWorkflow:
         "tokenizer": tokenizer,
         "reward": config.reward,
         "greedy_baseline": config.actor.adv_estimator == "remax",
+        "agent_config": config.agent,
     }
     assert tuple(given) == CONSTRUCTOR_ARGUMENTS
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

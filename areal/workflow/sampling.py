@@ -1,7 +1,7 @@
 """Functions that the workflows share: sampling settings, requests, statistics."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,10 +13,13 @@ from areal.data.tokenizer import Tokenizer
 T = TypeVar("T")
 
 
-def request_settings(gconfig: GenerationHyperparameters, tokenizer: Tokenizer) -> GenerationHyperparameters:
-    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer also end an answer."""
-    ends = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
-    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *ends])))
+def request_settings(
+    gconfig: GenerationHyperparameters, tokenizer: Tokenizer, *, ends: Iterable[int] = ()
+) -> GenerationHyperparameters:
+    """The sampling settings of one request: one sample; the eos and pad tokens of the tokenizer and `ends` also end an
+    answer."""
+    own = [token for token in (tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None]
+    return replace(gconfig, n_samples=1, stop_token_ids=list(dict.fromkeys([*gconfig.stop_token_ids, *own, *ends])))
 
 
 def settings_for_length(

@@ -1,22 +1,18 @@
-"""Tools of a workflow: JSON schemas of Python functions, calls in the text of an answer, and the loop around them."""
+"""Tools of a workflow: calls in the text of an answer, and the loop around them."""
 
 import asyncio
-import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from areal.agent.tool_functions import Tool, call_function
 from areal.observe.episode_metrics import log_metric
 from areal.workflow.conversation import Conversation
 from areal.workflow.conversing import Episode, generate
 
-Tool = Callable[..., Any]
-"""A plain or async function. Plain ones run in a thread, which a time limit cannot end."""
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,29 +23,6 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     problem: str = ""
     """Why it cannot be executed; empty when it can."""
-
-
-def tool_schema(function: Tool) -> dict[str, Any]:
-    """The description of a tool that chat templates take: from its name, docstring and annotated parameters."""
-    hints = get_type_hints(function)
-    parameters = inspect.signature(function).parameters.values()
-    properties = {one.name: _json_type(hints.get(one.name, Any)) for one in parameters}
-    required = [one.name for one in parameters if one.default is one.empty]
-    shape = {"type": "object", "properties": properties, "required": required}
-    about = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": shape}
-    return {"type": "function", "function": about}
-
-
-def _json_type(hint: Any) -> dict[str, Any]:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, UnionType):
-        return {"anyOf": [_json_type(one) for one in arguments if one is not type(None)]}
-    name = _JSON_TYPES.get(origin or hint)
-    if name is None:
-        return {}
-    return {"type": name} | ({"items": _json_type(arguments[0])} if name == "array" and arguments else {})
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
@@ -73,28 +46,10 @@ async def call_tool(call: ToolCall, tools: Sequence[Tool], *, timeout_s: float =
     Reports the metric tool_errors (0 or 1), whose mean is per call.
     """
     text, problem = "", call.problem
-    tool = next((tool for tool in tools if tool.__name__ == call.name), None)
-    if not problem and tool is None:
-        problem = f"there is no tool {call.name!r}, only {', '.join(tool.__name__ for tool in tools)}"
-    if tool is not None and not problem:
-        try:
-            text = _as_text(await asyncio.wait_for(_run(tool, call.arguments), timeout_s))
-        except TimeoutError:
-            problem = f"{call.name} did not end within {timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - user code: the model sees the error of its call
-            problem = f"{type(error).__name__}: {error}"
+    if not problem:
+        text, problem = await call_function(call.name, call.arguments, tools, timeout_s=timeout_s)
     log_metric("tool_errors", float(bool(problem)))
     return f"error: {problem}" if problem else text
-
-
-async def _run(tool: Tool, arguments: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(tool):
-        return await tool(**arguments)
-    return await asyncio.to_thread(tool, **arguments)
-
-
-def _as_text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 async def use_tools(

@@ -2,6 +2,7 @@
 
 # pyright: reportUnusedImport=false
 from areal.api.config.advantages import AdvantageOptions, NormConfig
+from areal.api.config.agent import AgentConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.data import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 from areal.api.allocation import AllocationError, AllocationMode, check_supported
 from areal.api.config.advantages import REWARDS, baseline_problems
+from areal.api.config.agent import AgentConfig
 from areal.api.config.algorithm import PPOActorConfig, PPOCriticConfig
 from areal.api.config.benchmark import BenchmarkConfig
 from areal.api.config.cut_rules import cut_problems
@@ -178,9 +179,11 @@ class PPOConfig(BaseExperimentConfig):
     elastic: ElasticConfig = section(ElasticConfig, relevant=when("rollout.server_addrs", []))
     """Adding and removing inference servers by their load."""
     workflow: str = "rlvr"
-    """Workflow of a run without a script: a registered name (rlvr, multi_turn, synthetic) or module:Class."""
+    """Workflow of a run without a script: a registered name (rlvr, multi_turn, agent, synthetic) or module:Class."""
     workflow_args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Additional keyword arguments of the workflow's constructor."""
+    agent: AgentConfig = section(AgentConfig, relevant=when("workflow", "agent"))
+    """Sessions of agents."""
     reward_fn: str = option("", also="verl: custom_reward_function.path, .name")
     """Reward function of a run without a script: a registered name (gsm8k), module:function or file.py:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -1,0 +1,96 @@
+"""Sessions without code of an agent: an environment that answers the policy, and Python functions as its tools."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from areal.agent.session import BUDGET_CODES
+from areal.agent.tool_functions import Tool, call_function, parsed_arguments, tool_schema
+from areal.agent.turns import Message
+from areal.api.errors import ConfigError, RewardError
+from areal.observe.episode_metrics import log_metric
+
+MAX_TURNS = 64
+"""Turns of a session without agent.max_turns."""
+_TOOL_TIMEOUT_S = 60.0
+
+
+class Environment(Protocol):
+    """What the policy talks to. One instance per session."""
+
+    async def reset(self, row: dict[str, Any]) -> list[Message]:
+        """The first messages of the dialogue on a row."""
+        ...
+
+    async def step(self, message: Message) -> tuple[list[Message], float, bool]:
+        """The messages after an answer without tool calls, its reward, and whether the dialogue ends."""
+        ...
+
+
+async def run_environment(
+    client: Any, row: dict[str, Any], environment: Environment | None, tools: Sequence[Tool]
+) -> dict[str, Any] | None:
+    """One dialogue. `client`: AsyncOpenAI of the session. Returns the reward of each turn that the environment gave.
+
+    Tool calls of an answer run at the same time and are answered; any other answer goes to the environment. Without an
+    environment the first answer without a call ends the dialogue, and it has no reward here.
+    """
+    messages = list(await environment.reset(row) if environment is not None else _messages_of(row))
+    schemas, turns = [tool_schema(tool) for tool in tools], dict[str, float]()
+    for _ in range(MAX_TURNS):
+        options = {"tools": schemas} if schemas else {}
+        try:
+            completion = await client.chat.completions.create(model="policy", messages=messages, **options)
+        except Exception as error:
+            if getattr(error, "code", None) not in BUDGET_CODES:
+                raise
+            break  # the policy has used its budget: the rewards so far count
+        answer = completion.choices[0].message
+        message = _sent_back(answer)
+        messages.append(message)
+        if answer.tool_calls:
+            messages += await asyncio.gather(*(_tool_message(call, tools) for call in answer.tool_calls))
+            continue
+        if environment is None:
+            break
+        found = await environment.step(message)
+        new, reward, is_done = _checked(found)
+        turns[completion.id] = reward
+        messages += new
+        if is_done:
+            break
+    return {"turns": turns} if environment is not None else None
+
+
+def _messages_of(row: dict[str, Any]) -> list[Message]:
+    if isinstance(row.get("messages"), list):
+        return list(row["messages"])
+    if isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    message = f"a row needs `messages` or `prompt` where no environment gives the first messages, not {sorted(row)}"
+    raise ConfigError(message, code="agent.no_messages")
+
+
+def _sent_back(answer: Any) -> Message:
+    message: Message = {"role": "assistant", "content": answer.content}
+    if answer.tool_calls:
+        message["tool_calls"] = [call.model_dump() for call in answer.tool_calls]
+    return message
+
+
+async def _tool_message(call: Any, tools: Sequence[Tool]) -> Message:
+    arguments, problem = parsed_arguments(call.function.arguments)
+    text = ""
+    if not problem:
+        text, problem = await call_function(call.function.name, arguments, tools, timeout_s=_TOOL_TIMEOUT_S)
+    log_metric("tool_errors", float(bool(problem)))
+    return {"role": "tool", "tool_call_id": call.id, "content": f"error: {problem}" if problem else text}
+
+
+def _checked(found: Any) -> tuple[list[Message], float, bool]:
+    try:
+        messages, reward, is_done = found
+        return list(messages), float(reward), bool(is_done)
+    except (TypeError, ValueError) as error:
+        message = f"step returned {found!r}: return (messages, reward, done)"
+        raise RewardError(message, code="agent.wrong_step") from error

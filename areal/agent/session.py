@@ -1,0 +1,369 @@
+"""One session: its budgets, the record of its turns, and the answers of the policy to them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from areal.agent.delivered import answer_message
+from areal.agent.tool_calls import SplitAnswer
+from areal.agent.transcript import Context, Transcript
+from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
+from areal.api.config import GenerationHyperparameters
+from areal.api.data import GenerationRequest, GenerationResponse
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ArealError, InputError, RequestError, RewardError, ServerUnavailable
+from areal.data.tokenizer import Tokenizer
+
+RETRY_AFTER_S = 1.0
+"""What a client waits before it repeats a turn for which no server was available."""
+
+BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
+"""Refusals after which the policy has used what it may: the session is over, and is scored as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Budgets of a session. None: no limit."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    """Generated tokens of all turns together."""
+    max_seconds: float | None = None
+    """From the opening of the session."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionBudget:
+    """What a session has used of its limits. Pure: times are arguments."""
+
+    limits: SessionLimits
+    opened_s: float
+    num_turns: int = 0
+    num_tokens: int = 0
+
+    def seconds_left(self, now_s: float) -> float | None:
+        """None: no limit."""
+        limit = self.limits.max_seconds
+        return None if limit is None else max(self.opened_s + limit - now_s, 0.0)
+
+    def begin_turn(self, now_s: float, num_answers: int) -> int | None:
+        """Count a turn. Returns the maximum generated tokens of each of its answers, None = no limit.
+
+        Turns at the same time share no room: together they may exceed max_tokens. Raises TurnRefused.
+        """
+        limits = self.limits
+        if limits.max_turns is not None and self.num_turns >= limits.max_turns:
+            raise _used_up("turns", f"agent.max_turns={limits.max_turns} turns", "agent.turn_budget")
+        if self.seconds_left(now_s) == 0.0:
+            raise _used_up("time", f"agent.max_seconds={limits.max_seconds:g} seconds", "agent.time_budget")
+        room = None if limits.max_tokens is None else (limits.max_tokens - self.num_tokens) // num_answers
+        if room is not None and room < 1:
+            raise _used_up("tokens", f"agent.max_tokens={limits.max_tokens} generated tokens", "agent.token_budget")
+        self.num_turns += 1
+        return room
+
+
+def _used_up(what: str, limit: str, code: str) -> TurnRefused:
+    return TurnRefused(f"the session has used its {what}: the limit is {limit}", code=code, status=400)
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionCounts:
+    """What happened in a session."""
+
+    turns: int = 0
+    """Requests that were answered."""
+    tool_calls: int = 0
+    malformed_calls: int = 0
+    retries: int = 0
+    """Requests that were answered from the record."""
+    cut_answers: int = 0
+    """Answers that a limit of tokens ended."""
+    timed_out: int = 0
+    """Turns that the time limit of the session ended."""
+    other_sampling: int = 0
+    """Turns with another temperature or top_p than the run."""
+    failures: int = 0
+    """Turns that the servers did not answer."""
+    generated_tokens: int = 0
+    queue_s: float = 0.0
+    """Seconds before the first token of each answer, added up."""
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """By code."""
+
+
+class TurnEvents(Protocol):
+    """Where the stages of turns are recorded: intent, generated, delivered."""
+
+    def intent(self, turn_ids: Sequence[str]) -> None: ...
+    def generated(self, turn_id: str, token_ids: Sequence[int]) -> None: ...
+    def delivered(self, turn_ids: Sequence[str]) -> None: ...
+
+
+class NoEvents:
+    """Records nothing: sessions of evaluations and tests."""
+
+    def intent(self, turn_ids: Sequence[str]) -> None: ...
+    def generated(self, turn_id: str, token_ids: Sequence[int]) -> None: ...
+    def delivered(self, turn_ids: Sequence[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSetup:
+    """What the sessions of a workflow share."""
+
+    tokenizer: Tokenizer
+    settings: GenerationHyperparameters
+    """Of one answer, with every token that ends one."""
+    limits: SessionLimits
+    sampling: Literal["client", "config"]
+    """Whose temperature, top_p and so on are used."""
+    new_transcript: Callable[[], Transcript]
+    split: Callable[[str, Sequence[int]], SplitAnswer]
+    """(text, token ids) of an answer -> its text, reasoning and tool calls."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One request with its answers."""
+
+    task: asyncio.Task[tuple[TurnAnswer, ...]]
+    num_deliveries: int = 0
+
+
+class Session:
+    """One session. Implements SessionTurns. Used on one event loop only."""
+
+    def __init__(
+        self,
+        session_id: str,
+        setup: SessionSetup,
+        engine: InferenceEngine,
+        *,
+        group_id: str = "",
+        events: TurnEvents | None = None,
+    ) -> None:
+        """`group_id`: sessions of one row; requests of one session stay on one replica."""
+        self.session_id = session_id
+        self.counts = SessionCounts()
+        self.transcript = setup.new_transcript()
+        self._setup = setup
+        self._engine = engine
+        self._group_id = group_id or session_id
+        self._events: TurnEvents = events or NoEvents()
+        self._now_s = asyncio.get_running_loop().time
+        self.budget = SessionBudget(limits=setup.limits, opened_s=self._now_s())
+        self._turns: dict[str, list[_Turn]] = {}
+        """By fingerprint, oldest first."""
+        self._num_answers = 0
+        self._tasks: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
+        self._by_answer: dict[str, _Turn] = {}
+        self._names: dict[str, str] = {}
+        """Ids of tool calls, and numbers of turns, -> turn id."""
+        self.last_answer: TurnAnswer | None = None
+        self.last_context: list[int] = []
+        """Tokens before the last answer."""
+        self.last_messages: list[Message] = []
+        """The dialogue with the last answer; empty after a plain prompt."""
+        self.is_finished = False
+
+    async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
+        """The answers to a request, or those of the request that it repeats. Raises TurnRefused.
+
+        The turn continues when the caller is cancelled, so that a retry finds its answers.
+        """
+        turn = self._recorded(request)
+        if turn is None:
+            try:
+                turn = self._begin(request)
+            except TurnRefused as refused:
+                self.counts.refused[refused.code] += 1
+                raise
+        else:
+            self.counts.retries += 1
+        return await asyncio.shield(turn.task)
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
+        return len(self.transcript.context(request).token_ids)
+
+    def delivered(self, answers: Sequence[TurnAnswer]) -> None:
+        """The client has received these answers."""
+        for answer in answers[:1]:
+            if (turn := self._by_answer.get(answer.turn_id)) is not None:
+                turn.num_deliveries += 1
+        self._events.delivered([answer.turn_id for answer in answers])
+
+    def turn_of(self, name: str) -> str:
+        """The turn id that `name` means: a turn id, the id of a tool call, or the number of a turn from 0. RewardError
+        for another one."""
+        found = name if name in self.transcript.turns else self._names.get(name)
+        if found is None:
+            message = f"a reward is for {name!r}, which is no turn of session {self.session_id}: give the id of a"
+            raise RewardError(f"{message} completion or tool call, or a number from 0", code="agent.unknown_turn")
+        return found
+
+    async def finish(self) -> None:
+        """Refuse further turns, and cancel those under way."""
+        self.is_finished = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _recorded(self, request: TurnRequest) -> _Turn | None:
+        """The turn that `request` repeats. Of several equal ones, the first that the client has not received."""
+        if request.retry_count < 1 or not request.fingerprint:
+            return None
+        usable = [turn for turn in self._turns.get(request.fingerprint, ()) if not _has_failed(turn.task)]
+        return min(usable, key=lambda turn: turn.num_deliveries, default=None)
+
+    def _begin(self, request: TurnRequest) -> _Turn:
+        if self.is_finished:
+            raise TurnRefused("the session has ended", code="agent.session_ended", status=400)
+        room = self.budget.begin_turn(self._now_s(), request.num_answers)
+        task = asyncio.create_task(self._answer(request, room), name=f"turn-{self.session_id}-{self.budget.num_turns}")
+        turn = _Turn(task)
+        self._turns.setdefault(request.fingerprint, []).append(turn)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return turn
+
+    def _ended(self, task: asyncio.Task[tuple[TurnAnswer, ...]]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        if isinstance(error := task.exception(), TurnRefused):
+            self.counts.refused[error.code] += 1
+
+    async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
+        context = self.transcript.context(request)
+        settings = self._settings(request.settings, len(context.token_ids), room)
+        first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
+        turn_ids = [f"{self.session_id}.{first + number}" for number in range(request.num_answers)]
+        self._events.intent(turn_ids)
+        try:
+            async with asyncio.timeout(self.budget.seconds_left(self._now_s())):
+                responses = await self._generate(turn_ids, context, settings, request.settings.seed)
+        except TimeoutError:
+            self.counts.timed_out += 1
+            found = tuple(_empty_answer(turn_id, len(context.token_ids)) for turn_id in turn_ids)
+        except (InputError, RequestError) as error:
+            raise TurnRefused(str(error), code="agent.request_refused", status=400) from error
+        except ServerUnavailable as error:
+            self.counts.failures += 1
+            raise TurnRefused(str(error), code="agent.no_server", status=503, retry_after_s=RETRY_AFTER_S) from error
+        except ArealError as error:
+            self.counts.failures += 1
+            raise TurnRefused(str(error), code="agent.generation_failed", status=500) from error
+        else:
+            pairs = zip(turn_ids, responses, strict=True)
+            found = tuple(self._add(request, context, turn_id, response) for turn_id, response in pairs)
+        self._names[str(self.counts.turns)] = found[0].turn_id
+        self.counts.turns += 1
+        self._names |= {call.call_id: answer.turn_id for answer in found for call in answer.tool_calls}
+        turn = next(turn for turn in self._turns[request.fingerprint] if turn.task is asyncio.current_task())
+        self._by_answer |= {answer.turn_id: turn for answer in found}
+        return found
+
+    async def _generate(
+        self, turn_ids: Sequence[str], context: Context, settings: GenerationHyperparameters, seed: int | None
+    ) -> list[GenerationResponse]:
+        requests = [
+            GenerationRequest(
+                request_id=_request_id(turn_id),
+                input_ids=list(context.token_ids),
+                gconfig=settings,
+                group_id=self._group_id,
+                seed=None if seed is None else seed + number,
+            )
+            for number, turn_id in enumerate(turn_ids)
+        ]
+        if len(requests) == 1:
+            return [await self._engine.agenerate(requests[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._engine.agenerate(one)) for one in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _settings(self, wish: TurnSettings, num_prompt_tokens: int, room: int | None) -> GenerationHyperparameters:
+        """The settings of one answer."""
+        ours = self._setup.settings
+        in_context = ours.max_tokens - num_prompt_tokens  # at least 1, or the transcript refuses the prompt
+        limits = (ours.max_new_tokens, in_context, room, wish.max_new_tokens)
+        max_new = min(limit for limit in limits if limit is not None)
+        settings = replace(ours, max_new_tokens=max_new, min_new_tokens=min(ours.min_new_tokens, max_new))
+        settings = replace(settings, stop=[*(ours.stop or ()), *wish.stop] or None)
+        if self._setup.sampling == "config":
+            return settings
+        wanted = {
+            "temperature": wish.temperature,
+            "top_p": wish.top_p,
+            "top_k": wish.top_k,
+            "frequency_penalty": wish.frequency_penalty,
+        }
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if given.get("temperature") == 0:
+            given["temperature"] = ours.temperature
+            settings = replace(settings, greedy=True)
+        changed = replace(settings, **given)  # pyright: ignore[reportArgumentType]
+        self.counts.other_sampling += changed != replace(settings, greedy=ours.greedy)
+        return changed
+
+    def _add(self, request: TurnRequest, context: Context, turn_id: str, response: GenerationResponse) -> TurnAnswer:
+        """Record one answer. It is part of the transcript before the client gets it."""
+        ids, counts = response.output_ids, self.counts
+        self._events.generated(turn_id, ids)
+        counts.generated_tokens += len(ids)
+        counts.queue_s += response.ttft_s
+        self.budget.num_tokens += len(ids)
+        has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
+        text = self._setup.tokenizer.decode(ids[:-1] if has_end else ids, skip_special_tokens=False)
+        found = SplitAnswer(text=text) if request.prompt is not None else self._setup.split(text, ids)
+        finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
+        if finish == "length":
+            counts.cut_answers += 1
+        elif found.tool_calls and request.tool_choice != "none":
+            finish = "tool_calls"
+        counts.tool_calls += len(found.tool_calls)
+        counts.malformed_calls += found.num_malformed
+        answer = TurnAnswer(
+            turn_id=turn_id,
+            text=found.text,
+            reasoning=found.reasoning,
+            tool_calls=found.tool_calls,
+            finish_reason=finish,
+            num_prompt_tokens=len(context.token_ids),
+            token_ids=tuple(ids),
+            logprobs=tuple(response.output_logprobs),
+        )
+        message = answer_message(answer)
+        self.transcript.add_answer(context, turn_id, response, message)
+        self.last_answer, self.last_context = answer, list(context.token_ids)
+        self.last_messages = [*request.messages, message] if request.messages else []
+        return answer
+
+
+def _empty_answer(turn_id: str, num_prompt_tokens: int) -> TurnAnswer:
+    """What the client gets when the time of its session ended during the turn. It is no part of the transcript."""
+    return TurnAnswer(
+        turn_id=turn_id,
+        text="",
+        finish_reason="length",
+        num_prompt_tokens=num_prompt_tokens,
+        token_ids=(),
+        logprobs=(),
+    )
+
+
+def _has_failed(task: asyncio.Task[tuple[TurnAnswer, ...]]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _request_id(turn_id: str) -> str:
+    """Of fixed length: servers may match ids by prefix."""
+    session, _, number = turn_id.rpartition(".")
+    return f"{session}-{int(number):06d}"

@@ -1,0 +1,218 @@
+"""`workflow: agent`: any program with an OpenAI or Anthropic client, an environment or tools, as the workflow."""
+
+import asyncio
+import copy
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal, Self, cast
+from uuid import uuid4
+
+from areal.agent.agent_run import AgentJob, AgentOutcome
+from areal.agent.bridge import TemplateScenario, template_bridge
+from areal.agent.directory import Entry, Place
+from areal.agent.serving import AgentServices
+from areal.agent.session import Session, SessionLimits, SessionSetup
+from areal.agent.tool_calls import split_answer, style_of
+from areal.agent.transcript import OnDrift, Transcript
+from areal.api.config import AgentConfig, GenerationHyperparameters, RewardConfig
+from areal.api.data import TrajectoryGroup
+from areal.api.engine import InferenceEngine
+from areal.api.errors import ConfigError
+from areal.api.functions import FunctionRef, parse_function_path
+from areal.api.workflow import RewardFn, RolloutWorkflow
+from areal.data.tokenizer import Tokenizer
+from areal.workflow.agent_group import FinishedSession, agent_group
+from areal.workflow.sampling import gather_or_cancel, request_settings
+from areal.workflow.scoring import Score, Scorer
+
+_TRIES = 2
+"""Runs of an agent whose process died, each with a new session: another session in it may be the cause."""
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs `gconfig.n_samples` sessions of an agent on each row, and trains on their turns.
+
+    Exactly one of: `agent`, an async function `run(row, client, session)` or a class with such a method; `command`, a
+    program that reads OPENAI_BASE_URL and OPENAI_API_KEY, or those of Anthropic; `environment`, a class with `reset`
+    and `step`, with or without `tools`; `tools` alone; or `online`, programs that areal does not start. The reward is
+    what was reported by POST, else what the agent returned, else that of the reward functions for the last answer.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        reward_fn: RewardFn | str = "",
+        reward: RewardConfig | None = None,
+        agent_config: AgentConfig | None = None,
+        agent: str = "",
+        command: Sequence[str] = (),
+        environment: str = "",
+        tools: Sequence[str] = (),
+        online: bool = False,
+    ) -> None:
+        self._config = agent_config or AgentConfig()
+        self.tokenizer = tokenizer
+        ways = [bool(agent), bool(command), bool(environment or tools), online]
+        if ways.count(True) != 1:
+            text = "set exactly one of workflow_args.agent, command, online, or environment and tools"
+            raise ConfigError(f"workflow=agent: {text}", code="agent.no_agent")
+        self._agent = _reference(agent, "agent")
+        self._command = tuple(str(part) for part in command)
+        self._environment = _reference(environment, "environment")
+        self._tools = tuple(ref for tool in tools if (ref := _reference(tool, "tools")) is not None)
+        self._is_online = online
+        functions = reward or RewardConfig()
+        self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
+        self._services = AgentServices(self._config, tokenizer)
+        self._owns_services = True
+        self._num_samples = gconfig.n_samples
+        scenario = TemplateScenario(
+            enable_thinking=self._config.enable_thinking,
+            options=self._config.template_options,
+            stop_token_ids=frozenset(gconfig.stop_token_ids),
+        )
+        self._bridge = template_bridge(tokenizer, scenario)
+        self._setup = self._setup_of(gconfig)
+
+    def _setup_of(self, gconfig: GenerationHyperparameters) -> SessionSetup:
+        """What sessions with these sampling settings share."""
+        config, tokenizer, bridge = self._config, self.tokenizer, self._bridge
+        settings = request_settings(gconfig, tokenizer, ends=bridge.stop_token_ids)
+        style = style_of(config.tool_parser, tokenizer.chat_template)
+
+        def encode(text: str, add_special_tokens: bool) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return SessionSetup(
+            tokenizer=tokenizer,
+            settings=settings,
+            limits=SessionLimits(
+                max_turns=config.max_turns, max_tokens=config.max_tokens, max_seconds=config.max_seconds
+            ),
+            sampling=cast("Literal['client', 'config']", config.sampling),
+            new_transcript=lambda: Transcript(
+                bridge,
+                on_drift=cast("OnDrift", config.on_drift),
+                max_tokens=settings.max_tokens,
+                encode=encode,
+            ),
+            split=lambda text, token_ids: split_answer(text, token_ids, style),
+        )
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
+        """One group of sessions on row `data`."""
+        services = self._services
+        await services.start()
+        group_id = uuid4().hex
+        run = self._run_online if self._is_online else self._run_session
+        finished = await gather_or_cancel([run(engine, data, group_id) for _ in range(self._num_samples)])
+        return agent_group(finished, self._config, num_open=services.sessions.num_open)
+
+    def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
+        return Session(secrets.token_hex(6), self._setup, engine, group_id=group_id)
+
+    async def _run_session(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
+        """One session of an agent that areal starts."""
+        sessions, pool = self._services.sessions, self._services.pool
+        for _ in range(_TRIES):
+            entry = sessions.add(self._new_session(engine, group_id))
+            num_open = sessions.num_open
+            try:
+                job = AgentJob(
+                    row=row,
+                    base_url=self._services.base_url,
+                    key=entry.key,
+                    agent=self._agent,
+                    command=self._command,
+                    environment=self._environment,
+                    tools=self._tools,
+                )
+                outcome = await pool.run(job, timeout_s=self._config.timeout_s)
+                if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
+                    await self._wait_for_report(entry)
+            finally:
+                await entry.session.finish()
+                sessions.remove(entry)
+            if outcome.status != "died":
+                break
+        return await self._finished(entry, outcome, row, num_open)
+
+    async def _run_online(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
+        """One session of a program from outside. Waits until one takes the place; agent.timeout_s counts from then."""
+        sessions, timeout_s = self._services.sessions, self._config.timeout_s
+        taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+        place = Place(group_id, lambda: self._new_session(engine, group_id), row, timeout_s, taken)
+        sessions.offer(place)
+        entry = None
+        try:
+            entry = await taken
+            num_open = sessions.num_open
+            try:
+                await asyncio.wait_for(entry.is_final.wait(), timeout_s)
+                outcome = AgentOutcome(status="ok")
+            except TimeoutError:
+                outcome = AgentOutcome(status="timeout", message=f"no final report within {timeout_s:g} s")
+        finally:
+            sessions.withdraw(place)
+            if entry is not None:
+                await entry.session.finish()
+                sessions.remove(entry)
+        return await self._finished(entry, outcome, place.row, num_open)
+
+    async def _wait_for_report(self, entry: Entry) -> None:
+        """Give a reward by POST its time, where no function computes one."""
+        if self._scorer is None and self._config.reward_window_s and entry.reported.reward is None:
+            try:
+                await asyncio.wait_for(entry.is_final.wait(), self._config.reward_window_s)
+            except TimeoutError:
+                return
+
+    async def _finished(
+        self, entry: Entry, outcome: AgentOutcome, row: dict[str, Any], num_open: int
+    ) -> FinishedSession:
+        found = FinishedSession(session=entry.session, outcome=outcome, reported=entry.reported, num_open=num_open)
+        if found.wants_score and self._scorer is not None and entry.session.last_answer is not None:
+            found.score = await self._score(self._scorer, entry.session, row)
+            found.source_stats = self._scorer.stats(row, [found.score], reward=found.score.reward)
+        return found
+
+    async def _score(self, scorer: Scorer, session: Session, row: dict[str, Any]) -> Score:
+        """The result of the reward functions for the last answer. They get the whole dialogue as `messages`."""
+        answer, context_ids, messages = session.last_answer, session.last_context, session.last_messages
+        assert answer is not None
+        texts = [(answer.text, list(answer.token_ids))]
+        columns = row | {"messages": messages}
+        (found,) = await scorer.score(self.tokenizer.decode(context_ids), context_ids, texts, columns)
+        return found
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        if self._scorer is not None:
+            self._scorer.check_row(row)
+
+    def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._scorer is not None:
+            self._scorer.check_rows(rows)
+        super().check_rows(rows)
+
+    def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
+        """The same agent with other sampling settings and one session per row. It shares server and processes."""
+        if self._is_online:
+            return super().for_evaluation(gconfig)  # raises: nothing starts the programs
+        clone = copy.copy(self)
+        clone._owns_services = False
+        clone._num_samples = 1
+        clone._setup = self._setup_of(gconfig)
+        return clone
+
+    async def aclose(self) -> None:
+        """End agents, session server and reward pool, unless this workflow was made by `for_evaluation`."""
+        if self._owns_services:
+            await self._services.aclose()
+            if self._scorer is not None:
+                await self._scorer.aclose()
+
+
+def _reference(text: str, name: str) -> FunctionRef | None:
+    return parse_function_path(text, key=f"workflow_args.{name}") if text else None

@@ -1,0 +1,147 @@
+"""Finished sessions of one row become a group of trajectories with statistics, or a rejected one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from areal.agent.agent_run import AgentOutcome
+from areal.agent.credit import turn_values
+from areal.agent.samples import trajectories
+from areal.agent.session import BUDGET_CODES, Session
+from areal.agent.session_directory import SessionReward
+from areal.api.config import AgentConfig
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import RewardError
+from areal.observe.log import get_logger
+from areal.workflow.scoring import Score
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class FinishedSession:
+    """A session after its agent ended."""
+
+    session: Session
+    outcome: AgentOutcome
+    reported: SessionReward
+    """By POST."""
+    num_open: int
+    """Sessions that were open when it started."""
+    score: Score | None = None
+    """Of the reward functions, for the last answer."""
+    source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def has_ended_well(self) -> bool:
+        """The agent ended, or the policy used its budget. A time-out or another error says nothing about the policy."""
+        budget_used = any(self.session.counts.refused[code] for code in BUDGET_CODES)
+        return self.outcome.status == "ok" or (self.outcome.status == "error" and budget_used)
+
+    @property
+    def turn_rewards(self) -> dict[str, float]:
+        """By turn id. What was reported by POST replaces what the agent returned."""
+        given = self.outcome.rewards | self.reported.turns
+        return {self.session.turn_of(name): value for name, value in given.items()}
+
+    @property
+    def given_reward(self) -> float | None:
+        """The reward by POST, or what the agent returned."""
+        return self.outcome.reward if self.reported.reward is None else self.reported.reward
+
+    @property
+    def wants_score(self) -> bool:
+        return self.has_ended_well and self.given_reward is None and not self.turn_rewards
+
+    @property
+    def reward(self) -> float | None:
+        """Of the whole session, with the rewards of its turns; None: there is none."""
+        if self.given_reward is not None or self.turn_rewards:
+            return (self.given_reward or 0.0) + sum(self.turn_rewards.values())
+        return None if self.score is None else self.score.reward
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Named rewards besides the reward."""
+        scored = {} if self.score is None else self.score.parts
+        return {**scored, **self.outcome.parts, **self.reported.parts}
+
+    @property
+    def is_usable(self) -> bool:
+        return self.reward is not None and self.session.counts.generated_tokens > 0
+
+
+def agent_group(found: Sequence[FinishedSession], config: AgentConfig, *, num_open: int) -> TrajectoryGroup:
+    """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward).
+
+    Raises RewardError when no session has a reward and an agent failed.
+    """
+    usable = [one for one in found if one.is_usable]
+    for one in found:
+        if one.outcome.message:
+            _log.debug("session %s: %s", one.session.session_id, one.outcome.message)
+    failed = next((one.outcome for one in found if one.outcome.status in ("error", "unusable", "died")), None)
+    if not usable and failed is not None:
+        raise RewardError(f"no session has a reward: the agent failed: {failed.message}", code="agent.failed")
+    least = len(found) if config.missing_reward == "reject" else min(2, len(found))
+    rejected = "no_reward" if len(usable) < least else ""
+    rows: list[Trajectory] = []
+    for number, one in enumerate(usable):
+        rows += _trajectories(one, number, config)
+    if not rows:
+        rejected = rejected or "no_turns"
+    return TrajectoryGroup(
+        trajectories=rows,
+        stats=_stats(found, usable),
+        rejected=rejected,
+        turn_ids=[turn_id for one in usable for turn_id in one.session.transcript.turns],
+    )
+
+
+def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> list[Trajectory]:
+    """The training samples of one session."""
+    transcript, rewards = one.session.transcript, one.turn_rewards
+    total = one.reward
+    assert total is not None
+    values = turn_values(list(transcript.turns), total - sum(rewards.values()), rewards, discount=config.turn_discount)
+    return trajectories(
+        transcript, cut=config.cut, reward=total, turn_rewards=values, session=number, reward_parts=one.parts
+    )
+
+
+def _stats(found: Sequence[FinishedSession], usable: Sequence[FinishedSession]) -> dict[str, float]:
+    """Means over the sessions of the row; counts per session."""
+    counts = [one.session.counts for one in found]
+    size = len(found)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
+    stats = {
+        "reward": mean([one.reward or 0.0 for one in usable]),
+        "no_reward": 1 - len(usable) / size,
+        "agent_errors": mean([one.outcome.status in ("error", "died") for one in found]),
+        "agent_timeouts": mean([one.outcome.status == "timeout" for one in found]),
+        "num_turns": mean([one.turns for one in counts]),
+        "tool_calls": mean([one.tool_calls for one in counts]),
+        "malformed_tool_calls": mean([one.malformed_calls for one in counts]),
+        "cut_answers": mean([one.cut_answers for one in counts]),
+        "output_tokens": mean([one.generated_tokens for one in counts]),
+        "budget_stops": mean([any(one.refused[code] for code in BUDGET_CODES) for one in counts]),
+        "forks": mean([one.session.transcript.num_forks for one in found]),
+        "drifts": mean([one.session.transcript.num_drifts for one in found]),
+        "retries": mean([one.retries for one in counts]),
+        "server_failures": mean([one.failures for one in counts]),
+        "other_sampling": mean([one.other_sampling for one in counts]),
+        "queue_s": mean([one.queue_s for one in counts]),
+        "open_sessions": mean([one.num_open for one in found]),
+    }
+    if usable:
+        stats["zero_reward"] = mean([one.reward == 0 for one in usable])
+    named: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in {**one.outcome.metrics, **one.source_stats}.items():
+            named.setdefault(name, []).append(value)
+    for one in usable:
+        for name, value in {**one.outcome.parts, **one.reported.parts}.items():
+            named.setdefault(f"reward/{name}", []).append(value)
+    return stats | {name: mean(values) for name, values in named.items()}
