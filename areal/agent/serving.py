@@ -1,11 +1,14 @@
 """The session server of a process: its socket, its routes, and the pool that runs the agents."""
 
+from pathlib import Path
+
 import orjson
 from aiohttp import web
 
 from areal.agent.directory import Sessions
 from areal.agent.processes import AgentPool
 from areal.agent.session_routes import SessionServer
+from areal.agent.turn_journal import TurnJournal
 from areal.api.config import AgentConfig
 from areal.data.tokenizer import Tokenizer
 from areal.observe.http_log import HttpLogger
@@ -13,6 +16,7 @@ from areal.observe.log import get_logger
 from areal.system.device import cpu_count
 from areal.system.durable import write_atomic
 from areal.system.network import Host, http_address, listen, new_token, run_token
+from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 
 _log = get_logger(__name__)
@@ -30,6 +34,8 @@ class AgentServices:
         self._pool: AgentPool | None = None
         self._runner: web.AppRunner | None = None
         self._http_log: HttpLogger | None = None
+        self.journal: TurnJournal | None = None
+        """Of the run of this process; None without a run."""
         self.base_url = ""
         """Of the running server, without /v1."""
 
@@ -39,10 +45,11 @@ class AgentServices:
             self._pool = AgentPool(num_workers=self._num_workers, sessions_per_worker=self._config.sessions_per_worker)
         return self._pool
 
-    async def start(self, paths: RunPaths | None = None) -> None:
-        """Listen. Does nothing when the server runs. `paths`: of the run, where its address is written."""
+    async def start(self) -> None:
+        """Listen. Does nothing when the server runs."""
         if self._runner is not None:
             return
+        context = ProcessContext.from_env()
         token = run_token() or new_token()
         host = Host(bind=self._config.host, advertise=self._config.host) if self._config.host else Host()
         bound = listen(host, token, self._config.port)
@@ -55,7 +62,9 @@ class AgentServices:
         await self._runner.setup()
         await web.SockSite(self._runner, bound).start()
         _log.info("sessions are served at %s", self.base_url)
-        if paths is not None:
+        if context is not None:
+            paths = RunPaths(Path(context.run_dir))
+            self.journal = TurnJournal(paths.turns)
             write_atomic(paths.sessions, orjson.dumps({"base_url": self.base_url}))
 
     async def aclose(self) -> None:
@@ -66,3 +75,5 @@ class AgentServices:
             await self._runner.cleanup()
         if self._http_log is not None:
             self._http_log.close()
+        if self.journal is not None:
+            await self.journal.aclose()

@@ -102,14 +102,6 @@ class TurnEvents(Protocol):
     def delivered(self, turn_ids: Sequence[str]) -> None: ...
 
 
-class NoEvents:
-    """Records nothing: sessions of evaluations and tests."""
-
-    def intent(self, turn_ids: Sequence[str]) -> None: ...
-    def generated(self, turn_id: str, token_ids: Sequence[int]) -> None: ...
-    def delivered(self, turn_ids: Sequence[str]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSetup:
     """What the sessions of a workflow share."""
@@ -145,14 +137,14 @@ class Session:
         group_id: str = "",
         events: TurnEvents | None = None,
     ) -> None:
-        """`group_id`: sessions of one row; requests of one session stay on one replica."""
+        """`group_id`: of the sessions of one row. `events` None: nothing is recorded, as in evaluations."""
         self.session_id = session_id
         self.counts = SessionCounts()
         self.transcript = setup.new_transcript()
         self._setup = setup
         self._engine = engine
         self._group_id = group_id or session_id
-        self._events: TurnEvents = events or NoEvents()
+        self._events = events
         self._now_s = asyncio.get_running_loop().time
         self.budget = SessionBudget(limits=setup.limits, opened_s=self._now_s())
         self._turns: dict[str, list[_Turn]] = {}
@@ -194,7 +186,8 @@ class Session:
         for answer in answers[:1]:
             if (turn := self._by_answer.get(answer.turn_id)) is not None:
                 turn.num_deliveries += 1
-        self._events.delivered([answer.turn_id for answer in answers])
+        if self._events is not None:
+            self._events.delivered([answer.turn_id for answer in answers if answer.token_ids])
 
     def turn_of(self, name: str) -> str:
         """The turn id that `name` means: a turn id, the id of a tool call, or the number of a turn from 0. RewardError
@@ -242,7 +235,8 @@ class Session:
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
         turn_ids = [f"{self.session_id}.{first + number}" for number in range(request.num_answers)]
-        self._events.intent(turn_ids)
+        if self._events is not None:
+            self._events.intent(turn_ids)
         try:
             async with asyncio.timeout(self.budget.seconds_left(self._now_s())):
                 responses = await self._generate(turn_ids, context, settings, request.settings.seed)
@@ -316,7 +310,8 @@ class Session:
     def _add(self, request: TurnRequest, context: Context, turn_id: str, response: GenerationResponse) -> TurnAnswer:
         """Record one answer. It is part of the transcript before the client gets it."""
         ids, counts = response.output_ids, self.counts
-        self._events.generated(turn_id, ids)
+        if self._events is not None:
+            self._events.generated(turn_id, ids)
         counts.generated_tokens += len(ids)
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)

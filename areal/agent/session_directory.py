@@ -26,6 +26,8 @@ class OpenedSession:
     """Its name in logs and in the ledger; no secret."""
     timeout_s: float
     """Seconds after which it ends without a reward."""
+    row: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What it is about: the row of the wish, or that of the episode whose place it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ Alignment: every per-token list of a record is *token aligned*: entry t refers t
 The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -108,6 +110,11 @@ class TrajectoryGroup:
     """Why the workflow rejects the episode; the trajectories, if any, stay for readers. Empty = it does not."""
     turn_ids: list[str] = field(default_factory=list[str])
     """Turns of agents in the trajectories. Accepting the episode adopts them."""
+
+
+def tokens_checksum(token_ids: Sequence[int]) -> int:
+    """CRC-32 of token ids, each as 4 bytes."""
+    return zlib.crc32(array("i", token_ids).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from areal.ledger.kept import kept_names, read_kept
 from areal.ledger.payload import EpisodeColumns, read_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.state import FAILED, REJECTED, Event, LedgerState
+from areal.ledger.turn_audit import TurnRules
 
 
 def ledger_folder(run: Path) -> Path:
@@ -49,6 +50,7 @@ class _Audit:
     folder: Path
     payloads: PayloadReader | None
     rules: AuditRules = field(default_factory=AuditRules)
+    turns: TurnRules = field(default_factory=TurnRules)
     state: LedgerState = field(default_factory=LedgerState)
     refusal: str = ""
     """Why a controller would refuse this ledger."""
@@ -59,8 +61,10 @@ class _Audit:
 
     def take(self, event: Event) -> None:
         max_version = None
-        if self.payloads is not None and event.get("event") == "accepted":
-            max_version = self._check_payload(self.payloads, event)
+        if event.get("event") == "accepted":
+            columns = None if self.payloads is None else self._payload(self.payloads, event)
+            max_version = None if columns is None else self._check_payload(event, columns)
+            self.turns.accepted(event, columns)
         self.rules.take(self.num_events, event, max_version=max_version)
         if not self.refusal:
             try:
@@ -69,19 +73,10 @@ class _Audit:
                 self.refusal = f"a controller would refuse event {self.num_events}: {error}"
         self.num_events += 1
 
-    def _check_payload(self, payloads: PayloadReader, event: Event) -> int | None:
-        """Check the payload of an accepted episode. Returns the newest version of its tokens."""
+    def _payload(self, payloads: PayloadReader, event: Event) -> EpisodeColumns | None:
+        """The trajectories of an accepted episode; None when they cannot be read, which is a finding."""
         try:
-            columns = read_columns(payloads, event)
-            problems = _differences(event, columns)
-            if problems:
-                self.rules.report.violate(
-                    "payload", f"episode {event['id']}: {'; '.join(problems)}", episodes=[event["id"]]
-                )
-            newest = int(columns.output_versions.max())
-            if event["min_version"] < newest:
-                self.num_decreasing += _num_decreasing(columns)
-            return newest
+            return read_columns(payloads, event)
         except LedgerError as error:
             segment: int = event["payload"][0]
             if payload_path(self.folder, segment).exists():
@@ -91,6 +86,21 @@ class _Audit:
         except (KeyError, TypeError, ValueError, IndexError):
             pass  # AuditRules reports a malformed event
         return None
+
+    def _check_payload(self, event: Event, columns: EpisodeColumns) -> int | None:
+        """Compare the event with its payload. Returns the newest version of its tokens."""
+        try:
+            problems = _differences(event, columns)
+            if problems:
+                self.rules.report.violate(
+                    "payload", f"episode {event['id']}: {'; '.join(problems)}", episodes=[event["id"]]
+                )
+            newest = int(columns.output_versions.max())
+            if event["min_version"] < newest:
+                self.num_decreasing += _num_decreasing(columns)
+            return newest
+        except (KeyError, TypeError, ValueError, IndexError):
+            return None  # AuditRules reports a malformed event
 
     def report(self, reader: LedgerReader) -> AuditReport:
         """The findings, after all events."""
@@ -112,6 +122,7 @@ class _Audit:
             note = f"{self.num_decreasing} trajectories have a token of an older version than an earlier token"
             report.notes.append(note)
         self._note_kept(report)
+        self.turns.check(report, self.folder.parent / "turns")
         if first := min(self.rules.batches, default=0):
             report.notes.append(f"the ledger starts at step {first}; rows of earlier steps may be used again")
         return report

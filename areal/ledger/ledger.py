@@ -149,6 +149,7 @@ class Ledger:
         """A finished episode may be trained on. Its payload is durable no later than this event."""
         where = self._log.append_payload(episode.payload)
         self._cached[episode_id] = episode.payload
+        turns = {"turns": episode.turn_ids} if episode.turn_ids else {}
         self._record(
             {
                 "event": "accepted",
@@ -164,6 +165,7 @@ class Ledger:
                 "seconds": seconds,
                 "replicas": replicas,
                 "interruptions": num_interruptions,
+                **turns,
             }
         )
 

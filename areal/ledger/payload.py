@@ -56,6 +56,8 @@ class EncodedEpisode(NamedTuple):
     max_version: int
     reward: float
     """Mean over the sessions."""
+    turn_ids: tuple[str, ...] = ()
+    """Turns of agents that it adopts."""
 
 
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
@@ -65,7 +67,7 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
             "the workflow returned a group without trajectories; return None to reject an episode",
             code="workflow.trajectory_lengths",
         )
-    return _encode(episode_id, group.trajectories, record=group.record)
+    return _encode(episode_id, group.trajectories, record=group.record)._replace(turn_ids=tuple(group.turn_ids))
 
 
 def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> bytes:

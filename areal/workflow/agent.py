@@ -66,7 +66,7 @@ class AgentWorkflow(RolloutWorkflow):
         functions = reward or RewardConfig()
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
         self._services = AgentServices(self._config, tokenizer)
-        self._owns_services = True
+        self._is_evaluation = False
         self._num_samples = gconfig.n_samples
         scenario = TemplateScenario(
             enable_thinking=self._config.enable_thinking,
@@ -105,13 +105,19 @@ class AgentWorkflow(RolloutWorkflow):
         """One group of sessions on row `data`."""
         services = self._services
         await services.start()
+        journal = None if self._is_evaluation else services.journal
         group_id = uuid4().hex
         run = self._run_online if self._is_online else self._run_session
         finished = await gather_or_cancel([run(engine, data, group_id) for _ in range(self._num_samples)])
-        return agent_group(finished, self._config, num_open=services.sessions.num_open)
+        if journal is not None:
+            for one in finished:
+                journal.ended(one.session.session_id, one.facts())
+            await journal.durable()
+        return agent_group(finished, self._config)
 
     def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
-        return Session(secrets.token_hex(6), self._setup, engine, group_id=group_id)
+        events = None if self._is_evaluation else self._services.journal
+        return Session(secrets.token_hex(6), self._setup, engine, group_id=group_id, events=events)
 
     async def _run_session(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
         """One session of an agent that areal starts."""
@@ -201,14 +207,14 @@ class AgentWorkflow(RolloutWorkflow):
         if self._is_online:
             return super().for_evaluation(gconfig)  # raises: nothing starts the programs
         clone = copy.copy(self)
-        clone._owns_services = False
+        clone._is_evaluation = True
         clone._num_samples = 1
         clone._setup = self._setup_of(gconfig)
         return clone
 
     async def aclose(self) -> None:
         """End agents, session server and reward pool, unless this workflow was made by `for_evaluation`."""
-        if self._owns_services:
+        if not self._is_evaluation:
             await self._services.aclose()
             if self._scorer is not None:
                 await self._scorer.aclose()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from areal.agent.agent_run import AgentOutcome
 from areal.agent.credit import turn_values
@@ -69,8 +70,21 @@ class FinishedSession:
     def is_usable(self) -> bool:
         return self.reward is not None and self.session.counts.generated_tokens > 0
 
+    def facts(self) -> dict[str, Any]:
+        """For readers of the journal, JSON-ready."""
+        counts = self.session.counts
+        return {
+            "status": self.outcome.status,
+            "reward": self.reward,
+            "turns": counts.turns,
+            "tool_calls": counts.tool_calls,
+            "retries": counts.retries,
+            "forks": self.session.transcript.num_forks,
+            "refused": dict(counts.refused),
+        }
 
-def agent_group(found: Sequence[FinishedSession], config: AgentConfig, *, num_open: int) -> TrajectoryGroup:
+
+def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
     """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward).
 
     Raises RewardError when no session has a reward and an agent failed.

@@ -27,17 +27,17 @@ TEMPLATE = """
 {%- set arguments = call.function.arguments %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments if arguments is string else arguments | tojson }}}</tool_call>
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 150 * 256, 4096, 128
+NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 70 * 256, 4096, 128
 CALLS_ONE_IN = 5
 """Of the warm-up rows with a question, one in this number calls the calculator. The others guess."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character, except for SPECIALS and PIECES."""
+    """A token per character and per two digits, except for SPECIALS and PIECES."""
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
-    model = models.WordLevel({text: i for i, text in enumerate([*SPECIALS, *PIECES, *characters])}, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    pattern = "|".join(re.escape(piece) for piece in PIECES) + r"|[\s\S]"
+    texts = [*SPECIALS, *PIECES, *(f"{number:02}" for number in range(100)), *characters]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="<unk>"))
+    pattern = "|".join(re.escape(piece) for piece in PIECES) + r"|\d\d|[\s\S]"
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

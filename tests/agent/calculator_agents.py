@@ -1,0 +1,97 @@
+"""Agents for tests: they use the plain openai SDK."""
+
+import asyncio
+import json
+import os
+import time
+from typing import Any
+
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+
+
+def calculator(expression: str) -> str:
+    """A product."""
+    first, _, second = expression.partition("*")
+    return str(int(first) * int(second))
+
+
+async def run(row: dict[str, Any], client: Any, session: Any) -> float:
+    messages: list[Any] = [{"role": "user", "content": row["question"]}]
+    for _ in range(3):
+        completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        answer = completion.choices[0].message
+        if not answer.tool_calls:
+            return float(answer.content == row["answer"])
+        messages.append(answer)
+        for call in answer.tool_calls:
+            text = calculator(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+    return 0.0
+
+
+async def ask(row: dict[str, Any], client: Any) -> Any:
+    return await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": row["question"]}]
+    )
+
+
+class WithParts:
+    """Turn rewards, parts and a metric."""
+
+    async def run(self, row: dict[str, Any], client: Any, session: Any) -> dict[str, Any]:
+        first = await ask(row, client)
+        session.reward(0.25, of=0)
+        return {"reward": 1.0, "format": 0.5, "turns": {first.id: 0.5}}
+
+
+async def without_reward(row: dict[str, Any], client: Any, session: Any) -> None:
+    await ask(row, client)
+
+
+async def sometimes_without_reward(row: dict[str, Any], client: Any, session: Any) -> float | None:
+    answer = await ask(row, client)
+    return 1.0 if answer.choices[0].message.content == "1" else None
+
+
+async def raises(row: dict[str, Any], client: Any, session: Any) -> float:
+    await ask(row, client)
+    raise LookupError("no such page")
+
+
+async def hangs(row: dict[str, Any], client: Any, session: Any) -> float:
+    await ask(row, client)
+    await asyncio.Event().wait()
+    return 1.0
+
+
+async def blocks(row: dict[str, Any], client: Any, session: Any) -> float:
+    await ask(row, client)
+    time.sleep(3600)
+    return 1.0
+
+
+async def dies_once(row: dict[str, Any], client: Any, session: Any) -> float:
+    await ask(row, client)
+    if not os.path.exists(row["mark"]):
+        with open(row["mark"], "w"):
+            os._exit(3)
+    return 1.0
+
+
+async def too_many_turns(row: dict[str, Any], client: Any, session: Any) -> float:
+    for _ in range(10):
+        await ask(row, client)
+    return 1.0
+
+
+class Guessing:
+    """An environment: the policy guesses a number in at most three answers."""
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.answer, self.left = row["answer"], 3
+        return [{"role": "user", "content": row["question"]}]
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        self.left -= 1
+        is_right = message["content"] == self.answer
+        return [{"role": "user", "content": "no"}], float(is_right), is_right or not self.left
