@@ -59,13 +59,13 @@ class AgentServices:
         self._http_log = HttpLogger()
         self._runner = web.AppRunner(server.application(), access_log=None, logger=self._http_log, shutdown_timeout=1.0)
         self.base_url = http_address(bound, host.advertise)
-        await self._runner.setup()
-        await web.SockSite(self._runner, bound).start()
-        _log.info("sessions are served at %s", self.base_url)
         if context is not None:
             paths = RunPaths(Path(context.run_dir))
             self.journal = TurnJournal(paths.turns)
             write_atomic(paths.sessions, orjson.dumps({"base_url": self.base_url}))
+        await self._runner.setup()  # from here on, other callers may run: everything else is set
+        await web.SockSite(self._runner, bound).start()
+        _log.info("sessions are served at %s", self.base_url)
 
     async def aclose(self) -> None:
         """End the agents, then the server."""

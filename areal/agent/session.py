@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from areal.agent.delivered import answer_message
-from areal.agent.tool_calls import SplitAnswer
+from areal.agent.tool_calls import AnswerStyle, split_answer
 from areal.agent.transcript import Context, Transcript
 from areal.agent.turns import FinishReason, Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
 from areal.api.config import GenerationHyperparameters
@@ -19,6 +19,8 @@ from areal.data.tokenizer import Tokenizer
 RETRY_AFTER_S = 1.0
 """What a client waits before it repeats a turn for which no server was available."""
 
+_END_TOKENS = 16
+"""Tokens at the end of a prompt that show whether it opens the reasoning."""
 BUDGET_CODES = frozenset({"agent.turn_budget", "agent.token_budget", "agent.prompt_too_long"})
 """Refusals after which the policy has used what it may: the session is over, and is scored as it is."""
 
@@ -113,8 +115,8 @@ class SessionSetup:
     sampling: Literal["client", "config"]
     """Whose temperature, top_p and so on are used."""
     new_transcript: Callable[[], Transcript]
-    split: Callable[[str, Sequence[int]], SplitAnswer]
-    """(text, token ids) of an answer -> its text, reasoning and tool calls."""
+    style: AnswerStyle
+    """How the policy writes reasoning and tool calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -316,12 +318,19 @@ class Session:
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)
         has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
-        text = self._setup.tokenizer.decode(ids[:-1] if has_end else ids, skip_special_tokens=False)
-        found = SplitAnswer(text=text) if request.prompt is not None else self._setup.split(text, ids)
+        decode, style = self._setup.tokenizer.decode, self._setup.style
+        found = split_answer(
+            decode(ids[:-1] if has_end else ids),
+            ids,
+            style,
+            tools=() if request.tool_choice == "none" else request.tools,
+            turn_id=turn_id,
+            in_reasoning=request.prompt is None and style.opens_reasoning(decode(context.token_ids[-_END_TOKENS:])),
+        )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":
             counts.cut_answers += 1
-        elif found.tool_calls and request.tool_choice != "none":
+        elif found.tool_calls:
             finish = "tool_calls"
         counts.tool_calls += len(found.tool_calls)
         counts.malformed_calls += found.num_malformed

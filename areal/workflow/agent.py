@@ -12,7 +12,7 @@ from areal.agent.bridge import TemplateScenario, template_bridge
 from areal.agent.directory import Entry, Place
 from areal.agent.serving import AgentServices
 from areal.agent.session import Session, SessionLimits, SessionSetup
-from areal.agent.tool_calls import split_answer, style_of
+from areal.agent.tool_calls import special_tokens, style_of
 from areal.agent.transcript import OnDrift, Transcript
 from areal.api.config import AgentConfig, GenerationHyperparameters, RewardConfig
 from areal.api.data import TrajectoryGroup
@@ -80,7 +80,7 @@ class AgentWorkflow(RolloutWorkflow):
         """What sessions with these sampling settings share."""
         config, tokenizer, bridge = self._config, self.tokenizer, self._bridge
         settings = request_settings(gconfig, tokenizer, ends=bridge.stop_token_ids)
-        style = style_of(config.tool_parser, tokenizer.chat_template)
+        style = style_of(config.tool_parser, tokenizer.chat_template, special_tokens(tokenizer))
 
         def encode(text: str, add_special_tokens: bool) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -98,7 +98,7 @@ class AgentWorkflow(RolloutWorkflow):
                 max_tokens=settings.max_tokens,
                 encode=encode,
             ),
-            split=lambda text, token_ids: split_answer(text, token_ids, style),
+            style=style,
         )
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:

@@ -33,11 +33,11 @@ CALLS_ONE_IN = 5
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character and per two digits, except for SPECIALS and PIECES."""
+    """A token per character, except for SPECIALS and PIECES."""
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
-    texts = [*SPECIALS, *PIECES, *(f"{number:02}" for number in range(100)), *characters]
+    texts = [*SPECIALS, *PIECES, *characters]
     tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="<unk>"))
-    pattern = "|".join(re.escape(piece) for piece in PIECES) + r"|\d\d|[\s\S]"
+    pattern = "|".join(re.escape(piece) for piece in PIECES) + r"|[\s\S]"
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -74,7 +74,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
 def questions(count: int, seed: int) -> list[dict[str, str]]:
     """Products of two numbers of two digits."""
     rng = random.Random(seed)
-    pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(count)]
+    pairs = [(rng.randrange(32, 100), rng.randrange(32, 100)) for _ in range(count)]
     return [{"question": f"What is {one}*{other}?", "answer": str(one * other)} for one, other in pairs]
 
 
@@ -89,7 +89,7 @@ def warm_up_rows(count: int, seed: int) -> list[dict[str, str]]:
         if index % 2:
             rows.append({"prompt": f"{asked}{call}<|end|><|tool|>{row['answer']}<|end|><|assistant|>", **_only(row)})
         elif rng.randrange(CALLS_ONE_IN):
-            rows.append({"prompt": asked, "answer": str(rng.randrange(100, 10_000))})
+            rows.append({"prompt": asked, "answer": str(rng.randrange(1000, 10_000))})
         else:
             rows.append({"prompt": asked, "answer": call})
     return rows
