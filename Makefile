@@ -8,7 +8,7 @@ KILLS ?= 30
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd lint docs clean
+.PHONY: quickstart agent-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -22,6 +22,10 @@ TORCH_INDEX ?=
 
 quickstart: .venv/.installed
 	@$(BIN)/python examples/quickstart/quickstart.py --seed $(SEED) $(ARGS)
+
+# An agent learns to use a tool: docs/agents.md.
+agent-quickstart: .venv/.installed
+	@$(BIN)/python examples/agents/quickstart.py --seed $(SEED) $(ARGS)
 
 # Without debug ranges a traceback parses no source. If the garbage collector logs a traceback while pytest parses,
 # CPython 3.11 fails with "AST constructor recursion depth mismatch" (python/cpython issue 106905).

@@ -9,7 +9,7 @@ import subprocess
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal.agent.environment import run_environment
@@ -104,8 +104,8 @@ class LoadedAgents:
             try:
                 found = outcome_of(await function(job.row, self._openai(session), session), session)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: it fails this session
-                found = {"status": "error", "message": described(error)}
-        return AgentOutcome(**found, metrics=logged.means())
+                found = AgentOutcome(status="error", message=described(error))
+        return replace(found, metrics=logged.means())
 
     def _function(self, job: AgentJob) -> Callable[..., Any]:
         """What runs a job: `run(row, client, session)`."""
@@ -141,8 +141,8 @@ class LoadedAgents:
             await self._client.close()
 
 
-def outcome_of(result: object, session: AgentSession) -> dict[str, Any]:
-    """The fields of AgentOutcome for what an agent returned: a number, None, or a mapping.
+def outcome_of(result: object, session: AgentSession) -> AgentOutcome:
+    """What an agent returned: a number, None, or a mapping.
 
     In a mapping `reward` is the reward of the session and `turns` holds rewards of turns; other numbers are parts.
     Raises RewardError.
@@ -156,7 +156,7 @@ def outcome_of(result: object, session: AgentSession) -> dict[str, Any]:
         parts = {name: _number(name, value) for name, value in others.items() if hasattr(value, "__float__")}
     elif result is not None:
         total = _number("the reward", result)
-    return {"status": "ok", "reward": total, "rewards": rewards, "parts": parts}
+    return AgentOutcome(status="ok", reward=total, rewards=rewards, parts=parts)
 
 
 def _number(name: str, value: object) -> float:

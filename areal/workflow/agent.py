@@ -151,20 +151,19 @@ class AgentWorkflow(RolloutWorkflow):
         taken: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
         place = Place(group_id, lambda: self._new_session(engine, group_id), row, timeout_s, taken)
         sessions.offer(place)
-        entry = None
         try:
             entry = await taken
-            num_open = sessions.num_open
-            try:
-                await asyncio.wait_for(entry.is_final.wait(), timeout_s)
-                outcome = AgentOutcome(status="ok")
-            except TimeoutError:
-                outcome = AgentOutcome(status="timeout", message=f"no final report within {timeout_s:g} s")
         finally:
             sessions.withdraw(place)
-            if entry is not None:
-                await entry.session.finish()
-                sessions.remove(entry)
+        try:
+            num_open = sessions.num_open
+            await asyncio.wait_for(entry.is_final.wait(), timeout_s)
+            outcome = AgentOutcome(status="ok")
+        except TimeoutError:
+            outcome = AgentOutcome(status="timeout", message=f"no final report within {timeout_s:g} s")
+        finally:
+            await entry.session.finish()
+            sessions.remove(entry)
         return await self._finished(entry, outcome, place.row, num_open)
 
     async def _wait_for_report(self, entry: Entry) -> None:
@@ -205,7 +204,8 @@ class AgentWorkflow(RolloutWorkflow):
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         """The same agent with other sampling settings and one session per row. It shares server and processes."""
         if self._is_online:
-            return super().for_evaluation(gconfig)  # raises: nothing starts the programs
+            message = "workflow_args.online: nothing starts the programs of an evaluation: remove valid_dataset"
+            raise ConfigError(message, code="workflow.no_evaluation")
         clone = copy.copy(self)
         clone._is_evaluation = True
         clone._num_samples = 1

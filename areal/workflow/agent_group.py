@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from areal.agent.agent_run import AgentOutcome
 from areal.agent.credit import turn_values
-from areal.agent.samples import trajectories
+from areal.agent.samples import Cut, trajectories
 from areal.agent.session import BUDGET_CODES, Session
 from areal.agent.session_directory import SessionReward
 from areal.api.config import AgentConfig
@@ -118,7 +118,12 @@ def _trajectories(one: FinishedSession, number: int, config: AgentConfig) -> lis
     assert total is not None
     values = turn_values(list(transcript.turns), total - sum(rewards.values()), rewards, discount=config.turn_discount)
     return trajectories(
-        transcript, cut=config.cut, reward=total, turn_rewards=values, session=number, reward_parts=one.parts
+        transcript,
+        cut=cast("Cut", config.cut),
+        reward=total,
+        turn_rewards=values,
+        session=number,
+        reward_parts=one.parts,
     )
 
 

@@ -24,10 +24,11 @@ TEMPLATE = """
 {%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|end|>{% endif %}
 {%- for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-{%- set arguments = call.function.arguments %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments if arguments is string else arguments | tojson }}}</tool_call>
+{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson %}
+{#- #}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</tool_call>
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 70 * 256, 4096, 128
+NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 120 * 128, 4096, 128
 CALLS_ONE_IN = 5
 """Of the warm-up rows with a question, one in this number calls the calculator. The others guess."""
 
@@ -59,10 +60,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        initializer_range=0.1,  # so that copying is learned within 100 steps
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
@@ -79,24 +81,23 @@ def questions(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def warm_up_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """The form of dialogues: half of the rows guess or call, half repeat the result of a call."""
+    """The form of dialogues: a third guesses or calls, a third completes a call, a third repeats the result of one."""
     rng = random.Random(seed)
     rows: list[dict[str, str]] = []
     for index, row in enumerate(questions(count, seed)):
         asked = f"<|tools|>calculator <|end|><|user|>{row['question']}<|end|><|assistant|>"
         expression = row["question"].removeprefix("What is ").removesuffix("?")
-        call = f'<tool_call>{CALL}{expression}"}}}}</tool_call>'
-        if index % 2:
-            rows.append({"prompt": f"{asked}{call}<|end|><|tool|>{row['answer']}<|end|><|assistant|>", **_only(row)})
+        call = f'{CALL}{expression}"}}}}</tool_call>'
+        if index % 3 == 0:
+            answered = f"{asked}<tool_call>{call}<|end|><|tool|>{row['answer']}<|end|><|assistant|>"
+            rows.append({"prompt": answered, "answer": row["answer"]})
+        elif index % 3 == 1:
+            rows.append({"prompt": f"{asked}<tool_call>", "answer": call})
         elif rng.randrange(CALLS_ONE_IN):
             rows.append({"prompt": asked, "answer": str(rng.randrange(1000, 10_000))})
         else:
-            rows.append({"prompt": asked, "answer": call})
+            rows.append({"prompt": asked, "answer": f"<tool_call>{call}"})
     return rows
-
-
-def _only(row: dict[str, str]) -> dict[str, str]:
-    return {"answer": row["answer"]}
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

@@ -30,9 +30,7 @@ async def run(row: dict[str, Any], client: Any, session: Any) -> float:
 
 
 async def ask(row: dict[str, Any], client: Any) -> Any:
-    return await client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": row["question"]}]
-    )
+    return await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
 
 
 class WithParts:

@@ -8,8 +8,7 @@ import pytest_asyncio
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.errors import RewardError
 from areal.workflow.agent import AgentWorkflow
-
-from .policies import CharTokenizer, ScriptedEngine
+from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
 AGENTS = Path(__file__).parent / "calculator_agents.py"
 ROW = {"question": "6*7", "answer": "42"}
@@ -17,7 +16,7 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</t
 
 
 def use_tool(prompt: str) -> str:
-    return "42" if "<t>42" in prompt else CALL
+    return "42" if "tool\n42" in prompt else CALL
 
 
 @pytest_asyncio.fixture
@@ -25,11 +24,12 @@ async def make():
     made: list[AgentWorkflow] = []
 
     def build(agent: str = "", *, n_samples: int = 2, **options) -> AgentWorkflow:
-        arguments = {name: options.pop(name) for name in ("command", "environment", "tools", "reward_fn", "online") if name in options}
+        names = ("command", "environment", "tools", "reward_fn", "online")
+        arguments = {name: options.pop(name) for name in names if name in options}
         gconfig = GenerationHyperparameters(n_samples=n_samples, max_new_tokens=200, max_tokens=2000)
         config = AgentConfig(**{"inline": True} | options)
         agent = f"{AGENTS}:{agent}" if agent else ""
-        workflow = AgentWorkflow(gconfig, CharTokenizer(), agent_config=config, agent=agent, **arguments)
+        workflow = AgentWorkflow(gconfig, tool_tokenizer(), agent_config=config, agent=agent, **arguments)
         made.append(workflow)
         return workflow
 
@@ -42,10 +42,13 @@ async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(ma
     group = await make("run").arun_episode(ScriptedEngine(use_tool), dict(ROW))
     assert [one.reward for one in group.trajectories] == [1.0, 1.0]
     (first, _) = group.trajectories
-    trained = CharTokenizer().decode([t for t, m in zip(first.token_ids, first.loss_mask, strict=True) if m])
-    assert trained == f"{CALL}<e>42<e>"
-    assert group.stats["num_turns"] == 2 and group.stats["tool_calls"] == 1 and group.stats["forks"] == 0
-    assert len(group.turn_ids) == 4 and not group.rejected
+    trained = tool_tokenizer().decode([t for t, m in zip(first.token_ids, first.loss_mask, strict=True) if m])
+    assert trained == f"{CALL}<|im_end|>42<|im_end|>"
+    assert group.stats["num_turns"] == 2
+    assert group.stats["tool_calls"] == 1
+    assert group.stats["forks"] == 0
+    assert len(group.turn_ids) == 4
+    assert not group.rejected
 
 
 async def test_rewards_of_turns_and_parts_become_metrics(make) -> None:
@@ -56,27 +59,32 @@ async def test_rewards_of_turns_and_parts_become_metrics(make) -> None:
 
 async def test_a_missing_reward_rejects_the_episode_and_is_no_zero(make) -> None:
     group = await make("without_reward").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert group.rejected == "no_reward" and not group.trajectories
-    assert group.stats["no_reward"] == 1 and "zero_reward" not in group.stats
+    assert group.rejected == "no_reward"
+    assert not group.trajectories
+    assert group.stats["no_reward"] == 1
+    assert "zero_reward" not in group.stats
 
 
 async def test_sessions_without_reward_can_be_left_out_of_the_group(make) -> None:
     answers = iter(["1", "2", "1"])
     workflow = make("sometimes_without_reward", n_samples=3, missing_reward="leave_out")
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
-    assert not group.rejected and [one.reward for one in group.trajectories] == [1.0, 1.0]
+    assert not group.rejected
+    assert [one.reward for one in group.trajectories] == [1.0, 1.0]
     assert group.stats["no_reward"] == pytest.approx(1 / 3)
 
 
 async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) -> None:
     with pytest.raises(RewardError) as caught:
         await make("raises").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert caught.value.code == "agent.failed" and "calculator_agents.py" in str(caught.value)
+    assert caught.value.code == "agent.failed"
+    assert "calculator_agents.py" in str(caught.value)
 
 
 async def test_an_agent_that_hangs_is_cancelled_and_has_no_reward(make) -> None:
     group = await make("hangs", timeout_s=0.3).arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
-    assert group.rejected == "no_reward" and group.stats["agent_timeouts"] == 1
+    assert group.rejected == "no_reward"
+    assert group.stats["agent_timeouts"] == 1
 
 
 async def test_the_reward_function_scores_the_last_answer(make) -> None:
@@ -88,7 +96,8 @@ async def test_the_reward_function_scores_the_last_answer(make) -> None:
 async def test_a_used_up_budget_is_scored_and_counted(make) -> None:
     workflow = make("too_many_turns", reward_fn="exact", n_samples=1, max_turns=2)
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW))
-    assert group.stats["budget_stops"] == 1 and group.stats["num_turns"] == 2
+    assert group.stats["budget_stops"] == 1
+    assert group.stats["num_turns"] == 2
     assert {one.reward for one in group.trajectories} == {1.0}
 
 
@@ -96,11 +105,13 @@ async def test_tools_alone_need_no_agent(make) -> None:
     workflow = make(tools=[f"{AGENTS}:calculator"], reward_fn="exact", n_samples=1)
     row = {"messages": [{"role": "user", "content": "6*7"}], "answer": "42"}
     group = await workflow.arun_episode(ScriptedEngine(use_tool), row)
-    assert [one.reward for one in group.trajectories] == [1.0] and group.stats["num_turns"] == 2
+    assert [one.reward for one in group.trajectories] == [1.0]
+    assert group.stats["num_turns"] == 2
 
 
 async def test_an_environment_gives_rewards_of_turns(make) -> None:
     answers = iter(["1", "42"])
     workflow = make(environment=f"{AGENTS}:Guessing", n_samples=1)
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
-    assert group.stats["num_turns"] == 2 and group.stats["reward"] == 1.0
+    assert group.stats["num_turns"] == 2
+    assert group.stats["reward"] == 1.0

@@ -1,0 +1,75 @@
+"""Trains an agent on a laptop: build a model, warm it up, and let the agent learn to use its calculator.
+
+    python examples/agents/quickstart.py [--seed 0] [--fileroot runs] [--config calculator.yaml] [key=value ...]
+
+Every stage is a command that a user can also type; each is printed before it runs. `key=value` is passed to the last
+stage. Progress is written to standard error, one line of JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+
+
+def run(*argv: str) -> None:
+    """Run one stage from the repository's root. A stage that fails ends the quickstart."""
+    print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
+    code = subprocess.run([sys.executable, *argv], cwd=REPOSITORY, stdout=sys.stderr, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """The figures of the run, from its metrics: held-out rows before and after, turns of the training batches."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if "eval/sampled/reward" in row]
+    trained = [row for row in rows if "rollout/episode/num_turns" in row]
+    first, last = evaluated[0], evaluated[-1]
+    calls = "eval/sampled/episode/tool_calls"
+
+    def mean(name: str) -> float:
+        return round(sum(row[f"rollout/episode/{name}"] for row in trained) / max(len(trained), 1), 3)
+
+    return {
+        "reward_before": round(first["eval/sampled/reward"], 3),
+        "reward_after": round(last["eval/sampled/reward"], 3),
+        "tool_calls_per_episode_before": round(first[calls], 3),
+        "tool_calls_per_episode_after": round(last[calls], 3),
+        "turns_mean": mean("num_turns"),
+        "forks": mean("forks"),
+        "drift": mean("drifts"),
+        "steps": int(rows[-1]["step"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data, sampling and training")
+    parser.add_argument("--fileroot", default="runs", help="root of the run folders (removed before: agents/)")
+    parser.add_argument("--config", default="calculator.yaml", help="the agent, a file in examples/agents")
+    parser.add_argument("overrides", nargs="*", help="key=value for the training of the agent")
+    args = parser.parse_args()
+    folder = (REPOSITORY / args.fileroot / "agents").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}")
+    launch = ("-m", "areal.launcher.local", "--config")
+    run("examples/agents/prepare.py", str(folder / "data"), "--seed", str(args.seed))
+    run(*launch, "examples/agents/warm_up.yaml", *common)
+    config = HERE / args.config
+    run(*launch, str(config.relative_to(REPOSITORY)), *common, *args.overrides)
+    print(json.dumps(report(folder / config.stem) | {"seconds_total": round(time.monotonic() - began, 1)}))
+
+
+if __name__ == "__main__":
+    main()
