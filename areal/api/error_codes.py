@@ -14,22 +14,52 @@ agent.cut_not_invariant: An option of the actor would make the update depend on 
     Use the option that the message names; docs/algorithms.md lists the combinations.
 agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
     Set agent.on_drift to fork or realign, or have the agent send back messages unchanged.
+agent.failed: No session of an episode has a reward, because the agent raised an error or its process ended.
+    Correct the agent at the line that the message names; `areal test-workflow` runs one episode.
+agent.generation_failed: The servers failed to answer a turn of a session.
+    Read the message and the logs of the servers.
 agent.invalid_field: A field of a request to a session has a wrong type or value, or is missing.
     Correct the field that `param` names; docs/agent_http.md has the limits.
 agent.multimodal: A request to a session has an image, audio, a file or another part that is not text.
     Send text parts only.
+agent.no_agent: workflow=agent got none or several of agent, command, environment or tools, and online.
+    Set exactly one of them in workflow_args.
+agent.no_messages: Tools without an environment need the first messages in the row.
+    Add a column `messages` or `prompt`, or give workflow_args.environment.
+agent.no_place: A program from outside asked for a session, and no episode waits for one (429).
+    Ask again after the seconds in Retry-After; the policy trains on the sessions that it has.
 agent.no_route: A request to the session server has an unknown path or method.
     Use the base URL of the session; docs/agent_http.md has the routes.
+agent.no_server: No server was available for a turn of a session (503).
+    Repeat the request, as the SDKs do; look at the logs of the servers if it stays so.
 agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
     Send messages, or token ids.
 agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
     Raise gconfig.max_tokens, or have the agent end earlier or shorten its history.
+agent.request_refused: The servers refused the request of a turn.
+    Read the message, and correct the request or gconfig.
+agent.reward_too_late: A reward came for a session that has ended (409).
+    Report it earlier, or raise agent.reward_window_s.
+agent.session_ended: A turn came after the end of its session.
+    Send no turns after the final reward or the end of the agent.
+agent.time_budget: A session has used agent.max_seconds.
+    End the agent after this refusal, or raise the limit.
+agent.token_budget: A session has used agent.max_tokens.
+    End the agent after this refusal, or raise the limit.
+agent.turn_budget: A session has used agent.max_turns.
+    End the agent after this refusal, or raise the limit.
 agent.unknown_field: A request to a session has a field that its dialect does not have.
     Remove the field that `param` names; it would change nothing.
 agent.unknown_session: The key of a request belongs to no session, or the session has ended.
     Use the base URL and the key that the session was opened with.
+agent.unknown_turn: A reward names no turn of its session.
+    Give the id of a completion or a tool call of the session, or the number of a turn from 0.
 agent.unsupported_field: A request to a session has a field or value of its dialect that areal does not support.
     Remove the field that `param` names, or use a value of docs/agent_http.md.
+agent.wrong_reward: An agent returned something that is no finite number as a reward.
+    Return a number, None, or a mapping with `reward`, `turns` and named numbers.
+agent.wrong_step: The step of an environment returned something else than (messages, reward, done).
+    Return a list of messages, a number and a bool.
 
 algorithm.custom_advantage: The function at actor.custom_advantage.path did not return one number per token.
     Return a floating-point tensor of the shape of answers.mask.
@@ -462,6 +492,8 @@ weights.unknown_trainer: A server was asked to join an update group at an addres
 weights.update_ended: The servers ended a weight update before the new version was served.
     Read the logs of controller and servers for the cause.
 
+workflow.episode_rejected: The workflow rejected an episode of an evaluation, for example without a reward.
+    Read the reason; docs/agents.md explains no_reward.
 workflow.invalid_args: workflow_args has a missing, unknown or invalid argument for the constructor of the workflow.
     Correct the argument that the message names.
 workflow.loss_mask: A loss_mask has values other than 0 and 1, has no 1, or has a 1 at the first token.
