@@ -26,7 +26,7 @@ agent.no_agent: workflow=agent got none or several of agent, command, environmen
     Set exactly one of them in workflow_args.
 agent.no_messages: Tools without an environment need the first messages in the row.
     Add a column `messages` or `prompt`, or give workflow_args.environment.
-agent.no_place: A program from outside asked for a session, and no episode waits for one (429).
+agent.no_place: A program from outside requested a session, and no episode waits for one (429).
     Ask again after the seconds in Retry-After; the policy trains on the sessions that it has.
 agent.no_route: A request to the session server has an unknown path or method.
     Use the base URL of the session; docs/agent_http.md has the routes.

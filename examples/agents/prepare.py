@@ -24,7 +24,8 @@ TEMPLATE = """
 {%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|end|>{% endif %}
 {%- for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson %}
+{%- set given = call.function.arguments %}
+{%- set arguments = given if given is string else given | tojson %}
 {#- #}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</tool_call>
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
