@@ -1,0 +1,85 @@
+"""The pool of agent processes: results, errors, blocked and dead workers, commands."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from areal.agent.agent_run import AgentJob, run_command, with_columns
+from areal.agent.processes import AgentPool
+from areal.api.functions import FunctionRef
+
+FILE = str(Path(__file__).parent / "pool_agents.py")
+
+
+def job(name: str, **row) -> AgentJob:
+    ref = FunctionRef(name=name, file=FILE)
+    return AgentJob(row=row, base_url="http://localhost:1", key="secret", agent=ref)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool():
+    made = AgentPool(num_workers=1, sessions_per_worker=8)
+    yield made
+    await made.aclose()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_agent_returns_its_reward_parts_turns_and_metrics(pool) -> None:
+    found = await pool.run(job("rewards"), timeout_s=60)
+    assert (found.status, found.reward, found.parts) == ("ok", 1.0, {"format": 0.5})
+    assert (found.rewards, found.metrics) == ({"a.0": 0.25, "0": 0.5}, {"looked_up": 2.0})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_agent_never_sees_the_token_of_the_run(pool, monkeypatch) -> None:
+    found = await pool.run(job("sees_token"), timeout_s=60)
+    assert found.reward == 0.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_error_is_an_outcome_with_the_line_of_the_agent(pool) -> None:
+    found = await pool.run(job("raises"), timeout_s=60)
+    assert found.status == "error"
+    assert "pool_agents.py:" in found.message
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_missing_agent_is_unusable(pool) -> None:
+    assert (await pool.run(job("no_such_agent"), timeout_s=60)).status == "unusable"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_agent_beyond_its_time_is_cancelled_and_its_process_stays(pool) -> None:
+    first = await pool.run(job("process_id"), timeout_s=60)
+    assert (await pool.run(job("waits"), timeout_s=0.05)).status == "timeout"
+    assert (await pool.run(job("process_id"), timeout_s=60)).reward == first.reward
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_sessions_of_a_dead_process_die_and_the_next_one_runs_in_a_new_process(pool) -> None:
+    first = await pool.run(job("process_id"), timeout_s=60)
+    assert (await pool.run(job("dies"), timeout_s=60)).status == "died"
+    assert (await pool.run(job("process_id"), timeout_s=60)).reward != first.reward
+
+
+async def test_a_command_gets_the_row_and_the_session_in_its_environment(tmp_path) -> None:
+    code = "import os, sys; open(sys.argv[1], 'w').write(os.environ['OPENAI_BASE_URL'] + sys.argv[2])"
+    out = tmp_path / "out"
+    command = (sys.executable, "-c", code, "{out}", "{question}{other}")
+    row = {"out": str(out), "question": "6*7"}
+    found = await run_command(AgentJob(row=row, base_url="http://localhost:1", key="secret", command=command))
+    assert found.status == "ok"
+    assert out.read_text() == "http://localhost:1/v16*7{other}"
+
+
+async def test_a_command_that_fails_has_its_last_output_in_the_message() -> None:
+    command = (sys.executable, "-c", "raise SystemExit('no such page')")
+    found = await run_command(AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command))
+    assert found.status == "error"
+    assert "no such page" in found.message
+
+
+def test_braces_that_are_no_column_stay() -> None:
+    assert with_columns('{"a": {b}}', {"b": 1}) == '{"a": 1}'

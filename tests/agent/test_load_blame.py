@@ -1,0 +1,48 @@
+"""Zeros that follow the load are distinguished from those of the policy."""
+
+import random
+
+import pytest
+
+from areal.agent.load_blame import LoadBlame, SessionLoad, zero_gap
+
+
+def sessions(zero_rate, *, versions=(1,), count=400, seed=0):
+    """`zero_rate(load, version)`."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        load, version = rng.uniform(0, 32), versions[number * len(versions) // count]
+        found.append(SessionLoad(is_zero=rng.random() < zero_rate(load, version), load=load, version=version))
+    return found
+
+
+def test_a_time_out_that_bites_only_under_load_is_found() -> None:
+    gap = zero_gap(sessions(lambda load, version: 0.4 if load > 16 else 0.05))
+    assert gap == pytest.approx(0.35, abs=0.1)
+
+
+def test_zeros_of_the_policy_are_not_blamed_on_the_load() -> None:
+    assert zero_gap(sessions(lambda load, version: 0.4)) == 0.0
+
+
+def test_a_policy_that_becomes_worse_while_the_load_grows_is_not_blamed_on_the_load() -> None:
+    rng = random.Random(0)
+    found = [
+        SessionLoad(is_zero=rng.random() < 0.1 + 0.15 * version, load=10 * version + rng.random(), version=version)
+        for version in range(5)
+        for _ in range(80)
+    ]
+    assert zero_gap(found) == 0.0
+
+
+def test_the_kind_of_load_is_named() -> None:
+    blame, rng = LoadBlame(), random.Random(0)
+    for _ in range(300):
+        queue_s = rng.uniform(0, 10)
+        blame.add(is_zero=queue_s > 5, version=1, loads={"queue_s": queue_s, "open_sessions": rng.randrange(9)})
+    assert blame.gap()[1] == "queue_s"
+
+
+def test_without_sessions_there_is_no_gap() -> None:
+    assert LoadBlame().gap() == (0.0, "")

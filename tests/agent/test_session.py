@@ -1,0 +1,172 @@
+"""One session: budgets, retries, several answers, time limits, and the stages of its turns."""
+
+import asyncio
+
+import pytest
+
+from areal.agent.bridge import template_bridge
+from areal.agent.session import Session, SessionBudget, SessionLimits, SessionSetup
+from areal.agent.tool_calls import style_of
+from areal.agent.transcript import Transcript
+from areal.agent.turn_journal import TurnJournal
+from areal.agent.turns import TurnRefused, TurnRequest, TurnSettings
+from areal.api.config import GenerationHyperparameters
+from areal.api.errors import ServerUnavailable
+from tests.agent.policies import ScriptedEngine, tool_tokenizer
+
+QUESTION = {"role": "user", "content": "2+2?"}
+
+
+def session_of(engine, *, limits=None, sampling="client", events=None) -> Session:
+    tokenizer = tool_tokenizer()
+    bridge = template_bridge(tokenizer)
+    gconfig = GenerationHyperparameters(
+        max_new_tokens=50, max_tokens=500, temperature=0.7, stop_token_ids=sorted(bridge.stop_token_ids)
+    )
+    setup = SessionSetup(
+        tokenizer=tokenizer,
+        settings=gconfig,
+        limits=limits or SessionLimits(),
+        sampling=sampling,
+        new_transcript=lambda: Transcript(bridge, max_tokens=500),
+        style=style_of("hermes", tokenizer.chat_template),
+    )
+    return Session("s1", setup, engine, events=events)
+
+
+def request(text="2+2?", **options) -> TurnRequest:
+    return TurnRequest(messages=({"role": "user", "content": text},), fingerprint=text, **options)
+
+
+def numbered() -> ScriptedEngine:
+    counter = iter(range(100))
+    return ScriptedEngine(lambda prompt: str(next(counter)))
+
+
+async def test_a_marked_retry_gets_the_recorded_answer_and_an_equal_request_a_new_one() -> None:
+    session = session_of(numbered())
+    (first,) = await session.answer(request())
+    (second,) = await session.answer(request())
+    (again,) = await session.answer(request(retry_count=1))
+    assert (first.text, second.text) == ("0", "1")
+    assert again == first
+    assert session.counts.retries == 1
+    assert session.transcript.num_turns == 2
+
+
+async def test_a_retry_of_equal_requests_gets_the_one_that_was_not_delivered() -> None:
+    session = session_of(numbered())
+    (first,) = await session.answer(request())
+    session.delivered([first])
+    (second,) = await session.answer(request())
+    assert await session.answer(request(retry_count=1)) == (second,)
+
+
+async def test_a_turn_continues_when_its_client_leaves_and_the_retry_finds_it() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(lambda prompt: "4", gate=gate)
+    session = session_of(engine)
+    left = asyncio.create_task(session.answer(request()))
+    await engine.arrived.wait()
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    gate.set()
+    (answer,) = await session.answer(request(retry_count=1))
+    assert answer.text == "4"
+    assert len(engine.requests) == 1
+
+
+async def test_a_retry_after_a_lost_server_samples_again() -> None:
+    engine = numbered()
+    lost = iter([True, False])
+    generate = engine.agenerate
+
+    async def agenerate(given):
+        if next(lost):
+            raise ServerUnavailable("gone", code="fleet.no_replica")
+        return await generate(given)
+
+    engine.agenerate = agenerate
+    session = session_of(engine)
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request())
+    assert (caught.value.status, caught.value.code) == (503, "agent.no_server")
+    (answer,) = await session.answer(request(retry_count=1))
+    assert answer.text == "0"
+
+
+async def test_several_answers_to_one_request_are_leaves() -> None:
+    session = session_of(numbered())
+    answers = await session.answer(request(num_answers=3))
+    assert sorted(answer.text for answer in answers) == ["0", "1", "2"]
+    assert len(session.transcript.tree.leaves()) == 3
+    assert session.transcript.num_turns == 1
+
+
+async def test_turns_beyond_the_budget_are_refused_with_a_reason() -> None:
+    session = session_of(numbered(), limits=SessionLimits(max_turns=1))
+    await session.answer(request())
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request())
+    assert (caught.value.status, caught.value.code) == (400, "agent.turn_budget")
+    assert session.counts.refused == {"agent.turn_budget": 1}
+    assert await session.answer(request(retry_count=1))
+
+
+async def test_the_turn_under_way_is_cut_by_the_budget_of_tokens() -> None:
+    session = session_of(ScriptedEngine(lambda prompt: "abcdefgh"), limits=SessionLimits(max_tokens=5))
+    (answer,) = await session.answer(request())
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 5)
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request())
+    assert caught.value.code == "agent.token_budget"
+
+
+async def test_the_turn_under_way_ends_with_length_when_the_time_of_its_session_is_over() -> None:
+    session = session_of(
+        ScriptedEngine(lambda prompt: "4", gate=asyncio.Event()), limits=SessionLimits(max_seconds=0.05)
+    )
+    (answer,) = await session.answer(request())
+    assert (answer.finish_reason, answer.token_ids) == ("length", ())
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request())
+    assert caught.value.code == "agent.time_budget"
+    assert session.counts.timed_out == 1
+
+
+@pytest.mark.parametrize(("sampling", "temperature"), [("client", 0.2), ("config", 0.7)])
+async def test_the_sampling_of_the_client_counts_unless_the_run_decides(sampling, temperature) -> None:
+    engine = numbered()
+    wish = TurnSettings(temperature=0.2, max_new_tokens=7)
+    await session_of(engine, sampling=sampling).answer(request(settings=wish))
+    (sent,) = engine.requests
+    assert (sent.gconfig.temperature, sent.gconfig.max_new_tokens) == (temperature, 7)
+
+
+async def test_the_end_of_a_session_cancels_its_turns() -> None:
+    engine = ScriptedEngine(lambda prompt: "4", gate=asyncio.Event())
+    session = session_of(engine)
+    turn = asyncio.create_task(session.answer(request()))
+    await engine.arrived.wait()
+    await session.finish()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request())
+    assert caught.value.code == "agent.session_ended"
+
+
+async def test_the_journal_has_the_stages_of_each_turn_in_order(tmp_path) -> None:
+    journal = TurnJournal(tmp_path)
+    session = session_of(numbered(), events=journal)
+    answers = await session.answer(request())
+    session.delivered(answers)
+    await journal.durable()
+    await journal.aclose()
+    lines = (tmp_path / "000001.jsonl").read_text().splitlines()
+    assert [line.split('"')[3] for line in lines] == ["intent", "generated", "delivered"]
+
+
+def test_a_budget_of_tokens_is_shared_by_the_answers_of_a_turn() -> None:
+    budget = SessionBudget(limits=SessionLimits(max_tokens=10), opened_s=0.0)
+    assert budget.begin_turn(0.0, 2) == 5
