@@ -1,7 +1,6 @@
 """What a chat template writes after an answer, found by rendering a placeholder in the answer's place."""
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,17 +52,16 @@ def answer_tail(
     """
     if not history or history[-1]["role"] != "assistant":
         return BridgeGap(reason="hidden", detail="the history does not end with an answer")
-    nonce = f"areal{secrets.token_hex(8)}"
     shown = [
-        placeholder(message, f"{nonce}{index:05d}") if message["role"] == "assistant" else message
+        placeholder(message, f"{template.nonce}{index:05d}") if message["role"] == "assistant" else message
         for index, message in enumerate(history)
     ]
     try:
-        before = template.render(shown[:-1], tools)
-        after = template.render([*shown, *new_messages], tools)
+        before = template.prompt(shown[:-1], tools)
+        after = template.prompt([*shown, *new_messages], tools)
     except InputError as error:
         return BridgeGap(reason="refused", detail=str(error))
-    return split_tail(before, after, shown[-1], f"{nonce}{len(history) - 1:05d}", stops)
+    return split_tail(before, after, shown[-1], f"{template.nonce}{len(history) - 1:05d}", stops)
 
 
 def tail_ids(

@@ -80,12 +80,6 @@ def render_chat(
     )
 
 
-def tokens_between_turns(tokenizer: Tokenizer, user_message: str, *, enable_thinking: bool = False) -> list[int]:
-    """Tokens between an answer and the next one: end of the answer, a user message, the next header."""
-    message = {"role": "user", "content": user_message}
-    return tokens_after_answer(tokenizer, [message], enable_thinking=enable_thinking)
-
-
 def tokens_after_answer(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], *, enable_thinking: bool = False
 ) -> list[int]:

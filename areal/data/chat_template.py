@@ -4,6 +4,8 @@ import datetime
 import hashlib
 import json
 import re
+import secrets
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +19,8 @@ _FIXED_DATE = (
     'raise_exception("the format of a date is no constant") }}{%- endmacro %}'
 )
 """Jinja code before a template that prints the date. transformers replaces a function among the variables by text."""
+
+_MAX_RECENT_CHARACTERS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,10 @@ class ChatTemplate:
         source = tokenizer.chat_template
         self.source = source if isinstance(source, str) else json.dumps(source, sort_keys=True)
         named = dict.fromkeys(("default", "tool_use"), source) if isinstance(source, str) else dict(source)
+        self.nonce = f"areal{secrets.token_hex(8)}"
+        """Text that no message contains."""
+        self._recent = OrderedDict[bytes, str]()
+        self._num_characters = 0
         self._dated = (
             {name: _FIXED_DATE + text for name, text in named.items()} if "strftime_now" in self.source else {}
         )
@@ -109,6 +117,17 @@ class ChatTemplate:
         """SHA-256 of the template and everything that it prints besides the messages."""
         parts = [self.source, self.enable_thinking, self.options, str(self.date) if self._dated else ""]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """As `render`, but recent texts are kept: the next prompt of one turn begins the following turn."""
+        facts = json.dumps([messages, tools], default=repr).encode()
+        key = hashlib.blake2b(facts, digest_size=16).digest()
+        if (text := self._recent.get(key)) is None:
+            text = self._recent[key] = self.render(messages, tools)
+            self._num_characters += len(text)
+            while self._num_characters > _MAX_RECENT_CHARACTERS:
+                self._num_characters -= len(self._recent.popitem(last=False)[1])
+        return text
 
     def render(
         self,
@@ -126,9 +145,11 @@ class ChatTemplate:
             variables["chat_template"] = self._dated["tool_use" if tools and "tool_use" in self._dated else "default"]
         adapted = [self.forms.adapted(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 adapted, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
+            text.encode()  # half of a character, as JSON can write it, has no tokens
         except Exception as error:  # a template is foreign code
-            text = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
-            raise InputError(text, code="data.template_refused") from error
+            message = f"the chat template refuses a dialogue: {type(error).__name__}: {error}"
+            raise InputError(message, code="data.template_refused") from error
+        return text

@@ -5,7 +5,7 @@ from typing import Any
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import ConfigError, InputError
 from areal.api.workflow import RewardFn
-from areal.data.chat import EncodedPrompt, tokens_between_turns
+from areal.data.chat import EncodedPrompt, tokens_after_answer
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation
 from areal.workflow.conversing import ConversationWorkflow, Episode, generate, score
@@ -45,7 +45,8 @@ class MultiTurnWorkflow(ConversationWorkflow):
         super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
         self._max_turns = max_turns
         self._turn_discount = turn_discount
-        self._retry_ids = tokens_between_turns(tokenizer, retry_message, enable_thinking=enable_thinking)
+        retry = {"role": "user", "content": retry_message}
+        self._retry_ids = tokens_after_answer(tokenizer, [retry], enable_thinking=enable_thinking)
 
     async def converse(self, episode: Episode, conversation: Conversation) -> Score:
         """Attempts until one has a reward."""

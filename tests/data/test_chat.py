@@ -1,4 +1,4 @@
-from areal.data.chat import encode_prompt, tokens_between_turns
+from areal.data.chat import encode_prompt, tokens_after_answer
 from tests.expect import raises_code
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -23,8 +23,8 @@ def test_a_tokenizer_without_template_is_refused(tokenizer_folder, tmp_path):
         encode_prompt({"messages": CHAT}, plain)
 
 
-def test_tokens_between_turns(tokenizer):
-    ids = tokens_between_turns(tokenizer, "again")
+def test_tokens_after_an_answer(tokenizer):
+    ids = tokens_after_answer(tokenizer, [{"role": "user", "content": "again"}])
     assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert ids[0] == tokenizer.eos_token_id
 
@@ -35,4 +35,4 @@ def test_a_template_that_hides_answers_is_refused(tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with raises_code("data.chat_template"):
-        tokens_between_turns(tokenizer, "again")
+        tokens_after_answer(tokenizer, [{"role": "user", "content": "again"}])

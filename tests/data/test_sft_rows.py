@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal.api.config import DatasetConfig
-from areal.data.chat import tokens_between_turns
+from areal.data.chat import tokens_after_answer
 from areal.data.dataset import load_sft_rows
 from areal.data.sft_rows import encode_sft_row
 from tests.expect import raises_code
@@ -89,7 +89,7 @@ def test_a_template_that_rewrites_the_past_trains_each_answer_as_it_is_asked_for
 def test_the_tokens_between_answers_are_those_of_a_rollout(tokenizer):
     """A multi-turn workflow goes on from an answer with the same tokens."""
     row = encode_sft_row({"messages": TURNS}, tokenizer, train_on="assistant")
-    between = tokens_between_turns(tokenizer, "sure?")
+    between = tokens_after_answer(tokenizer, [{"role": "user", "content": "sure?"}])
     first = row.loss_mask.index(1) + len(tokenizer.encode("four", add_special_tokens=False))
     assert row.token_ids[first : first + len(between)] == between
 

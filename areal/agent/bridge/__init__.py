@@ -52,7 +52,8 @@ class PromptBridge(Protocol):
         """The tokens from the end token of the last answer, with it, to the end of the next generation prompt.
 
         `history` ends with the assistant message as delivered to the client; `new_messages` follow it. The caller
-        leaves out the first token when the policy generated any of `stop_token_ids` as the last token of the answer.
+        leaves out the first token when the policy generated it. An answer that ends with another of `stop_token_ids`
+        is not what the template writes: its next prompt is the full rendering.
         """
         ...
 

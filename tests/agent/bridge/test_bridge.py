@@ -5,11 +5,15 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from areal.agent.bridge import BridgeGap, TemplateBridge, TemplateScenario, template_bridge
+from areal.agent.bridge.dialogues import compare
 from areal.agent.bridge.probe import TOOLS
 from areal.data.template_tokenizer import template_tokenizer
 from tests.agent.bridge import templates
+from tests.expect import raises_code
 
 QUESTION = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "four"}
@@ -43,6 +47,16 @@ def test_a_history_without_an_answer_is_a_gap(bridge):
     gap = bridge.extension([QUESTION], [QUESTION], ())
     assert isinstance(gap, BridgeGap)
     assert gap.reason == "hidden"
+
+
+def test_half_a_character_is_refused(bridge):
+    """JSON can write it, UTF-8 cannot."""
+    half = {"role": "user", "content": "x\ud800"}
+    with raises_code("data.template_refused"):
+        bridge.prompt([half], ())
+    gap = bridge.extension([QUESTION, ANSWER], [half], ())
+    assert isinstance(gap, BridgeGap)
+    assert gap.reason == "refused"
 
 
 def test_a_bridge_is_made_once_for_a_template_and_a_scenario(tokenizer, bridge):
@@ -120,6 +134,36 @@ def test_running_ids_of_calls_need_the_real_history():
         tail = template_bridge(tokenizer).extension(messages, result, TOOLS)
         assert f"tool\n{number + 1}: r<" in tokenizer.decode(tail)
         messages += result
+
+
+def test_the_prompt_before_an_answer_is_rendered_once(bridge, monkeypatch):
+    rendered = []
+    render = bridge.template.render
+    monkeypatch.setattr(bridge.template, "render", lambda *words: rendered.append(words) or render(*words))
+    messages = [{"role": "user", "content": "a question of its own"}]
+    for number in range(4):
+        messages.append({"role": "assistant", "content": f"answer {number}"})
+        new = [{"role": "user", "content": f"and {number}?"}]
+        bridge.extension(messages, new, ())
+        messages += new
+    assert len(rendered) == 5
+
+
+@pytest.mark.parametrize(("rstrip", "prepend"), [(False, "first"), (True, "always")])
+def test_tokenizers_that_insert_spaces_or_strip_them(rstrip, prepend):
+    """Metaspace inserts a space where a text begins, and a stripping end token takes the newline after it."""
+    bridge = TemplateBridge(metaspace_tokenizer(templates.CHATML, rstrip=rstrip, prepend=prepend), TemplateScenario())
+    found = compare(bridge, num_dialogues=6, seed=2)
+    assert (found.num_different, found.gaps) == (0, {})
+    assert found.num_bridges > 10
+
+
+def metaspace_tokenizer(template, *, rstrip, prepend):
+    backend = Tokenizer(models.BPE(vocab={"<unk>": 0, "▁": 1} | {chr(c): c - 30 for c in range(33, 127)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    control = [AddedToken(text, rstrip=rstrip, normalized=False) for text in ("<|im_start|>", "<|im_end|>", "</s>")]
+    backend.add_special_tokens(control)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
 
 
 @given(
