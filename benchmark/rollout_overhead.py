@@ -108,7 +108,7 @@ async def run_controller(in_flight: int, batch_size: int, num_steps: int, folder
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
     for step in range(num_steps):
-        blob = await controller.next_batch(step, 0, 1, timeout_s=60.0)
+        blob = await controller.next_batch(step, timeout_s=60.0)
         assert blob is not None
         await controller.weights.publish(WeightUpdate(version=step + 1, kind="disk", path="none"), timeout_s=60.0)
         await controller.consumed(step, step + 1)

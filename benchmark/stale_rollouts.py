@@ -19,7 +19,7 @@ from areal.inference.sequence import SamplingParams
 from areal.inference.sequence import Sequence as Request
 from areal.inference.weight_update import ServedWeights
 from areal.ledger.payload import encode_episode
-from areal.rollout.batching import build_shares
+from areal.rollout.batching import SharePart, build_share
 
 PROMPTS, SAMPLES = 32, 16
 MAX_NEW_TOKENS = 8
@@ -134,7 +134,8 @@ class StaleBatches:
                 rewards = [trajectory.reward for trajectory in group.trajectories]
                 if not self._config.rollout.should_accept_fn or min(rewards) < max(rewards):
                     payloads.append(encode_episode(len(payloads), group).payload)
-        return build_shares(payloads, step=step, version=step, mask_before=0, dp_size=1)[0]
+        part = SharePart(list(range(PROMPTS)), [])
+        return build_share(payloads, part, step=step, version=step, mask_before=0)
 
     def _groups(self, rows: Sequence[dict[str, str]], version: int) -> Iterator[TrajectoryGroup]:
         prompts = [self._tokenizer.encode(row["prompt"]) for row in rows]

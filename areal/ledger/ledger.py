@@ -70,7 +70,6 @@ class Ledger:
         self.lost = lost
         self._read_payload = read_payload
         self._clock = clock
-        self._cached: dict[int, bytes] = {}  # payloads of episodes that this process accepted and that wait for a batch
         self.state = state or LedgerState()
 
     @classmethod
@@ -147,20 +146,23 @@ class Ledger:
         num_interruptions: int,
     ) -> None:
         """A finished episode may be trained on. Its payload is durable no later than this event."""
-        where = self._log.append_payload(episode.payload)
-        self._cached[episode_id] = episode.payload
+        where, counts = self._log.append_payload(episode.payload), episode.counts
         turns = {"turns": episode.turn_ids} if episode.turn_ids else {}
         self._record(
             {
                 "event": "accepted",
                 "id": episode_id,
                 "payload": where,
-                "trajectories": episode.num_trajectories,
+                "trajectories": counts.num_trajectories,
                 "tokens": episode.num_tokens,
                 "generated": episode.num_generated,
                 "min_version": episode.min_version,
                 "max_version": episode.max_version,
-                "reward": episode.reward,
+                "reward": counts.reward,
+                "sessions": counts.num_sessions,
+                "finished": counts.num_finished,
+                "longest": counts.longest,
+                "by_version": counts.by_version,
                 "stats": stats,
                 "seconds": seconds,
                 "replicas": replicas,
@@ -176,7 +178,6 @@ class Ledger:
         """
         self._keep(episode_id, payload)
         self._record({"event": "rejected", "id": episode_id, "reason": _clean(reason)})
-        self._cached.pop(episode_id, None)
 
     def fail(self, episode_id: int, reason: str, *, payload: bytes = b"") -> None:
         """An episode ended with an error. `payload`: its answers so far, as in `reject`."""
@@ -224,20 +225,13 @@ class Ledger:
         self._record({"event": "committed", "step": step, "path": path, "at": self._clock()})
 
     def payload(self, episode_id: int, where: tuple[int, int, int]) -> bytes:
-        """The payload of an accepted episode. Raises LedgerError when it is damaged."""
-        if (cached := self._cached.get(episode_id)) is not None:
-            return cached
+        """The payload of an accepted episode, which must be durable. Raises LedgerError when it is damaged."""
         try:
             data = self._read_payload(where)
             check_payload(episode_id, data)
         except LedgerError as error:
             raise LedgerError(f"{error}; {remedy(self.state)}", code=error.code) from error
         return data
-
-    def forget(self, episode_ids: Sequence[int]) -> None:
-        """Drop payloads from memory; later reads use the disk."""
-        for episode_id in episode_ids:
-            self._cached.pop(episode_id, None)
 
 
 def _clean(reason: str) -> str:

@@ -27,6 +27,7 @@ from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup, firs
 from areal.api.errors import ArealError, LedgerError
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event
+from areal.ledger.token_counts import TokenCounts, count_by_version
 
 _START = struct.Struct("<4sI")  # magic, CRC-32 of all that follows
 _SIZES = struct.Struct("<QII")  # episode id, n, T
@@ -48,16 +49,19 @@ class EncodedEpisode(NamedTuple):
     """The payload and the fields of its `accepted` event."""
 
     payload: bytes
-    num_trajectories: int
     num_tokens: int
     num_generated: int
     min_version: int
     """Oldest version of a generated token; -1 when none was generated."""
     max_version: int
-    reward: float
-    """Mean over the sessions."""
+    counts: TokenCounts
     turn_ids: tuple[str, ...] = ()
     """Turns of agents that it adopts."""
+
+    @property
+    def reward(self) -> float:
+        """Mean over the sessions."""
+        return self.counts.reward
 
 
 def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
@@ -103,11 +107,8 @@ def _encode(
 
 def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool, record: str) -> EncodedEpisode:
     lengths: list[int] = []
-    token_ids: list[int] = []
-    versions: list[int] = []
     rewards: list[float] = []
-    logprobs: list[float] = []
-    flags: list[int] = []
+    token_ids, versions, logprobs, loss_mask = array("i"), array("i"), array("f"), bytearray()
     for trajectory in trajectories:
         ids, mask, reward = trajectory.token_ids, trajectory.loss_mask, trajectory.reward
         given, made = trajectory.rollout_logprobs, trajectory.output_versions
@@ -118,13 +119,14 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
             raise _not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
-        token_ids += ids
-        versions += made
-        logprobs += given
-        flags += mask
-    flags += [trajectory.finished for trajectory in trajectories]
+        token_ids += array("i", ids)
+        versions += array("i", made)
+        logprobs += array("f", given)
+        loss_mask += bytes(mask)
     num_trajectories, num_tokens = len(lengths), len(token_ids)
-    integers, floats, bits = array("i", lengths + token_ids + versions), array("f", rewards + logprobs), bytes(flags)
+    finished = bytes([trajectory.finished for trajectory in trajectories])
+    by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
+    integers, floats = array("i", lengths) + token_ids + versions, array("f", rewards) + logprobs
     baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
     magic = _MAGIC_WITH_BASELINES if baselines else _MAGIC
     sessions = _sessions(trajectories, record)
@@ -136,17 +138,23 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
         for numbers in (integers, floats, baselines, parts):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = b"".join((sizes, integers, floats, bits, baselines, names, parts, sessions))
-    made_by = set(versions)
-    made_by.discard(-1)
+    body = b"".join((sizes, integers, floats, loss_mask, finished, baselines, names, parts, sessions))
+    made_by = [version for version, _, _ in by_version if version != -1]
+    found = first_of_sessions(trajectories)
     return EncodedEpisode(
         _START.pack(magic, zlib.crc32(body)) + body,
-        num_trajectories,
         num_tokens,
-        bits.count(1, 0, num_tokens),
-        min(made_by) if made_by else -1,
-        max(made_by) if made_by else -1,
-        session_reward(trajectories),
+        loss_mask.count(1),
+        min(made_by, default=-1),
+        max(made_by, default=-1),
+        TokenCounts(
+            num_trajectories,
+            len(found),
+            sum(one.finished for one in found),
+            max(lengths),
+            sum(one.reward for one in found) / len(found),
+            by_version,
+        ),
     )
 
 
@@ -173,12 +181,6 @@ def _parts(trajectories: Sequence[Trajectory]) -> tuple[bytes, array[float]]:
     text = json.dumps(names).encode()
     scores = [trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories for name in names]
     return _LENGTH.pack(len(text)) + text, array("f", scores)
-
-
-def session_reward(trajectories: Sequence[Trajectory]) -> float:
-    """The mean reward over the sessions of a group: rows of one session count once."""
-    rewards = [one.reward for one in first_of_sessions(trajectories)]
-    return sum(rewards) / len(rewards)
 
 
 def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
@@ -299,9 +301,32 @@ def reward_parts(payloads: Sequence[bytes], names: Sequence[str]) -> np.ndarray:
     return np.concatenate(rows) if rows else np.zeros((0, len(names)), np.float32)
 
 
-def reward_names(payloads: Sequence[bytes]) -> list[str]:
-    """The reward functions that scored any trajectory of these episodes, sorted."""
-    return sorted({name for payload in payloads for name in _reward_names(payload)[0]})
+class PayloadHead(NamedTuple):
+    """What decides which rank trains on an episode."""
+
+    num_tokens: int
+    reward_names: list[str]
+    has_sessions: bool
+
+
+def payload_head(payload: bytes) -> PayloadHead:
+    return PayloadHead(payload_sizes(payload)[1], _reward_names(payload)[0], payload[:4] == _MAGIC_WITH_SESSIONS)
+
+
+def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int]) -> PayloadHead:
+    """The head of a recorded payload, of a few bytes at its start and after its arrays. Raises LedgerError."""
+    segment, offset, _ = where
+    start = reader.read((segment, offset, _DATA))
+    n, t = payload_sizes(start)
+    has_sessions = start[:4] == _MAGIC_WITH_SESSIONS
+    if start[:4] != _MAGIC_WITH_PARTS and not has_sessions:
+        return PayloadHead(t, [], has_sessions)
+    names = offset + _DATA + 13 * (n + t)
+    try:
+        (length,) = _LENGTH.unpack(reader.read((segment, names, _LENGTH.size)))
+        return PayloadHead(t, json.loads(reader.read((segment, names + _LENGTH.size, length))), has_sessions)
+    except ValueError as error:
+        raise _bad_payload(episode_id, f"is damaged: {error}") from error
 
 
 def sessions_start(payload: bytes) -> int | None:

@@ -13,7 +13,7 @@ from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
-from areal.ledger.payload import reward_names, reward_parts, to_columns
+from areal.ledger.payload import payload_head, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
 from areal.ledger.state import Event, row_stream
 
@@ -174,7 +174,7 @@ def _rewards(reader: PayloadReader, record: EpisodeRecord) -> list[float]:
 def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     """The trajectories of a payload. Raises LedgerError when it is damaged."""
     columns = to_columns(record.episode, payload)
-    names = reward_names([payload])
+    names = payload_head(payload).reward_names
     parts = reward_parts([payload], names)
     samples: list[Sample] = []
     end = 0

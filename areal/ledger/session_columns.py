@@ -18,12 +18,9 @@ class SessionColumns(NamedTuple):
     """JSON text that the workflow recorded for reward functions."""
 
 
-def join_sessions(payloads: Sequence[bytes]) -> list[SessionColumns] | None:
-    """The sessions of several episodes; None when all trajectories are sessions of one and none recorded turns."""
-    found = [session_columns(payload) for payload in payloads]
-    if all(columns is None for columns in found):
-        return None
-    return [columns or _one_each(payload) for columns, payload in zip(found, payloads, strict=True)]
+def join_sessions(payloads: Sequence[bytes]) -> list[SessionColumns]:
+    """The sessions of several episodes, also of those whose trajectories are sessions of one."""
+    return [session_columns(payload) or _one_each(payload) for payload in payloads]
 
 
 def _one_each(payload: bytes) -> SessionColumns:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from areal.api.errors import ConfigError, LedgerError
 from areal.data.prompt_stream import PromptStream
+from areal.ledger.token_counts import TokenCounts, counts_of_event
 
 
 class LedgerBehind(LedgerError):
@@ -65,6 +66,8 @@ class AcceptedEpisode(NamedTuple):
     num_tokens: int
     stats: dict[str, float]
     """Statistics of the workflow."""
+    counts: TokenCounts | None
+    """None: the event is from a version of areal that did not record them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +280,12 @@ class LedgerState:
         episode_id: int = event["id"]
         self._end(episode_id, WAITING, "accepted")
         self.waiting[episode_id] = AcceptedEpisode(
-            episode_id, tuple(event["payload"]), event["min_version"], event["tokens"], event["stats"]
+            episode_id,
+            tuple(event["payload"]),
+            event["min_version"],
+            event["tokens"],
+            event["stats"],
+            counts_of_event(event) if "by_version" in event else None,
         )
 
     def _rejected(self, event: Event) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from areal.api.batch_share import BatchShare
@@ -18,12 +17,11 @@ from areal.api.errors import InputError
 from areal.api.metrics import Metrics, metric_values
 from areal.engine.mesh import TrainerMesh
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import check_payload
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock
 from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
 from areal.replay.recorded import RecordedRun, read_config
-from areal.rollout.batching import build_shares
+from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext, run_main
@@ -49,15 +47,7 @@ class RecordedBatches:
     def next_batch(self, step: int) -> BatchShare:
         """Return the share that the controller served. Raises LedgerError when one of its episodes is damaged."""
         record = self._run.batches[step]
-        payloads: list[bytes] = []
-        for episode_id, where in zip(record.episode_ids, record.payloads, strict=True):
-            payload = self._payloads.read(where)
-            check_payload(episode_id, payload)
-            payloads.append(payload)
-        shares = build_shares(
-            payloads, step=step, version=record.version, mask_before=record.mask_before, dp_size=self._dp_size
-        )
-        return replace(shares[self._dp_rank], stats=record.stats)
+        return read_share(self._payloads, record, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
     def consumed(self, step: int, version: int, weights_checksum: str) -> None:
         self.weights_checksum = weights_checksum

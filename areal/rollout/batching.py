@@ -3,33 +3,41 @@
 A batch depends only on its ledger record and the payloads of its episodes, so it can be rebuilt byte for byte.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from areal.api.batch_share import BatchShare
 from areal.data.balance import balanced_parts
-from areal.ledger.payload import join_columns, payload_sizes, reward_names, reward_parts
+from areal.ledger.payload import PayloadHead, join_columns, payload_sizes, reward_parts
 from areal.ledger.session_columns import SessionColumns, join_sessions
 from areal.ledger.state import AcceptedEpisode
+from areal.ledger.token_counts import TokenCounts
 
 MAX_STALENESS_BIN = 8
 """Staleness from this value on shares one bin of the histogram."""
 
 
-def build_shares(
-    payloads: Sequence[bytes], *, step: int, version: int, mask_before: int, dp_size: int
-) -> list[BatchShare]:
-    """One share per rank, balanced by tokens, with whole groups. `stats` of the shares is empty."""
-    parts = balanced_parts([payload_sizes(payload)[1] for payload in payloads], dp_size)
-    names, sessions = reward_names(payloads), join_sessions(payloads)
-    shares: list[BatchShare] = []
-    for part in parts:
-        mine = [payloads[index] for index in part]
-        share = _build_share(mine, part, names, step=step, version=version, mask_before=mask_before)
-        shares.append(share if sessions is None else _with_sessions(share, [sessions[index] for index in part]))
-    return shares
+@dataclass(frozen=True, slots=True)
+class SharePart:
+    """Which episodes of a batch are the share of one rank."""
+
+    indices: list[int]
+    """Positions in the batch, ascending."""
+    reward_names: list[str]
+    """Reward functions that scored any episode of the whole batch."""
+    has_sessions: bool = False
+    """Whether any episode of the whole batch has sessions of several trajectories."""
+
+
+def share_parts(heads: Sequence[PayloadHead], dp_size: int) -> list[SharePart]:
+    """The share of each rank: balanced by tokens, with whole groups."""
+    names = sorted({name for head in heads for name in head.reward_names})
+    has_sessions = any(head.has_sessions for head in heads)
+    parts = balanced_parts([head.num_tokens for head in heads], dp_size)
+    return [SharePart(part, names, has_sessions) for part in parts]
 
 
 def _with_sessions(share: BatchShare, episodes: Sequence[SessionColumns]) -> BatchShare:
@@ -50,15 +58,23 @@ def _with_sessions(share: BatchShare, episodes: Sequence[SessionColumns]) -> Bat
     )
 
 
-def _build_share(
-    payloads: Sequence[bytes], group_ids: Sequence[int], names: list[str], *, step: int, version: int, mask_before: int
+def build_share(
+    payloads: Sequence[bytes],
+    part: SharePart,
+    *,
+    step: int,
+    version: int,
+    mask_before: int,
+    stats: dict[str, float] | None = None,
 ) -> BatchShare:
+    """The share of one rank, of the payloads of its episodes."""
     columns = join_columns(payloads)
     versions = np.frombuffer(columns["output_versions"], dtype="<i4")
     loss_mask = np.frombuffer(columns["loss_mask"], dtype=np.uint8)
     if mask_before > 0:
         loss_mask = loss_mask * (versions >= mask_before)
-    return BatchShare(
+    sizes = [payload_sizes(payload)[0] for payload in payloads]
+    share = BatchShare(
         step=step,
         version=version,
         token_ids=np.frombuffer(columns["token_ids"], dtype="<i4"),
@@ -67,46 +83,57 @@ def _build_share(
         rollout_logprobs=np.frombuffer(columns["rollout_logprobs"], dtype="<f4"),
         output_versions=versions,
         rewards=np.frombuffer(columns["rewards"], dtype="<f4"),
-        group_index=np.repeat(np.array(group_ids, dtype="<i4"), [payload_sizes(payload)[0] for payload in payloads]),
+        group_index=np.repeat(np.array(part.indices, dtype="<i4"), sizes),
         finished=np.frombuffer(columns["finished"], dtype=np.uint8),
         baselines=np.frombuffer(columns["baselines"], dtype="<f4"),
-        reward_parts=reward_parts(payloads, names),
-        reward_names=names,
+        reward_parts=reward_parts(payloads, part.reward_names),
+        reward_names=part.reward_names,
+        stats=stats or {},
     )
+    return _with_sessions(share, join_sessions(payloads)) if part.has_sessions else share
 
 
-def token_stats(shares: Sequence[BatchShare], *, max_staleness: int) -> dict[str, float]:
-    """Sizes and mean reward of the whole batch, and the staleness of its generated tokens, including masked ones."""
-    versions = np.concatenate([share.output_versions for share in shares])
-    lengths = np.concatenate([share.lengths for share in shares])
-    staleness = shares[0].version - versions[versions >= 0]
-    rewards = np.concatenate([_first_rows(share, share.rewards) for share in shares])
-    finished = np.concatenate([_first_rows(share, share.finished) for share in shares])
+def token_stats(
+    episodes: Sequence[TokenCounts], *, version: int, mask_before: int, max_staleness: int
+) -> dict[str, float]:
+    """Sizes and mean reward of a batch, and the staleness of its generated tokens, including masked ones.
+
+    `version` trains on it; tokens of versions below `mask_before` are excluded from the loss.
+    """
+    num_trajectories = sum(episode.num_trajectories for episode in episodes)
+    num_sessions = sum(episode.num_sessions for episode in episodes)
+    by_staleness = Counter[int]()
+    num_tokens = num_trained = 0
+    for episode in episodes:
+        for made_by, tokens, trained in episode.by_version:
+            num_tokens += tokens
+            num_trained += trained if made_by >= mask_before or not mask_before else 0
+            if made_by >= 0:
+                by_staleness[version - made_by] += tokens
+    num_generated = by_staleness.total()
     stats = {
-        "num_trajectories": float(len(lengths)),
-        "num_sessions": float(len(rewards)),
-        "tokens": float(len(versions)),
-        "generated_tokens": float(len(staleness)),
-        "trained_tokens": float(sum(int(share.loss_mask.sum()) for share in shares)),
-        "length_mean": len(versions) / len(lengths),
-        "length_max": float(lengths.max()),
-        "finished_frac": int(finished.sum()) / len(rewards),
-        "reward": float(rewards.sum(dtype=np.float64)) / len(rewards),
+        "num_trajectories": float(num_trajectories),
+        "num_sessions": float(num_sessions),
+        "tokens": float(num_tokens),
+        "generated_tokens": float(num_generated),
+        "trained_tokens": float(num_trained),
+        "length_mean": num_tokens / num_trajectories,
+        "length_max": float(max(episode.longest for episode in episodes)),
+        "finished_frac": sum(episode.num_finished for episode in episodes) / num_sessions,
+        "reward": sum(episode.reward * episode.num_sessions for episode in episodes) / num_sessions,
     }
-    if len(staleness) == 0:
+    if num_generated == 0:
         return stats | {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_tokens_frac": 0.0}
-    histogram = np.bincount(np.clip(staleness, 0, MAX_STALENESS_BIN))
+    num_stale = sum(tokens for staleness, tokens in by_staleness.items() if staleness > max_staleness)
     stats |= {
-        "staleness_mean": int(staleness.sum()) / len(staleness),
-        "staleness_max": float(staleness.max()),
-        "stale_tokens_frac": int((staleness > max_staleness).sum()) / len(staleness),
+        "staleness_mean": sum(staleness * tokens for staleness, tokens in by_staleness.items()) / num_generated,
+        "staleness_max": float(max(by_staleness)),
+        "stale_tokens_frac": num_stale / num_generated,
     }
-    return stats | {f"staleness_frac/{value}": int(count) / len(staleness) for value, count in enumerate(histogram)}
-
-
-def _first_rows(share: BatchShare, values: np.ndarray) -> np.ndarray:
-    """The values of the first row of each session."""
-    return values[np.unique(share.sessions, return_index=True)[1]] if share.sessions.size else values
+    bins = [0] * (min(max(*by_staleness, 0), MAX_STALENESS_BIN) + 1)
+    for staleness, tokens in by_staleness.items():
+        bins[min(max(staleness, 0), MAX_STALENESS_BIN)] += tokens
+    return stats | {f"staleness_frac/{value}": tokens / num_generated for value, tokens in enumerate(bins)}
 
 
 def episode_stats(episodes: Sequence[AcceptedEpisode]) -> dict[str, float]:

@@ -19,7 +19,8 @@ import orjson
 from areal.api.batch_share import BatchShare
 from areal.api.config import InferenceEngineConfig
 from areal.api.data import WeightUpdate
-from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
+from areal.api.errors import ArealError, LedgerError, RequestError, ServerUnavailable, WeightSyncError
+from areal.ledger.event_files import PayloadReader
 from areal.observe.log import get_logger
 from areal.rollout.control_requests import (
     AttachRequest,
@@ -31,7 +32,7 @@ from areal.rollout.control_requests import (
     PublishRequest,
     TrainerRequest,
 )
-from areal.rollout.share_codec import WeightsNeeded, decode_share
+from areal.rollout.share_codec import WeightsNeeded, decode_head, decode_share, read_share
 from areal.system.discovery import NameRegistry
 from areal.system.network import run_token
 
@@ -55,11 +56,14 @@ class RolloutClient:
         *,
         run_id: int = 0,
         token: str,
+        ledger: Path | None = None,
+        transfer: str = "http",
         reconnect_s: float = 120.0,
         answer_s: float = ANSWER_S,
         silent_s: float = SILENT_S,
     ) -> None:
-        """`run_id`: number of earlier starts of the trainer ranks in this launch."""
+        """`run_id`: number of earlier starts of the trainer ranks in this launch. `ledger`: the folder from which
+        batches are read unless `transfer`, as in rollout.batch_transfer, is http."""
         self._address = address
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
@@ -69,15 +73,26 @@ class RolloutClient:
         self._answer_s = answer_s
         self._silent_s = silent_s
         self._dp_rank, self._dp_size = 0, 1
+        self._transfer = transfer
+        self._payloads = PayloadReader(ledger) if ledger is not None and transfer != "http" else None
 
     @classmethod
-    def from_registry(cls, registry: NameRegistry, config: InferenceEngineConfig, *, run_id: int = 0) -> Self:
+    def from_registry(
+        cls, registry: NameRegistry, config: InferenceEngineConfig, *, run_id: int = 0, ledger: Path | None = None
+    ) -> Self:
         """A client that looks up the controller by name, so it also finds a restarted one at another port."""
 
         def look_up() -> str:
             return orjson.loads(registry.wait(CONTROLLER, config.setup_timeout))["address"]
 
-        return cls(look_up, run_id=run_id, token=run_token(), reconnect_s=config.setup_timeout)
+        return cls(
+            look_up,
+            run_id=run_id,
+            token=run_token(),
+            ledger=ledger,
+            transfer=config.batch_transfer,
+            reconnect_s=config.setup_timeout,
+        )
 
     def attach(self, *, rank: int, world_size: int, dp_rank: int, dp_size: int, step: int, version: int) -> None:
         """Report the position of this rank. Ranks with the same `dp_rank` get the same share of every batch."""
@@ -90,11 +105,29 @@ class RolloutClient:
     def next_batch(self, step: int) -> BatchShare:
         """The share of this rank of train batch `step`. Blocks until it is ready.
 
-        Raises RequestError when it will never be ready, and WeightsNeeded when restarted servers lack the current
-        weights, so that the trainer must publish them again first.
+        Raises RequestError when it will never be ready, LedgerError when this host cannot read its payloads and
+        rollout.batch_transfer=files, and WeightsNeeded when restarted servers lack the current weights, so that the
+        trainer must publish them again first.
         """
-        request = BatchRequest(run_id=self._run_id, step=step, dp_rank=self._dp_rank, dp_size=self._dp_size)
-        return decode_share(self._call("/batch", request, f"for batch {step}"))
+        answer = self._batch(step, with_payloads=self._payloads is None)
+        if self._payloads is None:
+            return decode_share(answer)
+        (record, _), _ = decode_head(answer)
+        try:
+            return read_share(self._payloads, record, dp_rank=self._dp_rank, dp_size=self._dp_size)
+        except LedgerError as error:
+            if self._transfer == "files":
+                raise
+            _log.warning("the controller sends the batches from now on, because this host cannot read them: %s", error)
+            self._payloads.close()
+            self._payloads = None
+            return decode_share(self._batch(step, with_payloads=True))
+
+    def _batch(self, step: int, *, with_payloads: bool) -> bytes:
+        request = BatchRequest(
+            run_id=self._run_id, step=step, dp_rank=self._dp_rank, dp_size=self._dp_size, with_payloads=with_payloads
+        )
+        return self._call("/batch", request, f"for batch {step}")
 
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""

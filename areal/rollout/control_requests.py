@@ -50,6 +50,8 @@ class BatchRequest(TrainerRequest):
     step: Count
     dp_rank: Count
     dp_size: Size
+    with_payloads: bool = True
+    """False: the rank reads the payloads from the ledger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from areal.api.errors import ArealError, RequestError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.ledger import Ledger
-from areal.ledger.state import LedgerState
+from areal.ledger.state import BatchRecord, LedgerState
 from areal.observe.log import get_logger
 from areal.rollout.evaluation import Evaluations, HeldOutOptions
 from areal.rollout.executor import Executor
@@ -62,7 +62,7 @@ class Controller:
         self._is_attached = self._has_met_trainer = False
         self._restoring: asyncio.Task[None] | None = None
         self._producer = ProducerStats()
-        self._batches = TrainBatches(
+        self.batches = TrainBatches(
             ledger,
             batch_size=size,
             max_staleness=options.max_head_offpolicyness,
@@ -84,7 +84,7 @@ class Controller:
             accept=accept,
             options=options,
             producer=self._producer,
-            on_accepted=self._batches.compose_if_ready,
+            on_accepted=self.batches.compose_if_ready,
             on_fatal=self.fail,
         )
         self._evaluations = Evaluations(
@@ -162,7 +162,7 @@ class Controller:
         if self._failure is None:
             self._failure = error
             self._executor.is_open = False
-            self._batches.cancel_requests()
+            self.batches.cancel_requests()
             self._ended.set()
 
     async def ended(self, *, report_s: float = 5.0) -> None:
@@ -194,13 +194,13 @@ class Controller:
             if is_lost:
                 self._executor.restart_running()  # no recorded batch leads to the version these episodes wait for
             self._has_met_trainer = self._is_attached = True
-            self._batches.cancel_requests(beyond=step)
+            self.batches.cancel_requests(beyond=step)
             await self._ledger.durable()
         self._update_gate()
-        self._batches.compose_if_ready()
+        self.batches.compose_if_ready()
 
-    async def next_batch(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
-        """The share of one rank of batch `step`, encoded; None = not ready, call again.
+    async def next_batch(self, step: int, *, timeout_s: float) -> BatchRecord | None:
+        """The composition of batch `step`, durable with its payloads; None = not ready, call again.
 
         Raises BatchUnavailable when it will never be ready, WeightsNeeded when the trainer must publish first.
         """
@@ -214,11 +214,11 @@ class Controller:
         self._resume_with_trainer()
         if step not in self._ledger.state.batches:
             self._require_weights()
-        blob = await self._batches.get(step, dp_rank, dp_size, timeout_s=timeout_s)
-        if blob is None:
+        record = await self.batches.get(step, timeout_s=timeout_s)
+        if record is None:
             self.require_running()
             self._require_weights()
-        return blob
+        return record
 
     def _require_weights(self) -> None:
         """Only the trainers can send weights that used a collective, or whose folder is missing."""
@@ -242,7 +242,7 @@ class Controller:
         await self._ledger.durable()
         self._resume_with_trainer()
         self._executor.admit()
-        self._batches.compose_if_ready()
+        self.batches.compose_if_ready()
 
     async def evaluate(self, step: int, mode: str, *, timeout_s: float) -> dict[str, float] | None:
         """Result of the evaluation after `step` train steps; None = not ready, call again.
@@ -292,7 +292,7 @@ class Controller:
     async def close(self) -> None:
         """Stop episodes and evaluations, flush the ledger, close workflows and the fleet."""
         self._ended.set()
-        self._batches.cancel_requests()
+        self.batches.cancel_requests()
         await self._executor.close()
         await self._evaluations.close()
         if self._restoring is not None:
@@ -313,7 +313,7 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         """The state of the run, JSON-ready."""
-        state, last, now_s = self._ledger.state, self._batches.last, asyncio.get_running_loop().time()
+        state, last, now_s = self._ledger.state, self.batches.last, asyncio.get_running_loop().time()
         stats, since_s = last.stats if last else {}, self._waiting_since_s()
         return {
             "step": state.trained_steps or 0,
@@ -366,7 +366,7 @@ class Controller:
             return f"the servers to load the trainer's policy version {state.version}"
         if self._evaluations.active:
             return f"the evaluation: {self._evaluations.active}"
-        step = self._batches.wanted_step
+        step = self.batches.wanted_step
         if step is not None:
             accepted = f"{len(state.waiting)} of {self._rows.batch_size} episodes accepted"
             return f"batch {step}: {accepted}, {len(state.running)} running"
@@ -392,5 +392,5 @@ class Controller:
             return self.weights.since_s
         if self._evaluations.active:
             return self._evaluations.since_s
-        step = self._batches.wanted_step
-        return None if step is None else self._batches.waiting_since_s(step)
+        step = self.batches.wanted_step
+        return None if step is None else self.batches.waiting_since_s(step)

@@ -3,7 +3,7 @@
     GET  /health       GET /status
     GET  /replicas?version=N                        200 {"live": [ids that an update to it must reach]} | 204
     POST /attach       AttachRequest
-    POST /batch        BatchRequest                 200 safetensors blob | 204 not ready, repeat the call | 410 never
+    POST /batch        BatchRequest                 200 see share_codec.py | 204 not ready, repeat the call | 410 never
                                                     409 rollout.weights_needed: publish the weights again first
                                                     412 the ledger lost events that this trainer depends on
     POST /publish      PublishRequest               200 every replica serves it | 204 not ready, repeat the call
@@ -40,7 +40,7 @@ from areal.rollout.control_requests import (
     parse_version,
 )
 from areal.rollout.controller import BatchUnavailable, Controller
-from areal.rollout.share_codec import WeightsNeeded
+from areal.rollout.share_codec import WeightsNeeded, encode_head
 from areal.rollout.trainer_rules import OutOfOrder, TrainerRun, allowed_run
 from areal.system.http_guard import RequestGuard, guarded, read_body
 from areal.system.network import Host
@@ -117,12 +117,24 @@ class _Handlers:
             raise
         return _json({})
 
-    async def batch(self, request: web.Request) -> web.Response:
+    async def batch(self, request: web.Request) -> web.StreamResponse:
         asked = await self._allowed(BatchRequest, request)
-        blob = await self._controller.next_batch(asked.step, asked.dp_rank, asked.dp_size, timeout_s=self._poll_s)
-        if blob is None:
+        record = await self._controller.next_batch(asked.step, timeout_s=self._poll_s)
+        if record is None:
             return web.Response(status=204)
-        return web.Response(body=blob, content_type="application/octet-stream")
+        if not asked.with_payloads:
+            return web.Response(body=encode_head(record), content_type="application/octet-stream")
+        batches = self._controller.batches
+        part = await batches.part(record, asked.dp_rank, asked.dp_size)
+        head = encode_head(record, part)
+        answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        answer.content_length = len(head) + sum(record.payloads[index][2] for index in part.indices)
+        await answer.prepare(request)
+        await answer.write(head)
+        for index in part.indices:
+            await answer.write(await batches.payload(record, index))
+        await answer.write_eof()
+        return answer
 
     async def publish(self, request: web.Request) -> web.Response:
         self._controller.require_running()

@@ -70,7 +70,7 @@ async def evaluate_episode(
     return EvaluatedEpisode(
         group=group,
         reward=episode.reward,
-        num_generated=episode.num_generated / episode.num_trajectories,
+        num_generated=episode.num_generated / episode.counts.num_trajectories,
         stats={name: float(value) for name, value in (logged.means() | group.stats).items()},
     )
 

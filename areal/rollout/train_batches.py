@@ -1,22 +1,26 @@
 """Composes train batch k when a trainer requests it, and serves recorded batches again after a restart.
 
+No payload is read here unless a trainer rank cannot read the files of the ledger: the statistics of a batch are in the
+events of its episodes.
+
 A request waits until enough accepted episodes exist, at most for its time limit. `compose_if_ready` wakes it; the
 controller calls that after every accepted episode and every new policy version.
 """
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
-from areal.api.batch_share import BatchShare
+import numpy as np
+
 from areal.ledger.ledger import Ledger
+from areal.ledger.payload import payload_head, to_columns
 from areal.ledger.state import WAITING, AcceptedEpisode, BatchRecord
-from areal.rollout.batching import build_shares, episode_stats, token_stats
+from areal.ledger.token_counts import TokenCounts, count_by_version
+from areal.rollout.batching import SharePart, episode_stats, share_parts, token_stats
 from areal.rollout.producer_stats import ProducerStats
-from areal.rollout.share_codec import encode_share
 
 CACHED_STEPS = 2
-"""Encoded batches kept in memory; older ones are rebuilt from the ledger."""
+"""Batches whose partition is kept in memory."""
 
 
 class TrainBatches:
@@ -38,9 +42,8 @@ class TrainBatches:
         self._on_stale = on_stale
         self._producer = producer
         self._on_fatal = on_fatal
-        self._shares: dict[tuple[int, int], list[bytes]] = {}  # by (step, dp_size)
+        self._parts: dict[tuple[int, int], list[SharePart]] = {}  # by (step, dp_size)
         self._wanted: dict[int, asyncio.Future[None]] = {}
-        self._dp_size = 1
         self._requested_s: dict[int, float] = {}
         self.last: BatchRecord | None = None
         """The batch served last; it may be a recorded one."""
@@ -50,16 +53,29 @@ class TrainBatches:
         """The train step whose batch a trainer waits for."""
         return min(self._wanted, default=None)
 
-    async def get(self, step: int, dp_rank: int, dp_size: int, *, timeout_s: float) -> bytes | None:
-        """The encoded share of one rank; the batch is durable before it is served. None: not ready in time."""
+    async def get(self, step: int, *, timeout_s: float) -> BatchRecord | None:
+        """The composition of a batch; it and its payloads are durable. None: not ready in time."""
         if step not in self._ledger.state.batches:
-            self._dp_size = dp_size
             await self._wait_for(step, timeout_s)
             if step not in self._ledger.state.batches:
                 return None
         await self._ledger.durable()
         self.last = self._ledger.state.batches[step]
-        return self._encoded(step, dp_size)[dp_rank]
+        return self.last
+
+    async def part(self, record: BatchRecord, dp_rank: int, dp_size: int) -> SharePart:
+        """The share of one rank. Raises LedgerError when a payload of the batch is missing or damaged."""
+        key = record.step, dp_size
+        if key not in self._parts:
+            heads = [payload_head(await self.payload(record, index)) for index in range(len(record.payloads))]
+            self._parts[key] = share_parts(heads, dp_size)
+            while len(self._parts) > CACHED_STEPS:
+                self._parts.pop(next(iter(self._parts)))
+        return self._parts[key][dp_rank]
+
+    async def payload(self, record: BatchRecord, index: int) -> bytes:
+        """One payload of a batch, read in a thread: a batch may be larger than the memory that is free."""
+        return await asyncio.to_thread(self._ledger.payload, record.episode_ids[index], record.payloads[index])
 
     async def _wait_for(self, step: int, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -106,11 +122,10 @@ class TrainBatches:
         version = state.version
         floor = max(0, version - self._max_staleness) if self._on_stale == "mask" else 0
         episodes = [state.waiting[episode_id] for episode_id in ids]
-        payloads = [self._ledger.payload(episode.episode_id, episode.payload) for episode in episodes]
-        shares = build_shares(payloads, step=step, version=version, mask_before=floor, dp_size=self._dp_size)
-        stats = token_stats(shares, max_staleness=self._max_staleness) | self._episode_stats(step, episodes)
-        record = self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
-        self._keep(record, shares)
+        counts = [episode.counts or self._counts_of(episode) for episode in episodes]
+        stats = token_stats(counts, version=version, mask_before=floor, max_staleness=self._max_staleness)
+        stats |= self._episode_stats(step, episodes)
+        self._ledger.batched(step=step, version=version, mask_before=floor, episode_ids=ids, stats=stats)
         composed = self._wanted.pop(step)
         if not composed.done():
             composed.set_result(None)
@@ -123,20 +138,14 @@ class TrainBatches:
         stats["running"] = float(len(state.running))
         return stats | self._producer.since_last_batch(now_s, [episode.num_tokens for episode in episodes])
 
-    def _encoded(self, step: int, dp_size: int) -> list[bytes]:
-        if (step, dp_size) not in self._shares:
-            record = self._ledger.state.batches[step]
-            pairs = zip(record.episode_ids, record.payloads, strict=True)
-            payloads = [self._ledger.payload(episode_id, where) for episode_id, where in pairs]
-            shares = build_shares(
-                payloads, step=step, version=record.version, mask_before=record.mask_before, dp_size=dp_size
-            )
-            self._keep(record, shares)
-        return self._shares[step, dp_size]
-
-    def _keep(self, record: BatchRecord, shares: list[BatchShare]) -> None:
-        """Encode a batch once, so that repeated requests get identical bytes."""
-        self._shares[record.step, len(shares)] = [encode_share(replace(share, stats=record.stats)) for share in shares]
-        while len(self._shares) > CACHED_STEPS:
-            self._shares.pop(next(iter(self._shares)))
-        self._ledger.forget(record.episode_ids)
+    def _counts_of(self, episode: AcceptedEpisode) -> TokenCounts:
+        """Of an episode of a version of areal that recorded neither counts nor sessions."""
+        columns = to_columns(episode.episode_id, self._ledger.payload(episode.episode_id, episode.payload))
+        return TokenCounts(
+            len(columns.lengths),
+            len(columns.lengths),
+            int(columns.finished.sum()),
+            int(columns.lengths.max()),
+            float(columns.rewards.mean(dtype=np.float64)),
+            count_by_version(columns.output_versions, columns.loss_mask),
+        )

@@ -181,7 +181,9 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(training_rank(config, context))
         roles = build_roles(config, rank.mesh, length)
-        client = RolloutClient.from_registry(registry_of(config), config.rollout, run_id=context.run_id)
+        client = RolloutClient.from_registry(
+            registry_of(config), config.rollout, run_id=context.run_id, ledger=RunPaths.of(config).ledger
+        )
         rank.heartbeat.doing("joins the run")
         steps_done = _join_run(config, rank, length, roles, client, stack, has_valid=has_valid).run()
         if rank.mesh.rank == 0:

@@ -49,7 +49,7 @@ class Forge:
                 "event": "accepted",
                 "id": number,
                 "payload": where,
-                "trajectories": episode.num_trajectories,
+                "trajectories": episode.counts.num_trajectories,
                 "tokens": episode.num_tokens,
                 "generated": episode.num_generated,
                 "min_version": version,

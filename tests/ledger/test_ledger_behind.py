@@ -33,7 +33,7 @@ def calls_of(controller):
     """What the trainer, which has done `TRAINED` steps, may call next; the last three end a step."""
     step = TRAINED
     return {
-        "batch": lambda: controller.next_batch(step, 0, 1, timeout_s=30.0),
+        "batch": lambda: controller.next_batch(step, timeout_s=30.0),
         "evaluate": lambda: controller.evaluate(step, "greedy", timeout_s=30.0),
         "committed": lambda: controller.committed(step, "recover/step-000003"),
         "publish": lambda: controller.weights.publish(

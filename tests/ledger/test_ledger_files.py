@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal.api.data import WeightUpdate
+from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, payload_path
 from areal.ledger.event_log import GroupCommitLog, GroupWriter
 from areal.ledger.ledger import Ledger
+from areal.ledger.payload import encode_episode
 from areal.ledger.state import LedgerState
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
@@ -72,7 +75,7 @@ async def test_recorded_batches_are_served_again_byte_for_byte(recorded):
     await controller.start()
     for step in range(3):
         await controller.attach(rank=0, world_size=1, dp_size=1, step=step, version=step)
-        assert [await controller.next_batch(step, 0, 1, timeout_s=200.0)] == blobs[step]
+        assert [await rollout_kit.answer(controller, step)] == blobs[step]
         assert controller.status()["reward_mean"] == decode_share(blobs[step][0]).stats["reward"]
     await controller.close()
 
@@ -162,7 +165,7 @@ async def test_a_trainer_that_restarts_from_step_0_gets_no_later_weights(tmp_pat
     num_admitted = again.state.num_admitted
     await controller.start()
     await controller.attach(rank=1, world_size=2, dp_size=2, step=0, version=0)
-    assert await controller.next_batch(0, 1, 2, timeout_s=200.0) is not None  # rank 1 is ahead of rank 0
+    assert await controller.next_batch(0, timeout_s=200.0) is not None  # rank 1 is ahead of rank 0
     await controller.attach(rank=0, world_size=2, dp_size=2, step=0, version=0)
     assert (fleet.version, fleet.updates, again.state.num_admitted) == (0, [], num_admitted)
     await rollout_kit.train(controller, range(10))
@@ -258,7 +261,7 @@ async def test_a_full_disk_stops_the_run_and_loses_no_durable_event(tmp_path, ro
         await controller.start()
         await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
         for step in range(10):
-            served.append(await controller.next_batch(step, 0, 1, timeout_s=200.0))
+            served.append(await controller.next_batch(step, timeout_s=200.0))
             if served[-1] is None:
                 served.pop()
                 await controller.ended(report_s=0.0)
@@ -273,10 +276,8 @@ async def test_a_full_disk_stops_the_run_and_loses_no_durable_event(tmp_path, ro
     kept = LedgerState.replay(list(LedgerReader(folder).events()))
     kept.check_integrity()
     assert len(kept.batches) >= len(served)
-    for step, blob in enumerate(served):
-        share = decode_share(blob)
-        assert share.step == step
-        assert kept.batches[step].stats == share.stats
+    for step, record in enumerate(served):
+        assert kept.batches[step] == record
     assert audit(folder).is_clean
 
 
@@ -344,3 +345,24 @@ async def test_conservation_over_a_run_with_rejections_and_failures(tmp_path):
     assert report.counts["failed"] / report.num_admitted == pytest.approx(0.05, abs=0.01)
     assert report.reasons["rejected: workflow"] == report.counts["rejected"]
     assert report.reasons["failed: ValueError"] == report.counts["failed"]
+
+
+@given(data=st.data())
+def test_the_counts_of_an_episode_are_those_of_its_payload(data):
+    versions = data.draw(st.lists(st.sampled_from([-1, 0, 3, 4]), min_size=1, max_size=30))
+    mask = data.draw(st.lists(st.integers(0, 1), min_size=len(versions), max_size=len(versions)))
+    trajectory = Trajectory(
+        token_ids=[1] * len(versions),
+        loss_mask=mask,
+        rollout_logprobs=[0.0] * len(versions),
+        output_versions=versions,
+        reward=0.25,
+        finished=data.draw(st.booleans()),
+    )
+    episode = encode_episode(7, TrajectoryGroup(trajectories=[trajectory, trajectory]))
+    assert episode.counts[:3] == (2, 2, 2 * trajectory.finished)
+    pairs = list(zip(versions, mask, strict=True)) * 2
+    assert episode.counts.by_version == tuple(
+        (version, versions.count(version) * 2, pairs.count((version, 1))) for version in sorted(set(versions))
+    )
+    assert episode.counts.longest == len(versions)

@@ -4,7 +4,7 @@ would have written and the files that a launcher leaves."""
 import asyncio
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from areal.observe.phase import PhaseClock
 from areal.observe.trackers import JsonlTracker
 from areal.replay import __main__ as command
 from areal.replay.rank import NoServers, replay_on
-from areal.rollout.batching import build_shares
+from areal.rollout.batching import SharePart, build_share
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.after_step import AfterStep, StepHooks
@@ -134,8 +134,8 @@ class FakeController:
             step=step, version=step, mask_before=max(step - 1, 0), episode_ids=ids, stats=stats
         )
         await self._ledger.durable()
-        shares = build_shares(payloads, step=step, version=step, mask_before=record.mask_before, dp_size=1)
-        return replace(shares[0], stats=stats)
+        part = SharePart(list(range(BATCH)), [])
+        return build_share(payloads, part, step=step, version=step, mask_before=record.mask_before, stats=stats)
 
     def next_batch(self, step):
         return self._do(self._compose(step))

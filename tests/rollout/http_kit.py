@@ -4,7 +4,10 @@ import contextlib
 
 from aiohttp import web
 
+from areal.observe.http_log import HttpLogger
+from areal.rollout.controller_routes import make_app
 from areal.system.network import bind_socket, http_address
+from tests.run_token import TOKEN
 
 
 @contextlib.asynccontextmanager
@@ -18,3 +21,11 @@ async def listening(app, **options):
         yield http_address(bound)
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def running(controller, *, token=TOKEN, **options):
+    await controller.start()
+    async with listening(make_app(controller, token=token, **options), logger=HttpLogger()) as address:
+        yield address
+    await controller.close()

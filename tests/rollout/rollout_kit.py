@@ -19,8 +19,11 @@ from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import recover_folder
 from areal.ledger.event_log import GroupWriter
 from areal.ledger.ledger import Ledger
+from areal.ledger.payload import payload_head
 from areal.ledger.state import Event
+from areal.rollout.batching import share_parts
 from areal.rollout.controller import Controller
+from areal.rollout.share_codec import encode_head
 
 
 class FakeFleet:
@@ -157,11 +160,22 @@ def make_controller(
     )
 
 
+async def answer(controller: Controller, step: int, dp_rank: int = 0, dp_size: int = 1) -> bytes | None:
+    """What the controller sends a rank that cannot read the ledger. Without a thread, for virtual time."""
+    record = await controller.next_batch(step, timeout_s=1e6)
+    if record is None:
+        return None
+    read = controller.batches._ledger.payload
+    payloads = [read(*found) for found in zip(record.episode_ids, record.payloads, strict=True)]
+    part = share_parts([payload_head(payload) for payload in payloads], dp_size)[dp_rank]
+    return encode_head(record, part) + b"".join(payloads[index] for index in part.indices)
+
+
 async def train(controller: Controller, steps: range, *, step_s: float = 0.0, dp_size: int = 1) -> list[list[bytes]]:
     """A trainer: every share of every batch, then new weights. Returns the blobs by step."""
     blobs: list[list[bytes]] = []
     for step in steps:
-        shares = [await controller.next_batch(step, rank, dp_size, timeout_s=1e6) for rank in range(dp_size)]
+        shares = [await answer(controller, step, rank, dp_size) for rank in range(dp_size)]
         assert None not in shares
         blobs.append([share for share in shares if share is not None])
         await asyncio.sleep(step_s)

@@ -183,7 +183,7 @@ def test_no_batch_is_composed_for_a_dead_trainer():
         await controller.start()
         await attach(controller, 0)
         await rollout_kit.train(controller, range(3))
-        assert await controller.next_batch(3, 0, 1, timeout_s=31.0) is None
+        assert await controller.next_batch(3, timeout_s=31.0) is None
         assert controller.status()["waiting_for"].startswith("batch 3: 0 of 4 episodes accepted, 4 running; ")
         assert controller.status()["waiting_since_s"] == pytest.approx(31.0)
         await controller.weights.publish(disk(1), timeout_s=1e6)
@@ -344,14 +344,14 @@ def test_weights_are_requested_immediately_unless_the_batch_exists():
         lacking = True
         began_s = asyncio.get_running_loop().time()
         batch, evaluation = (
-            controller.next_batch(1, 0, 1, timeout_s=9.0),
+            controller.next_batch(1, timeout_s=9.0),
             controller.evaluate(1, "sampled", timeout_s=9.0),
         )
         for asking in (batch, evaluation):
             with pytest.raises(WeightsNeeded, match=r"\b1\b"):
                 await asking
         assert asyncio.get_running_loop().time() == began_s
-        assert await controller.next_batch(0, 0, 1, timeout_s=1.0) is not None
+        assert await controller.next_batch(0, timeout_s=1.0) is not None
         assert await controller.evaluate(1, "greedy", timeout_s=1.0) is not None
         await controller.close()
 
@@ -372,7 +372,7 @@ def test_waiting_for_lists_replicas_and_gate_limits():
         )
         await controller.start()
         await attach(controller, 41)
-        assert await controller.next_batch(41, 0, 1, timeout_s=1.0) is None
+        assert await controller.next_batch(41, timeout_s=1.0) is None
         assert controller.waiting_for().split("; ") == [
             "batch 41: 0 of 4 episodes accepted, 8 running",
             "no episode starts because 8 episodes are running, the maximum (max_concurrent_rollouts=8)",

@@ -1,7 +1,6 @@
 """Controller, app and client over real loopback HTTP, with a fake fleet behind."""
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import signal
@@ -12,16 +11,14 @@ import threading
 import numpy as np
 import orjson
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ConfigError, RequestError, ServerUnavailable, WeightSyncError
 from areal.ledger.ledger import Ledger
-from areal.observe.http_log import HttpLogger
 from areal.rollout.client import RolloutClient, WeightsNeeded
 from areal.rollout.control_requests import PublishRequest, parse_request
 from areal.rollout.controller_process import run_serving, serve, serve_made
-from areal.rollout.controller_routes import make_app
 from areal.rollout.executor import ProducerStopped
 from areal.rollout.share_codec import decode_share
 from areal.system.file_registry import FileRegistry
@@ -29,29 +26,10 @@ from areal.system.network import TOKEN_VARIABLE, Host, bind_socket, http_address
 from areal.system.run_paths import RunPaths
 from tests.attack.requests import BROKEN_BODIES, REFUSED_HEADERS, send_broken, status_of
 from tests.rollout import rollout_kit
+from tests.rollout.http_kit import running
 from tests.run_token import BEARER, TOKEN
 
 RUN = RunPaths.of(rollout_kit.make_config())
-
-
-@contextlib.asynccontextmanager
-async def listening(app):
-    bound = bind_socket()
-    runner = web.AppRunner(app, shutdown_timeout=0.1, logger=HttpLogger())
-    await runner.setup()
-    await web.SockSite(runner, bound).start()
-    try:
-        yield http_address(bound)
-    finally:
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def running(controller, *, token=TOKEN, **options):
-    await controller.start()
-    async with listening(make_app(controller, token=token, **options)) as address:
-        yield address
-    await controller.close()
 
 
 def collective(version, group_name):
@@ -151,7 +129,7 @@ async def test_shares_of_all_ranks_make_the_batch(tmp_path):
     controller = rollout_kit.make_controller(ledger, workflow=workflow, config=rollout_kit.make_config(batch_size=10))
     async with running(controller):
         await controller.attach(rank=0, world_size=4, dp_size=4, step=0, version=0)
-        blobs = [await controller.next_batch(0, rank, 4, timeout_s=200.0) for rank in range(4)]
+        blobs = [await rollout_kit.answer(controller, 0, rank, 4) for rank in range(4)]
     shares = [decode_share(blob) for blob in blobs]
     groups = [set(share.group_index.tolist()) for share in shares]
     assert set.union(*groups) == set(range(10))

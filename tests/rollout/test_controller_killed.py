@@ -192,9 +192,8 @@ class Trainers:
         while len(answers) < RANKS:
             for rank in range(RANKS):
                 if rank not in answers:
-                    given = (what, *arguments, rank, RANKS) if what == "next_batch" else (what, *arguments)
                     with contextlib.suppress(WeightsNeeded):
-                        answers[rank] = await self.world.call(*given, timeout_s=5.0)
+                        answers[rank] = await self.world.call(what, *arguments, timeout_s=5.0)
                         self.world.answers.setdefault((what, arguments, rank), []).append(answers[rank])
             if len(answers) < RANKS:
                 await self.publish(version)

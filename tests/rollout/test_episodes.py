@@ -17,9 +17,8 @@ from areal.ledger.payload import (
     payload_sizes,
 )
 from areal.observe.episode_metrics import log_metric
-from areal.rollout.batching import build_shares
 from areal.rollout.episode import verdict_on
-from areal.rollout.share_codec import decode_share, encode_share
+from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
 
 GOOD = Trajectory(
@@ -57,46 +56,6 @@ def test_a_payload_without_baselines_is_byte_for_byte_the_old_one():
     assert encode_episode(12, TrajectoryGroup(trajectories=[GOOD])).payload == old
     check_payload(12, old)
     assert np.isnan(np.frombuffer(join_columns([old])["baselines"], "<f4")).tolist() == [True]
-
-
-def test_reward_parts_of_different_functions_share_a_batch():
-    scored = [dataclasses.replace(GOOD, reward_parts=parts) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
-    other = dataclasses.replace(GOOD, reward_parts={"c": 4.0}, baseline=0.25)
-    groups = [[GOOD], scored, [other]]
-    payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
-    for episode_id, payload in enumerate(payloads):
-        check_payload(episode_id, payload)
-    columns = join_columns(payloads)
-    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, nan, nan, 0.25]"
-    shares = build_shares(payloads, step=0, version=4, mask_before=0, dp_size=2)
-    for share in shares:
-        found = decode_share(encode_share(share))
-        assert found.reward_names == ["a", "b", "c"]
-        rows = {0: ["[nan, nan, nan]"], 1: ["[1.0, 0.5, nan]", "[0.0, -2.0, nan]"], 2: ["[nan, nan, 4.0]"]}
-        expected = [row for group in dict.fromkeys(found.group_index.tolist()) for row in rows[group]]
-        assert [str(row) for row in found.reward_parts.tolist()] == expected
-    plain = decode_share(encode_share(build_shares(payloads[:1], step=0, version=4, mask_before=0, dp_size=1)[0]))
-    assert plain.reward_names == []
-    bad = dataclasses.replace(GOOD, reward_parts={"a": float("inf")})
-    with pytest.raises(TrajectoryError) as caught:
-        encode_episode(1, TrajectoryGroup(trajectories=[bad]))
-    assert caught.value.code == "workflow.not_finite"
-
-
-def test_groups_with_and_without_baselines_share_a_batch():
-    drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
-    payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload
-    check_payload(3, payload)
-    columns = join_columns([encode_episode(2, TrajectoryGroup(trajectories=[GOOD])).payload, payload])
-    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, 0.25, -2.0]"
-    assert list(columns["finished"]) == [1, 1, 1]
-    shares = build_shares([payload], step=0, version=4, mask_before=0, dp_size=1)
-    assert decode_share(encode_share(shares[0])).baselines.tolist() == [0.25, -2.0]
-    assert to_floats(encode_episode(4, TrajectoryGroup(trajectories=[GOOD, drawn[0]])).payload) == "[nan, 0.25]"
-
-
-def to_floats(payload):
-    return str(np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +103,7 @@ async def run_one_batch(workflow, ledger, **options):
     controller = rollout_kit.make_controller(ledger, workflow=workflow, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    blob = await controller.next_batch(0, 0, 1, timeout_s=200.0)
+    blob = await rollout_kit.answer(controller, 0)
     await controller.close()
     return blob
 
@@ -325,7 +284,7 @@ async def test_a_run_without_a_serving_replica_says_so():
     controller = rollout_kit.make_controller(rollout_kit.memory_ledger(), fleet=Stopped(), workflow=workflow, **options)
     await controller.start()
     await controller.attach(rank=0, world_size=1, dp_size=1, step=0, version=0)
-    assert await controller.next_batch(0, 0, 1, timeout_s=0.01) is None
+    assert await controller.next_batch(0, timeout_s=0.01) is None
     no_server = "requests wait for a replica that serves: server-0 is absent: no answer"
     assert controller.waiting_for().startswith("batch 0: 0 of 4 episodes accepted, 8 running; ")
     assert controller.waiting_for().endswith("; " + no_server)

@@ -54,13 +54,13 @@ async def test_the_first_episodes_with_one_error_end_the_run():
 async def test_other_failures_do_not_end_the_run(error_of):
     ledger = rollout_kit.memory_ledger()
     controller = await started(Fails(error_of), ledger)
-    assert await controller.next_batch(0, 0, 1, timeout_s=60.0) is not None
+    assert await controller.next_batch(0, timeout_s=60.0) is not None
     assert not controller.is_over
     await controller.close()
 
 
 async def test_without_a_failure_the_status_has_none():
     controller = await started(rollout_kit.ScriptedWorkflow(), rollout_kit.memory_ledger())
-    await controller.next_batch(0, 0, 1, timeout_s=60.0)
+    await controller.next_batch(0, timeout_s=60.0)
     assert controller.status()["first_failure"] == ""
     await controller.close()

@@ -14,8 +14,8 @@ from areal.agent.turns import TurnRequest
 from areal.api.batch import TrainBatch
 from areal.api.data import GenerationResponse, TrajectoryGroup
 from areal.data.pack import to_train_batch
-from areal.ledger.payload import encode_episode
-from areal.rollout.batching import build_shares
+from areal.ledger.payload import encode_episode, payload_head
+from areal.rollout.batching import build_share, share_parts
 
 CUTS = ("tree", "concat", "per_turn")
 VOCABULARY = 6
@@ -81,7 +81,8 @@ def batch_of(cut: str, *, seed: int = 0, with_turn_rewards: bool = False, mask_b
             rows.append(replace(rows[0], **plain))
         rows = [replace(row, baseline=0.5) for row in rows]
         payloads.append(encode_episode(group, TrajectoryGroup(trajectories=rows)).payload)
-    (share,) = build_shares(payloads, step=0, version=2, mask_before=mask_before, dp_size=1)
+    (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
+    share = build_share(payloads, part, step=0, version=2, mask_before=mask_before)
     batch = to_train_batch(share)
 
     def double(values):

@@ -31,6 +31,8 @@ class InferenceEngineConfig:
     """Filter of scored groups: a registered name (mixed_rewards) or module:function; empty = accept all groups."""
     max_rejected_per_step: int | None = number(None, low=1)
     """Maximum rejected groups per train step; the run fails above it; null = no limit."""
+    batch_transfer: str = choice("auto", "auto", "files", "http")
+    """Source of the batches of a rank: files = the ledger folder, http = the controller, auto = files if readable."""
     keep_rejected: int = number(32, low=0)
     """Newest rejected and failed episodes whose answers are kept in the ledger for `areal show`; 0 = none."""
     server_addrs: list[str] = field(default_factory=list[str])

@@ -1,0 +1,128 @@
+"""A share is the same whether a rank reads it from the ledger or the controller sends it."""
+
+import asyncio
+import dataclasses
+import itertools
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal.api.data import TrajectoryGroup
+from areal.api.errors import LedgerError
+from areal.ledger.event_files import PayloadReader, payload_path
+from areal.ledger.ledger import Ledger
+from areal.ledger.payload import TrajectoryError, check_payload, encode_episode, join_columns, payload_head
+from areal.ledger.state import BatchRecord
+from areal.rollout.batching import share_parts
+from areal.rollout.client import RolloutClient
+from areal.rollout.share_codec import decode_share, encode_head, read_share
+from tests.rollout import rollout_kit
+from tests.rollout.http_kit import running
+from tests.rollout.test_episodes import GOOD, run_one_batch
+from tests.run_token import TOKEN
+
+
+def shares_of(payloads, dp_size=1):
+    """The shares of a batch, from the ledger's files and from the controller's answer, which are equal."""
+    folder = Path(tempfile.mkdtemp())
+    payload_path(folder, 1).write_bytes(b"".join(payloads))
+    starts = itertools.accumulate(map(len, payloads), initial=0)
+    where = [(1, start, len(payload)) for start, payload in zip(starts, payloads, strict=False)]
+    ids = [struct.unpack_from("<Q", payload, 8)[0] for payload in payloads]
+    record = BatchRecord(
+        step=0, version=4, mask_before=0, episode_ids=tuple(ids), payloads=tuple(where), stats={"reward": 0.5}
+    )
+    shares = []
+    for dp_rank, part in enumerate(share_parts([payload_head(payload) for payload in payloads], dp_size)):
+        answer = encode_head(record, part) + b"".join(payloads[index] for index in part.indices)
+        shares.append(decode_share(answer))
+        with PayloadReader(folder) as reader:
+            read = read_share(reader, record, dp_rank=dp_rank, dp_size=dp_size)
+        for field in dataclasses.fields(read):
+            ours, other = getattr(shares[-1], field.name), getattr(read, field.name)
+            assert str(ours) == str(other) if field.name in ("baselines", "reward_parts") else np.all(ours == other)
+    return shares
+
+
+def test_reward_parts_of_different_functions_share_a_batch():
+    scored = [dataclasses.replace(GOOD, reward_parts=parts) for parts in ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": -2.0})]
+    other = dataclasses.replace(GOOD, reward_parts={"c": 4.0}, baseline=0.25)
+    groups = [[GOOD], scored, [other]]
+    payloads = [encode_episode(i, TrajectoryGroup(trajectories=group)).payload for i, group in enumerate(groups)]
+    for episode_id, payload in enumerate(payloads):
+        check_payload(episode_id, payload)
+    columns = join_columns(payloads)
+    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, nan, nan, 0.25]"
+    for found in shares_of(payloads, dp_size=2):
+        assert found.reward_names == ["a", "b", "c"]
+        rows = {0: ["[nan, nan, nan]"], 1: ["[1.0, 0.5, nan]", "[0.0, -2.0, nan]"], 2: ["[nan, nan, 4.0]"]}
+        expected = [row for group in dict.fromkeys(found.group_index.tolist()) for row in rows[group]]
+        assert [str(row) for row in found.reward_parts.tolist()] == expected
+    (plain,) = shares_of(payloads[:1])
+    assert plain.reward_names == []
+    bad = dataclasses.replace(GOOD, reward_parts={"a": float("inf")})
+    with pytest.raises(TrajectoryError) as caught:
+        encode_episode(1, TrajectoryGroup(trajectories=[bad]))
+    assert caught.value.code == "workflow.not_finite"
+
+
+def test_groups_with_and_without_baselines_share_a_batch():
+    drawn = [dataclasses.replace(GOOD, baseline=value) for value in (0.25, -2.0)]
+    payload = encode_episode(3, TrajectoryGroup(trajectories=drawn)).payload
+    check_payload(3, payload)
+    columns = join_columns([encode_episode(2, TrajectoryGroup(trajectories=[GOOD])).payload, payload])
+    assert str(np.frombuffer(columns["baselines"], "<f4").tolist()) == "[nan, 0.25, -2.0]"
+    assert list(columns["finished"]) == [1, 1, 1]
+    assert shares_of([payload])[0].baselines.tolist() == [0.25, -2.0]
+    assert to_floats(encode_episode(4, TrajectoryGroup(trajectories=[GOOD, drawn[0]])).payload) == "[nan, 0.25]"
+
+
+def to_floats(payload):
+    return str(np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist())
+
+
+async def test_episodes_of_a_ledger_without_counts_have_the_same_statistics(monkeypatch):
+    """As older versions of areal recorded them."""
+    workflow = rollout_kit.ScriptedWorkflow(
+        lambda index: rollout_kit.Script(num_tokens=1 + index % 5, num_trajectories=1 + index % 3)
+    )
+    stats = [decode_share(await run_one_batch(workflow, rollout_kit.memory_ledger())).stats]
+    monkeypatch.setattr("areal.ledger.state.counts_of_event", lambda event: None)
+    stats.append(decode_share(await run_one_batch(workflow, rollout_kit.memory_ledger())).stats)
+    names = ["num_trajectories", "num_sessions", "tokens", "trained_tokens", "length_max", "reward", "finished_frac"]
+    assert [stats[0][name] for name in names] == [stats[1][name] for name in names]
+    assert stats[0]["staleness_frac/0"] == stats[1]["staleness_frac/0"] == 1.0
+
+
+async def test_a_share_is_the_same_from_the_ledger_and_from_the_controller(tmp_path):
+    ledger, elsewhere = tmp_path / "ledger", tmp_path / "not mounted"
+    controller = rollout_kit.make_controller(Ledger.open(ledger), config=rollout_kit.make_config(dp_size=2))
+    controller.shape = dataclasses.replace(controller.shape, world_size=2, dp_size=2)
+
+    def ask(address: str, folder: Path | None, transfer: str):
+        shares = []
+        for rank in range(2):
+            client = RolloutClient(address, token=TOKEN, ledger=folder, transfer=transfer)
+            client.attach(rank=rank, world_size=2, dp_rank=rank, dp_size=2, step=0, version=0)
+            shares.append(client.next_batch(0))
+        return shares, client._payloads is None
+
+    async with running(controller) as address:
+        sent, _ = await asyncio.to_thread(ask, address, None, "http")
+        for folder, transfer, from_controller in [
+            (ledger, "auto", False),
+            (ledger, "files", False),
+            (ledger, "http", True),
+            (elsewhere, "auto", True),
+        ]:
+            shares, is_sent = await asyncio.to_thread(ask, address, folder, transfer)
+            assert is_sent == from_controller
+            for share, other in zip(shares, sent, strict=True):
+                assert repr(share) == repr(other)
+                assert share.token_ids.tolist() == other.token_ids.tolist()
+        with pytest.raises(LedgerError) as error:
+            await asyncio.to_thread(ask, address, elsewhere, "files")
+        assert error.value.code == "ledger.bad_payload"
