@@ -333,8 +333,13 @@ def taken(found: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, An
 
 
 @pytest.mark.slow
-def test_two_servers_two_ranks_and_weights_over_disk(folder):
-    found = run(folder, "allocation_mode=native:d2+fsdp:d2", "actor.weight_update_mode=disk")
+@pytest.mark.parametrize("mode", ["disk", "http"])
+def test_two_servers_two_ranks_and_weights_by_folder(folder, tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}")
+    assert [event["kind"] for event in found.events if event["event"] == "published"] == [mode] * 4
+    assert (found.folder / "weights").is_dir() == (mode == "disk")
+    assert list(tmp_path.glob("areal-*/*")) == [], "copies of weights are left on the disk of a machine"
     assert found.column("batch/prox_rollout_gap_max")[0] < 1e-4
     assert versions(found) == [1, 2, 3, 4]
     assert max(found.batch_staleness()) <= MAX_STALENESS + 1

@@ -155,9 +155,10 @@ class WeightUpdate:
     """A request of the trainer to the fleet: install policy `version`, transferred as `kind` states."""
 
     version: int
-    kind: Literal["disk", "collective"]
+    kind: Literal["disk", "collective", "http"]
     path: str = ""
-    """disk: the complete checkpoint folder of this version."""
+    """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it; it ends
+    with the checksum of the folder."""
     master_address: str = ""
     """collective: host of the trainer's store (rank 0 of the update group)."""
     master_port: int = 0
@@ -172,6 +173,11 @@ class WeightUpdate:
     1 + i * ranks_per_replica."""
     ranks_per_replica: int = 1
     """collective: ranks per replica, its tensor-parallel size."""
+
+    @property
+    def is_folder(self) -> bool:
+        """A replica can get these weights at any time, without the others and without a call of the trainer."""
+        return self.kind != "collective"
 
     @property
     def world_size(self) -> int:

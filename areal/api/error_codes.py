@@ -207,7 +207,7 @@ fleet.unknown_backend: allocation_mode or a command line names an inference back
 fleet.update_failed: A replica, or every replica, failed to install new weights.
     Fix the cause that the message quotes for each replica, usually a folder, a network or a memory problem.
 
-launch.attached_needs_disk: Attached servers on other machines cannot receive weights over a collective.
+launch.attached_needs_disk: Attached servers on other machines cannot receive weights over a collective or HTTP.
     Set actor.weight_update_mode=disk, with cluster.fileroot in a shared folder.
 launch.attached_silent: A server that should already run gives no HTTP answer.
     Start it, or correct rollout.server_addrs.
@@ -327,6 +327,8 @@ process.cannot_listen: A process cannot listen on the address or port that it ne
     Choose a free port and a local address.
 process.cannot_start: The program of a process does not exist or cannot be executed.
     Correct the path in the message.
+process.local_folder: The folder areal-UID below TMPDIR belongs to another user, or others can write to it.
+    Remove it, or set TMPDIR to a folder of this user.
 process.name_taken: Another process is registered under the same name.
     Stop the other run, or change trial_name.
 process.not_registered: A process that another one needs did not register in time.
@@ -481,8 +483,12 @@ weights.not_finite: A weight update has numbers that are NaN or infinite.
     The server keeps its weights. Look for the step at which training diverged.
 weights.not_published: Trainer rank 0 could not publish a policy version.
     Read the log of trainer-0 for the cause.
+weights.not_served: A server asked trainer rank 0 for weights that it does not serve, or without the token of the run.
+    Nothing, when the trainers have just started again; else start all processes with one token.
 weights.not_written: A policy version could not be written to the shared folder.
     Free disk space or correct the permissions of cluster.fileroot.
+weights.pull_failed: A server could not copy weights from trainer rank 0 (weight_update_mode: http).
+    Check the network between the machines, and the free space in TMPDIR of the servers.
 weights.transfer_failed: A process did not join the update group, or did not answer in time.
     Read the logs of the servers, and check the network between trainer and servers.
 weights.unexpected: The train engine yielded a weight that it did not describe before.

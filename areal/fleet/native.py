@@ -46,8 +46,9 @@ class NativeReplica(HttpReplica):
         await self._client.post("/continue_generation", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
-        if update.kind == "disk":
-            body = {"model_path": update.path, "weight_version": str(update.version), "flush_cache": True}
+        if update.is_folder:
+            folder = await self._folder_of(update)
+            body = {"model_path": folder, "weight_version": str(update.version), "flush_cache": True}
             await self._client.post("/update_weights_from_disk", {**body, "abort_all_requests": False})
             return
         if self._group_name != update.group_name:

@@ -105,6 +105,10 @@ class Replica(Protocol):
 
     async def pause(self, mode: PauseMode) -> None: ...
     async def resume(self) -> None: ...
+    async def pull_weights(self, update: WeightUpdate) -> None:
+        """Copy the folder of an http update to the machine of the server, which generates meanwhile."""
+        ...
+
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
         """Install `update.version` from a folder, or join the update group if it is new and receive all buckets.
 

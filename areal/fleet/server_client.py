@@ -169,6 +169,21 @@ class HttpReplica:
         self._client = ServerClient(name, address, token=token)
         self._group_name = ""
         """The update group that the server has joined; empty without one."""
+        self._pulled = ("", "")
+        """Address of the last http update, and the folder of its copy on the server's machine."""
+
+    async def pull_weights(self, update: WeightUpdate) -> None:
+        """See `areal.fleet.replica.Replica`. The native server, or the host of a foreign one, copies the folder."""
+        answer = await self._client.post("/pull_weights", {"url": update.path})
+        self._pulled = (update.path, self._client.parsed(answer, lambda found: str(found["path"])))
+
+    async def _folder_of(self, update: WeightUpdate) -> str:
+        """The folder from which the server loads an update of kind disk or http."""
+        if update.kind == "disk":
+            return update.path
+        if self._pulled[0] != update.path:
+            await self.pull_weights(update)
+        return self._pulled[1]
 
     async def _send_part(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
         """Send the request of a part; `on_event` gets the answer, or each event of a stream."""
@@ -217,6 +232,7 @@ def _message_and_code(answer: bytes) -> tuple[str, str]:
         code = found.get("code", "")
         error = next(found[name] for name in ("error", "message", "detail", "error_message") if found.get(name))
         message = error["message"] if isinstance(error, dict) else error
+        code = code or (error.get("code", "") if isinstance(error, dict) else "")
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         pass
     if not isinstance(message, str) or not message:

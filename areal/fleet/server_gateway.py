@@ -1,10 +1,11 @@
 """The gateway of a foreign server: an HTTP server that requires the run's token and passes requests on.
 
 SGLang and vLLM protect only a part of their routes by a key. On a host that other machines can reach, such a server
-listens on loopback, and its gateway on the host's address.
+listens on loopback, and its gateway on the host's address. A gateway also copies weights to this machine.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,10 +13,12 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal.api.errors import RequestError
+from areal.api.errors import ArealError, RequestError
 from areal.observe.http_log import HttpLogger
+from areal.system.folder_puller import FolderPuller
 from areal.system.http_guard import RequestGuard, guarded, read_body
 from areal.system.network import Host, http_address, listen
+from areal.system.threads import in_daemon_thread
 
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
 """Headers of one connection (RFC 9110, section 7.6.1)."""
@@ -24,7 +27,7 @@ _NOT_PASSED_ON = _HOP_BY_HOP | {"host", "authorization", "content-length"}
 
 @asynccontextmanager
 async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
-    """Serve on `host` while the block runs; yields the address. Requests with `token` go to `server`, an address.
+    """Serve on `host` while the block runs; yields the address. Other requests with `token` go to `server`, an address.
 
     An answer is passed on while it arrives. When the client leaves, the request to the server is aborted; when the
     server breaks off an answer, so does the gateway.
@@ -33,6 +36,8 @@ async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
         app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
+        puller = FolderPuller(token)
+        app.router.add_post("/pull_weights", _pulls(puller))
         app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
         http_log = HttpLogger()
         runner = web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=1.0)
@@ -43,11 +48,26 @@ async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
             yield http_address(bound, host.advertise)
         finally:
             await runner.cleanup()
+            puller.close()
             http_log.close()
 
 
 def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": code}}, status=status)
+
+
+def _pulls(puller: FolderPuller) -> Handler:
+    async def pull(request: web.Request) -> web.StreamResponse:
+        try:
+            url = json.loads(await read_body(request))["url"]
+            folder = await asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(str(url)), "pull weights"))
+        except ArealError as error:
+            return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
+        except (ValueError, KeyError, TypeError):
+            return _error(400, "the body is not an object with a field url", "weights.invalid_request")
+        return web.json_response({"path": str(folder)})
+
+    return pull
 
 
 def _passes_on(session: aiohttp.ClientSession, server: str) -> Handler:

@@ -81,6 +81,8 @@ class HostOptions:
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
     """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
+    pulls_weights: bool = False
+    """The weights come over HTTP, so the server has a gateway on loopback too."""
 
 
 def parse_options(argv: Sequence[str]) -> HostOptions:
@@ -103,12 +105,14 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
     registry = None
     launcher, rollout = LauncherConfig(), InferenceEngineConfig()
     section: tuple[str, ...] = ()
+    pulls_weights = False
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
             raise ConfigError(f"{args.config} configures a training without servers", code="fleet.host_command")
         launcher, rollout = config.launcher, config.rollout
         section = tuple(backend_named(args.backend).given(config))
+        pulls_weights = config.actor.weight_update_mode == "http"
         if context is not None:
             registry = registry_of(config)
     return HostOptions(
@@ -122,6 +126,7 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         stop_grace_s=launcher.stop_grace_s * _GRACE_SHARE,
         update_limit_s=rollout.weight_update_timeout_s,
         host=context.host if context else Host(),
+        pulls_weights=pulls_weights,
     )
 
 
@@ -259,9 +264,9 @@ class ServerHost:
             raise LaunchError(text, code="launch.cannot_start") from error
 
     async def _serve(self, process: asyncio.subprocess.Process) -> None:
-        """Watch the server, through whose gateway others reach it when the host is not loopback."""
+        """Watch the server, and its gateway if it needs one."""
         host = self._options.host
-        if is_loopback(host.bind):
+        if is_loopback(host.bind) and not self._options.pulls_weights:
             await self._watch(process, self._address)
             return
         async with gateway(host, required_token("the gateway of a server"), self._address) as address:

@@ -155,7 +155,7 @@ class SGLangReplica(HttpReplica):
         self._is_updating = True
         self._num_updates += 1
         try:
-            if update.kind == "disk":
+            if update.is_folder:
                 await self._load_folder(update, facts)
             else:
                 await self._receive(update, facts, rank)
@@ -169,11 +169,15 @@ class SGLangReplica(HttpReplica):
         Some folders end SGLang, and it answers 400 for others after it changed weights: that counts as a failure, and a
         good folder repairs the weights afterwards.
         """
-        if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(facts.first_folder)):
-            raise RequestError(problem, code="weights.bad_folder")
+        folder = Path(await self._folder_of(update))
+        if update.kind == "disk":  # a copy on the server's machine has the checksums of the trainer's folder
+            folder = folder.resolve()
+            problem = await asyncio.to_thread(folder_problem, folder, Path(facts.first_folder))
+            if problem:
+                raise RequestError(problem, code="weights.bad_folder")
         path = "/update_weights_from_disk"
         body = {
-            "model_path": str(Path(update.path).resolve()),
+            "model_path": str(folder),
             "load_format": "auto",  # a server that started with dummy weights would load dummy weights again
             "flush_cache": True,
             "abort_all_requests": False,

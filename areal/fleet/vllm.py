@@ -105,19 +105,20 @@ class VLLMReplica(HttpReplica):
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
         self._is_updating = True
         try:
+            folder = await self._folder_of(update) if update.is_folder else ""
             if update.kind == "disk":
                 state = await self._worker_state()
-                if problem := await asyncio.to_thread(folder_problem, Path(update.path), Path(state.first_folder)):
+                if problem := await asyncio.to_thread(folder_problem, Path(folder), Path(state.first_folder)):
                     raise RequestError(f"{self.name} cannot load these weights: {problem}", code="weights.bad_folder")
-            elif self._group_name != update.group_name:
+            elif update.kind == "collective" and self._group_name != update.group_name:
                 self._group_name = ""
                 await self._call_workers("areal_join", {**group_body(update, rank), "timeout_s": BUCKET_TIMEOUT_S})
                 self._group_name = update.group_name
             # The server has no version until the end: an update that fails never counts as the version before.
             self._num_updates += 1
             await self._client.post("/update_weight_version", {"new_version": str(NO_VERSION)})
-            if update.kind == "disk":
-                await self._call_workers("areal_load_folder", update.path)
+            if folder:
+                await self._call_workers("areal_load_folder", folder)
             else:
                 await self._receive(update)
             await self._use_weights(update.version)

@@ -63,7 +63,7 @@ class WeightUpdater:
         A replica that failed to install the current version waits for the next one, unless none serves.
         """
         replicas = self._replicas
-        by_folder = self._target is not None and self._target.kind == "disk"
+        by_folder = self._target is not None and self._target.is_folder
         if self.updating_to is not None or not replicas.has_started or by_folder:
             return False
         may_wait = bool(replicas.serving)
@@ -79,11 +79,14 @@ class WeightUpdater:
 
     async def _switch(self, update: WeightUpdate) -> None:
         """Update the whole fleet from its version to the update's. WeightSyncError when no replica reached it."""
-        self.updating_to, self._replicas.is_switching = update.version, True
+        self.updating_to, self._replicas.is_switching = update.version, update.kind != "http"
         self._replicas.announce()
         before = self._replicas.target_version, self._target
         try:
             slots = await self._members(update)
+            if update.kind == "http":
+                slots = await self._pulled(slots, update)
+                self._replicas.is_switching = True
             async with self._paused(slots):
                 errors = await self._update(slots, update)
                 refused = any(isinstance(error, RequestError) for error in errors)
@@ -103,7 +106,7 @@ class WeightUpdater:
 
     async def _supplement(self, update: WeightUpdate) -> None:
         """Give the served version to the replicas that lack it. Failures are logged."""
-        if update.kind == "disk":
+        if update.is_folder:
             self._set_target(update.version, update)  # the watch of each stale replica loads the folder
             return
         serving = {slot.incarnation for slot in self._replicas.serving}
@@ -130,7 +133,7 @@ class WeightUpdater:
         while any(slot.state is State.SUSPECT for slot in self._replicas.slots) and lateness.now_s < deadline_s:
             await self._replicas.wait_for_change(deadline_s - lateness.now_s)
         ready = [slot for slot in self._replicas.slots if slot.state in (State.SERVING, State.STALE)]
-        if update.kind == "disk":
+        if update.is_folder:
             return ready
         by_id = {slot.incarnation: slot for slot in ready}
         if missing := [name for name in update.replicas if name not in by_id]:
@@ -206,6 +209,29 @@ class WeightUpdater:
             async with self._replicas.lateness.timeout(GROUP_GRACE_S):
                 await call
 
+    async def _pulled(self, slots: list[Slot], update: WeightUpdate) -> list[Slot]:
+        """Let all replicas copy the folder of an update; returns those that have it. WeightSyncError when none has."""
+
+        async def pull(slot: Slot) -> str:
+            if slot.replica is None:
+                return f"{slot.name} is {slot.state}: {slot.reason}"
+            try:
+                async with self._replicas.lateness.timeout(self._config.weight_update_timeout_s):
+                    await slot.replica.pull_weights(update)
+            except (ArealError, TimeoutError) as error:
+                limit = f"no copy after {self._config.weight_update_timeout_s:g} s"
+                return f"{slot.name}: {str(error) or limit}"
+            return ""
+
+        problems = await asyncio.gather(*(pull(slot) for slot in slots))
+        for problem in filter(None, problems):
+            log.warning("version %d was not copied: %s", update.version, problem)
+        pulled = [slot for slot, problem in zip(slots, problems, strict=True) if not problem]
+        if slots and not pulled:
+            text = f"no replica copied version {update.version}: {'; '.join(dict.fromkeys(problems))}"
+            raise WeightSyncError(text, code="fleet.update_failed")
+        return pulled
+
     async def _wait_until_served(self, update: WeightUpdate) -> None:
         """When all replicas died during the update, those that are restarted can still load a folder."""
         lateness = self._replicas.lateness
@@ -250,15 +276,21 @@ class WeightUpdater:
     async def _update_stale(self, slot: Slot) -> None:
         """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
         update, before = self._target, slot.reason
-        if update is None or update.kind != "disk":
+        if update is None or not update.is_folder:
             return
         try:
             await self._update_one(slot, update, rank=0)
         except ArealError as error:
             if slot.reason != before:  # otherwise the same error was logged before
                 log.warning("%s could not be updated to version %d: %s", slot.name, update.version, error)
-            whole = not isinstance(error, RequestError) or await asyncio.to_thread(is_complete, Path(update.path))
-            if not whole and self._target is update:
-                self._target = None  # the folder was deleted: the trainer must publish the version again
+            if self._target is update and await _is_missing(update, error):
+                self._target = None  # the trainer must publish the version again
         else:
             slot.wake.set()  # the target may have changed during the update
+
+
+async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:
+    """Whether the folder of an update that failed does not exist any more."""
+    if update.kind == "http":
+        return error.code == "weights.not_served"
+    return isinstance(error, RequestError) and not await asyncio.to_thread(is_complete, Path(update.path))

@@ -29,6 +29,7 @@ from areal.observe.http_log import HttpLogger
 from areal.observe.log import configure_logging, get_logger
 from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
+from areal.system.folder_puller import FolderPuller
 from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
@@ -127,7 +128,9 @@ async def serve(
     native = options.native
     path = resolve_model_path(native.model_path)
     seeds = seed_source(native.random_seed + options.index)
-    app = ServerApp(model_path=str(path), draw_seed=seeds, guard=RequestGuard(options.token, options.host))
+    puller = FolderPuller(options.token)
+    guard = RequestGuard(options.token, options.host)
+    app = ServerApp(model_path=str(path), draw_seed=seeds, guard=guard, puller=puller)
     detokenizer = load_detokenizer(path)
     engine = build_engine(
         native,
@@ -161,6 +164,7 @@ async def serve(
     else:
         await loop.run_in_executor(None, engine.stop)
     await runner.cleanup()
+    puller.close()
     http_log.close()
     return failures[0] if failures else None
 

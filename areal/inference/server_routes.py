@@ -22,6 +22,7 @@ from areal.inference.json_answers import (
 from areal.inference.request_parser import RequestLimits, bool_field, check_fields, shown, text_field
 from areal.inference.weight_routes import WeightRoutes
 from areal.observe.log import get_logger
+from areal.system.folder_puller import FolderPuller
 from areal.system.http_guard import RequestGuard, guarded
 
 _LOG = get_logger(__name__)
@@ -31,8 +32,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ServerApp:
     """Routes of one server."""
 
-    def __init__(self, *, model_path: str, draw_seed: Callable[[], int], guard: RequestGuard) -> None:
+    def __init__(
+        self, *, model_path: str, draw_seed: Callable[[], int], guard: RequestGuard, puller: FolderPuller
+    ) -> None:
         self.model_path = model_path
+        self._puller = puller
         self._guard = guard
         self.generate = GenerateRoute(draw_seed)
 
@@ -41,7 +45,7 @@ class ServerApp:
         self._engine = engine
         self._limits = limits
         self.generate.attach(engine, limits, detokenizer)
-        self._weights = WeightRoutes(engine)
+        self._weights = WeightRoutes(engine, self._puller)
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""

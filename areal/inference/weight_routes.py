@@ -1,4 +1,4 @@
-"""HTTP routes for weight updates: from a folder, or from the trainer's broadcast group."""
+"""HTTP routes for weight updates: from a folder, which may be copied first, or from the trainer's broadcast group."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,8 +12,9 @@ from aiohttp import web
 from areal.api.data import MAX_REPLICAS, WeightSpec
 from areal.api.errors import RequestError
 from areal.inference.engine import Engine
-from areal.inference.json_answers import ok, read_json
+from areal.inference.json_answers import json_response, ok, read_json
 from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
+from areal.system.folder_puller import FolderPuller
 from areal.system.threads import in_daemon_thread
 
 _FROM_DISK = frozenset({"model_path", "weight_version", "flush_cache", "abort_all_requests"})
@@ -26,18 +27,25 @@ _in_thread = partial(in_daemon_thread, name="weight-update")
 class WeightRoutes:
     """Weight updates of one server, one at a time. A client that disconnects does not interrupt one."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, puller: FolderPuller) -> None:
         self._engine = engine
+        self._puller = puller
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
     def posts(self) -> dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]:
         return {
+            "/pull_weights": self._pull,
             "/update_weights_from_disk": self._update_from_disk,
             "/init_weights_update_group": self._init_group,
             "/update_weights_from_distributed": self._update_from_distributed,
             "/destroy_weights_update_group": self._destroy_group,
         }
+
+    async def _pull(self, request: web.Request) -> web.StreamResponse:
+        url = text_field(check_fields(await read_json(request), {"url"}), "url")
+        folder = await asyncio.wrap_future(in_daemon_thread(lambda: self._puller.pull(url), "pull weights"))
+        return json_response({"path": str(folder)})
 
     async def _update_from_disk(self, request: web.Request) -> web.StreamResponse:
         body = check_fields(await read_json(request), _FROM_DISK)

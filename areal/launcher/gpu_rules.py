@@ -43,8 +43,8 @@ def weight_path(config: PPOConfig, placed: Placement, *, is_attached: bool, nccl
     NCCL needs the same version on all ranks, and refuses two ranks on one GPU.
     """
     mode = config.actor.weight_update_mode
-    if mode == "disk":
-        return WeightPath(transport="disk", reason="actor.weight_update_mode=disk")
+    if mode == "disk" or mode == "http":
+        return WeightPath(transport=mode, reason=f"actor.weight_update_mode={mode}")
     trainer_gpu = bool(placed.trainers and placed.trainers[0].gpus)
     servers_gpu = bool(placed.servers and placed.servers[0][0].gpus)
     both: Literal["nccl", "gloo"] = "nccl" if trainer_gpu else "gloo"

@@ -200,7 +200,7 @@ def checked_plan(
 def _nccl_of(config: BaseExperimentConfig, machines: Sequence[Machine]) -> NcclVersions | None:
     """Asked only where it decides how weights travel. The second call reads a cache."""
     has_gpus = config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
-    if not has_gpus or not isinstance(config, PPOConfig) or config.actor.weight_update_mode == "disk":
+    if not has_gpus or not isinstance(config, PPOConfig) or config.actor.weight_update_mode in ("disk", "http"):
         return None
     return nccl_versions(config)
 

@@ -140,8 +140,9 @@ def _update_problem(update: WeightUpdate) -> str:
                 and bool(update.buckets)
             )
         ),
-        "path: a collective update has none": update.kind == "disk" or not update.path,
-        "replicas: an update from a folder addresses all replicas": update.kind == "collective" or not update.replicas,
+        "path: a collective update has none": update.is_folder or not update.path,
+        "path: not an http:// address": update.kind != "http" or update.path.startswith("http://"),
+        "replicas: an update from a folder addresses all replicas": not (update.is_folder and update.replicas),
     }
     return next((problem for problem, holds in checks.items() if not holds), "")
 

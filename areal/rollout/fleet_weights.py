@@ -100,7 +100,7 @@ class FleetWeights:
 
         A folder is loaded again instead, so that the fleet knows its path.
         """
-        if update.kind == "disk" or self._fleet.version != update.version:
+        if update.is_folder or self._fleet.version != update.version:
             return False
         return not self._fleet.live_replicas(update.version)
 
@@ -111,12 +111,13 @@ class FleetWeights:
         """
         await self.fleet_ready.wait()
         state, last = self._ledger.state, self._ledger.state.last_published
-        if last is None or last["kind"] != "disk" or last["version"] != state.version:
+        if last is None or last["kind"] == "collective" or last["version"] != state.version:
             return
         _log.info("restoring policy version %d on the servers from %s", state.version, last["path"])
         self._is_restoring = True
         try:
-            await self._fleet.update_weights(WeightUpdate(version=state.version, kind="disk", path=last["path"]))
+            update = WeightUpdate(version=state.version, kind=last["kind"], path=last["path"])
+            await self._fleet.update_weights(update)
         except ArealError as error:
             _log.warning("version %d could not be restored on the servers: %s", state.version, error)
         finally:

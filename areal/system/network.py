@@ -114,6 +114,15 @@ def http_address(bound: socket.socket, advertise: str | None = None) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def is_trainer(host: str, environ: Mapping[str, str]) -> bool:
+    """Whether a server with these environment variables may get weights from a trainer at `host`.
+
+    The launcher sets the addresses. Without any, only loopback addresses are allowed. Nothing is looked up.
+    """
+    given = [part.strip() for part in environ.get(TRAINERS_VARIABLE, "").split(",") if part.strip()]
+    return host in given if given else host != "localhost" and is_loopback(host)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
     try:

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
-WeightTransport = Literal["disk", "gloo", "nccl"]
+WeightTransport = Literal["disk", "gloo", "http", "nccl"]
 """How new weights reach the servers: by a shared folder, or in a collective of this library."""
 
 

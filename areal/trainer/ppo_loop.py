@@ -36,7 +36,7 @@ from areal.trainer.roles import PPORoles, build_roles
 from areal.trainer.sample_table import SampleTables
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel
+from areal.weights.disk import DiskChannel, HttpChannel
 
 Answer = TypeVar("Answer")
 
@@ -261,9 +261,11 @@ def build_weight_channel(
     config: PPOConfig, engine: WeightSource, ranks: Ranks, client: RolloutClient, context: ProcessContext
 ) -> WeightChannel:
     """The channel that the launcher chose by actor.weight_update_mode and the devices."""
-    if context.weight_transport == "disk":
-        folder = resolve_model_folder(config.actor.path)
-        return DiskChannel(engine, ranks, client, RunPaths.of(config), model_folder=folder)
+    if context.weight_transport in ("disk", "http"):
+        model = resolve_model_folder(config.actor.path)
+        if context.weight_transport == "http":
+            return HttpChannel(engine, ranks, client, host=context.host, model_folder=model)
+        return DiskChannel(engine, ranks, client, RunPaths.of(config).weights, model_folder=model)
     servers = config.allocation.inference
     return CollectiveChannel(
         engine,

@@ -1,11 +1,12 @@
-"""Weight channel over a shared folder: RUN/weights/v000042, complete or absent; the newest versions are kept.
+"""Weight channels over a folder v000042, complete or absent; the newest versions are kept. The servers read it on a
+shared file system, or pull it from trainer rank 0 over HTTP.
 
 `publish` waits for the fleet to load the folder (each replica under rollout.weight_update_timeout_s).
 """
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from areal.api.data import WeightUpdate
 from areal.api.engine import Ranks, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
-from areal.system.run_paths import RunPaths
+from areal.system.folder_server import FolderServer
+from areal.system.local_folder import LocalFolder
+from areal.system.network import Host, required_token, store_prefix
 from areal.weights.control import FleetControl, publish_once
 from areal.weights.weight_files import MAX_FILE_BYTES, write_weights
 
@@ -33,14 +36,17 @@ class DiskChannel:
         engine: WeightSource,
         ranks: Ranks,
         control: FleetControl,
-        paths: RunPaths,
+        folder: Path,
         *,
         model_folder: Path | None = None,
+        address_of: Callable[[Path], str] | None = None,
     ) -> None:
-        """`model_folder`: source of config.json, which makes a version a loadable checkpoint."""
+        """`folder`: parent of the versions. `model_folder`: source of config.json, which makes a version a loadable
+        checkpoint. `address_of`: serves a version over HTTP; None = the servers read the folder."""
         self._engine, self._ranks, self._control = engine, ranks, control
-        self._folder = paths.weights
+        self._folder = folder
         self._model_folder = model_folder
+        self._address_of = address_of
 
     def publish(self, version: int) -> str:
         return publish_once(self._engine, self._ranks, version, partial(self._send, version)) or ""
@@ -51,7 +57,11 @@ class DiskChannel:
     def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
         try:
             final = self._write(version, weights)
-            self._control.publish(WeightUpdate(version=version, kind="disk", path=str(final)))
+            if self._address_of is None:
+                update = WeightUpdate(version=version, kind="disk", path=str(final))
+            else:
+                update = WeightUpdate(version=version, kind="http", path=self._address_of(final))
+            self._control.publish(update)
             self._prune(version)
         except OSError as error:
             message = f"version {version} could not be written to {self._folder}: {error}"
@@ -78,3 +88,37 @@ class DiskChannel:
         for version, path in versions.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class HttpChannel:
+    """Implements `areal.api.engine.WeightChannel`: rank 0 writes to a disk of its machine, and serves the folder."""
+
+    def __init__(
+        self,
+        engine: WeightSource,
+        ranks: Ranks,
+        control: FleetControl,
+        *,
+        host: Host,
+        model_folder: Path | None = None,
+    ) -> None:
+        """`host`: where this process listens and how the servers reach it. `model_folder`: as in `DiskChannel`."""
+        self._local: LocalFolder | None = None
+        self._server: FolderServer | None = None
+        folder, address_of = Path(), None
+        if ranks.rank == 0:
+            token = required_token("the weights that trainer rank 0 serves")
+            self._local = LocalFolder(store_prefix(token, "published weights")[:24])
+            self._server = FolderServer(host, token)
+            folder, address_of = self._local.path, self._server.offer
+        self._versions = DiskChannel(engine, ranks, control, folder, model_folder=model_folder, address_of=address_of)
+
+    def publish(self, version: int) -> str:
+        return self._versions.publish(version)
+
+    def close(self) -> None:
+        """Serve no more, and remove the versions."""
+        if self._server is not None:
+            self._server.close()
+        if self._local is not None:
+            self._local.close()

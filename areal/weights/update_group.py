@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.server_side.areal_transfer import group, layout
-from areal.system.network import Host, listen
+from areal.system.network import TRAINERS_VARIABLE, Host, is_trainer, listen
 
 is_finite = layout.is_finite
 
@@ -60,9 +60,9 @@ def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
 
 
 def check_trainer(host: str) -> None:
-    """RequestError when this server must not connect to a store at `host`. See `areal_transfer.group.is_trainer`."""
-    if not group.is_trainer(host, os.environ):
-        message = f"{host} is no address of a trainer of this run ({group.TRAINERS_VARIABLE})"
+    """RequestError when this server must not connect to a store at `host`. See `areal.system.network.is_trainer`."""
+    if not is_trainer(host, os.environ):
+        message = f"{host} is no address of a trainer of this run ({TRAINERS_VARIABLE})"
         raise RequestError(message, code="weights.unknown_trainer")
 
 

@@ -54,6 +54,15 @@ def test_addresses_are_as_many_as_allocated(load) -> None:
     assert [problem.path for problem in caught.value.problems] == ["rollout.server_addrs"]
 
 
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_running_servers_of_other_systems_cannot_copy_weights_over_http(load, backend: str) -> None:
+    words = (f"allocation_mode={backend}:d1+fsdp:d1", "actor.weight_update_mode=http")
+    assert load(*words)
+    with pytest.raises(ConfigError) as caught:
+        load(*words, "rollout.server_addrs=['h:1']")
+    assert [problem.path for problem in caught.value.problems] == ["actor.weight_update_mode"]
+
+
 def test_an_address_stands_for_one_server(load) -> None:
     with pytest.raises(ConfigError, match="http://h:1") as caught:
         load("rollout.server_addrs=['h:1', 'http://h:1']")

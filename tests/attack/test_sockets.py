@@ -27,7 +27,7 @@ SECRETS = (
 CRITIC = ("+critic.path=FOLDER/model", "+critic.dtype=float32", "+critic.optimizer.lr=1.0e-4", "+ref.path=FOLDER/model")
 
 
-@pytest.mark.parametrize("mode", ["disk", "xccl"])
+@pytest.mark.parametrize("mode", ["disk", "http", "xccl"])
 def test_every_socket_of_a_run_is_on_loopback_and_known(folder, mode):  # noqa: F811
     words = [word.replace("FOLDER", str(folder)) for word in (*ROLES, *CRITIC)]
     words += [f"actor.weight_update_mode={mode}", f"trial_name={mode}", *SECRETS]

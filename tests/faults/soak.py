@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides about the whole schedule")
     parser.add_argument("--kills", type=int, default=30, help="how many faults, at least 2")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="emptied before; kept on failure")
-    parser.add_argument("--mode", choices=MODES, help="only runs with this weight_update_mode (default: both)")
+    parser.add_argument("--mode", choices=(*MODES, "http"), help="only runs with this weight_update_mode")
     parser.add_argument("--cluster", choices=LAUNCHERS, help="three nodes on this machine, with this launcher")
     args = parser.parse_args()
     folder = args.folder.absolute() / f"seed-{args.seed}"

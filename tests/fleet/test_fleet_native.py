@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -22,11 +23,11 @@ from areal.fleet.fleet import Fleet
 from areal.inference.engine_builder import build_engine, request_limits
 from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
+from areal.system.folder_puller import FolderPuller
 from areal.system.http_guard import RequestGuard
 from areal.system.network import Host, bind_socket, http_address
-from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel
+from areal.weights.disk import DiskChannel, HttpChannel
 from tests.fake_ranks import FakeRanks
 from tests.fleet.fake_server import FleetKit, until
 from tests.run_token import TOKEN
@@ -67,7 +68,9 @@ class NativeServer:
         native = NativeServerConfig(
             model_path=str(folder), dtype="float32", device="cpu", max_total_tokens=4096, context_length=1024
         )
-        app = ServerApp(model_path=str(folder), draw_seed=seed_source(1), guard=RequestGuard(TOKEN, Host()))
+        self._puller = FolderPuller(TOKEN, {})
+        guard = RequestGuard(TOKEN, Host())
+        app = ServerApp(model_path=str(folder), draw_seed=seed_source(1), guard=guard, puller=self._puller)
         self.engine = build_engine(
             native, folder, "cpu", deliver=app.generate.deliver, on_failure=print, detokenizer=None
         )
@@ -105,6 +108,7 @@ class NativeServer:
                 protocol.transport.abort()
         self.is_cut_off = True
         await self._runner.cleanup()
+        self._puller.close()
         await asyncio.to_thread(self.engine.stop)
 
 
@@ -216,11 +220,15 @@ async def check_scores(fleet: Fleet, model: nn.Module, version: int) -> list[Gen
     return responses
 
 
-async def test_disk_and_collective_bring_the_same_weights(native: NativeKit, tmp_path: Path) -> None:
+async def test_disk_http_and_collective_bring_the_same_weights(
+    native: NativeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fleet = await native.fleet(2, schedule_policy="round_robin")
     control = FleetControl(fleet)
     engine = FakeTrainEngine(make_model(1))
-    disk = DiskChannel(engine, FakeRanks(), control, RunPaths(tmp_path))  # type: ignore[arg-type]
+    disk = DiskChannel(engine, FakeRanks(), control, tmp_path)  # type: ignore[arg-type]
+    http = HttpChannel(engine, FakeRanks(), control, host=Host(), model_folder=None)  # type: ignore[arg-type]
     collective = CollectiveChannel(  # type: ignore[arg-type]
         engine, FakeRanks(), control, bucket_bytes=4096, backend="gloo", timeout_s=200
     )
@@ -244,6 +252,17 @@ async def test_disk_and_collective_bring_the_same_weights(native: NativeKit, tmp
     await asyncio.to_thread(collective.publish, 4)  # over a new group, with the new server in it
     await check_scores(fleet, engine.model, 4)
     collective.close()
+    engine.model = make_model(5)
+    await asyncio.to_thread(http.publish, 5)
+    await check_scores(fleet, engine.model, 5)
+    await native.servers[1].die()
+    late = await native.server(1)
+    second = fleet._replicas.slots[1]
+    await until(lambda: second.address == late.address and second.state == "serving")  # without the trainer
+    await check_scores(fleet, engine.model, 5)
+    assert all(torch.equal(late.engine.runner.model.state_dict()[n], v) for n, v in engine.model.state_dict().items())
+    http.close()
+    assert not [path for path in tmp_path.glob("areal-*/*") if path.name.startswith("published")]
 
 
 @pytest.mark.parametrize("mode", ["interrupt", "keep"])
@@ -254,7 +273,7 @@ async def test_a_switch_in_mid_answer_splits_it_exactly(native: NativeKit, tmp_p
         FakeTrainEngine(new),  # type: ignore[arg-type]
         FakeRanks(),
         FleetControl(fleet),
-        RunPaths(tmp_path),
+        tmp_path,
     )
     (server,) = native.servers
     server.hold(40, while_true=lambda: server.engine.version == "0")

@@ -23,7 +23,6 @@ from areal.fleet.native import NativeReplica
 from areal.fleet.replica import GenerationPart, PartChunk
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS
 from areal.fleet.server_client import ServerClient
-from areal.system.run_paths import RunPaths
 from areal.weights.collective import SETTLE_S, CollectiveChannel
 from areal.weights.disk import DiskChannel
 from tests.fake_ranks import FakeRanks
@@ -220,7 +219,7 @@ async def test_a_server_killed_during_an_update_does_not_delay_others(
     engine, control = FakeTrainEngine(big_model(1)), FleetControl(fleet)
     channel: DiskChannel | CollectiveChannel
     if kind == "disk":
-        channel = DiskChannel(engine, FakeRanks(), control, RunPaths(tmp_path))  # type: ignore[arg-type]
+        channel = DiskChannel(engine, FakeRanks(), control, tmp_path / "weights")  # type: ignore[arg-type]
     else:
         channel = CollectiveChannel(engine, FakeRanks(), control, bucket_bytes=2**20, backend="gloo")  # type: ignore[arg-type]
     servers.signal = number

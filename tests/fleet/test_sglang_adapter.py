@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import GenerationPart, PartChunk
+from areal.fleet.server_gateway import gateway
 from areal.fleet.sglang import SGLangReplica
 from areal.fleet.sglang_wire import PartReader, ServerFacts, generate_body
+from areal.system.folder_server import FolderServer
+from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_sglang import RECORDING, FakeSGLang
+from tests.run_token import TOKEN
 
 PROMPT = [5, 9, 11, 30]
 FACTS = ServerFacts(has_update_sessions=True, context_length=4096, is_deterministic=False, first_folder="")
@@ -76,6 +81,26 @@ def update(version: int, group: str = "g1", num_buckets: int = 3) -> WeightUpdat
         group_name=group,
         replicas=["server-0"],
     )
+
+
+async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_copy(
+    server: FakeSGLang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = FolderServer(Host(), TOKEN)
+    url = source.offer(Path(FleetKit(tmp_path, FakeSGLang).disk(4).path))
+    async with gateway(Host(), TOKEN, server.address) as address:
+        replica = SGLangReplica("server-0", address, TOKEN)
+        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        (copied,) = tmp_path.glob("areal-*/*/v000004-*/model.safetensors")
+        assert server.version == 4
+        await replica.pull_weights(WeightUpdate(version=4, kind="http", path=url))
+        with pytest.raises(RequestError) as error:
+            await replica.pull_weights(WeightUpdate(version=5, kind="http", path=url[:-1]))
+        assert error.value.code == "weights.unknown_trainer"
+        await replica.close()
+    assert not copied.exists()
+    source.close()
 
 
 # The fake against the recording

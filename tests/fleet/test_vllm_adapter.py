@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import pytest
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.replica import PartChunk
+from areal.fleet.server_gateway import gateway
 from areal.fleet.vllm import VLLMReplica
+from areal.system.folder_server import FolderServer
+from areal.system.network import Host
 from tests.fleet.fake_server import FleetKit, until
 from tests.fleet.fake_vllm import RECORDING, FakeVLLM
 from tests.fleet.generation_parts import PROMPT, a_part
+from tests.run_token import TOKEN
 
 
 class Chunks(list[PartChunk]):
@@ -280,3 +285,20 @@ async def test_an_adapter_is_loaded_used_and_unloaded_by_name(
     assert error.value.code == "server.request_refused"
     await replica.generate(a_part(), chunks.append)
     assert "model" not in server.requests[-1].body
+
+
+async def test_weights_over_http_are_copied_by_the_gateway_and_loaded_from_the_copy(
+    server: FakeVLLM, disk: Callable[[int], WeightUpdate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = FolderServer(Host(), TOKEN)
+    url = source.offer(Path(disk(4).path))
+    async with gateway(Host(), TOKEN, server.address) as address:
+        replica = VLLMReplica("server-0", address, TOKEN)
+        await replica.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        assert server.version == 4
+        source.close()
+        again = VLLMReplica("server-0", address, TOKEN)  # of a controller that restarted: the copy is there
+        await again.update_weights(WeightUpdate(version=4, kind="http", path=url), rank=0)
+        for one in (replica, again):
+            await one.close()

@@ -21,7 +21,6 @@ from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.system.file_registry import FileRegistry
-from areal.system.run_paths import RunPaths
 from areal.weights.collective import CollectiveChannel
 from areal.weights.disk import DiskChannel
 from tests.fake_ranks import FakeRanks
@@ -101,8 +100,8 @@ class Kit:
         return made
 
     def disk(self, fleet: Fleet, trainer: FixedTrainer) -> DiskChannel:
-        control, paths = FleetControl(fleet), RunPaths(self._folder)
-        return DiskChannel(trainer, FakeRanks(), control, paths, model_folder=self.models["old"])  # type: ignore[arg-type]
+        control, folder = FleetControl(fleet), self._folder / "weights"
+        return DiskChannel(trainer, FakeRanks(), control, folder, model_folder=self.models["old"])  # type: ignore[arg-type]
 
     def collective(self, fleet: Fleet, trainer: FixedTrainer, *, ranks_per_replica: int = 1) -> CollectiveChannel:
         """Buckets so small that there are several."""

@@ -22,8 +22,7 @@ from tests.weights.test_weight_channels import FakeTrainEngine, assert_same, mak
 
 
 def disk_channel(engine: FakeTrainEngine, control: object, folder: Path, **options: object) -> DiskChannel:
-    paths = RunPaths(folder)
-    return DiskChannel(engine, FakeRanks(), control, paths, **options)  # type: ignore[arg-type]
+    return DiskChannel(engine, FakeRanks(), control, RunPaths(folder).weights, **options)  # type: ignore[arg-type]
 
 
 class DiskReplica:
