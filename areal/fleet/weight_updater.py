@@ -87,6 +87,7 @@ class WeightUpdater:
             if update.kind == "http":
                 slots = await self._pulled(slots, update)
                 self._replicas.is_switching = True
+                self._replicas.announce()
             async with self._paused(slots):
                 errors = await self._update(slots, update)
                 refused = any(isinstance(error, RequestError) for error in errors)
