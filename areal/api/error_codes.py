@@ -259,6 +259,8 @@ launch.request_refused: The running launcher refuses to add or remove a replica.
     Read the message; it says which condition is missing.
 launch.run_in_use: Another launcher, or processes that one left behind, work on the run folder.
     Stop them (the message has the process ids), or change trial_name.
+launch.server_too_large: A server needs the GPUs of several machines, which this kind of server cannot use.
+    Use sglang or vllm servers, or a smaller tensor-parallel size in allocation_mode.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
     Choose another launcher (--launcher, --hosts or launcher.type), or set cluster.n_nodes=1.
 launch.slurm_refused: Slurm refuses the job, or to put it back into the queue; the message quotes its reason.

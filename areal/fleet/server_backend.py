@@ -50,6 +50,11 @@ class ServerBackend:
     tested_version: str = ""
     core_bindings: Callable[[int, int, int, Sequence[int]], dict[str, str]] | None = None
     """(index of the server, its ranks, threads per rank, cores) -> variables that bind the ranks on a CPU machine."""
+    part_words: Callable[[int, int], tuple[str, ...]] | None = None
+    """(part, parts) -> more words of the command of a server over several machines, in which the host replaces {first},
+    {first_address} and {first_port} by where part 0 listens for the others. None: a server uses one machine."""
+    address_variable: str = ""
+    """Environment variable with the address on which a part listens for the others."""
     nccl_defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     """NCCL variables that the trainers must share with the servers."""
 

@@ -34,7 +34,7 @@ COMMON_OWNED = {
 """`FlagRules.owned` of every foreign server."""
 COMMON_FIXED = {
     **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), (1, ALLOCATED)),
-    "nnodes": (1, "a server runs on one machine"),
+    "nnodes": (1, ALLOCATED),
 }
 """`FlagRules.fixed` of every foreign server."""
 

@@ -6,6 +6,9 @@ In the server's command {port} is replaced by a free port of this machine, on wh
 loopback, {port_NAME} by one more port for each NAME, {index} by the index of this server in the run, and {index+N} by
 N more. When the launch plan places the server on another address than loopback, a gateway there requires the token.
 
+A server over several machines has one host for each part. {first}, {first_address} and {first_port} are where part 0
+listens for the other parts: its host chooses a port and registers it, the other hosts wait for that.
+
 The server stays in the process group of its host, and the guard of that group kills it when the host has ended. The
 host waits for the server's answers, for its end, and for SIGTERM or Ctrl-C. The time limit of a start is
 launcher.ready_timeout_s. The host sends no heartbeat while the server does not answer: after launcher.hang_s the
@@ -21,7 +24,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,6 +37,7 @@ from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_gateway import gateway
 from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
+from areal.fleet.server_parts import announce_first_part, announce_part, filled_in, find_first_part, port_names
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
@@ -50,8 +54,6 @@ from areal.system.process import (
 from areal.system.run_paths import RunPaths
 
 _LOG = get_logger(__name__)
-_PORT = re.compile(r"\{port(?:_[a-z]+)?\}")
-_INDEX = re.compile(r"\{index(?:\+(\d+))?\}")
 _ASK_INTERVAL_S = 1.0
 _ANSWER_LIMIT_S = 30.0
 """Time limit of an answer; then the call is repeated on a new connection."""
@@ -81,6 +83,10 @@ class HostOptions:
     """Time limit of a weight update: an engine may be silent that long."""
     host: Host = field(default_factory=Host)
     """Where the run reaches the server: on loopback itself, elsewhere its gateway."""
+    part: int = 0
+    num_parts: int = 1
+    ready_limit_s: float = LauncherConfig().ready_timeout_s
+    """Time limit for the other parts to find part 0."""
     pulls_weights: bool = False
     """The weights come over HTTP, so the server has a gateway on loopback too."""
 
@@ -126,19 +132,11 @@ def parse_options(argv: Sequence[str]) -> HostOptions:
         stop_grace_s=launcher.stop_grace_s * _GRACE_SHARE,
         update_limit_s=rollout.weight_update_timeout_s,
         host=context.host if context else Host(),
+        part=context.part if context else 0,
+        num_parts=context.num_parts if context else 1,
+        ready_limit_s=launcher.ready_timeout_s,
         pulls_weights=pulls_weights,
     )
-
-
-def port_names(command: Sequence[str]) -> list[str]:
-    """The different port placeholders of a command."""
-    return sorted({found for word in command for found in _PORT.findall(word)})
-
-
-def filled_in(command: Sequence[str], ports: Mapping[str, int], index: int) -> list[str]:
-    """The command with its placeholders replaced."""
-    with_ports = [_PORT.sub(lambda found: str(ports[found[0]]), word) for word in command]
-    return [_INDEX.sub(lambda found: str(index + int(found[1] or 0)), word) for word in with_ports]
 
 
 class Health:
@@ -150,7 +148,7 @@ class Health:
         self._engine_limit_s = engine_limit_s
         self._clock = clock
         self._started_s = clock()
-        self._phase: Literal["starts", "serves", "ends", "has ended"] = "starts"
+        self._phase: Literal["starts", "serves", "follows", "ends", "has ended"] = "starts"
         self._info: ReplicaInfo | None = None
         self._load: ReplicaLoad | None = None
         self._has_news = False
@@ -179,6 +177,10 @@ class Health:
         self._phase = "serves"
         self._has_news = True
 
+    def follows(self) -> None:
+        """A part without requests of its own: while its process lives, part 0 shows whether it works."""
+        self._phase = "follows"
+
     def ends(self) -> None:
         """The server was asked to end: from now on silence is no failure."""
         self._phase = "ends"
@@ -192,6 +194,7 @@ class Health:
         now_s = self._clock()
         if self._phase != "serves":
             texts = {"starts": f"starts {self._backend}: {now_s - self._started_s:.0f} s", "ends": "ends"}
+            texts["follows"] = "computes for part 0"
             return texts.get(self._phase)
         has_news, self._has_news = self._has_news, False
         engine_silent_s = now_s - self._engine_answered_s
@@ -212,6 +215,7 @@ class ServerHost:
         # binds with SO_REUSEADDR too, can listen on them.
         self._ports = {name: bind_socket() for name in port_names(options.command)}
         self._address = http_address(self._ports["{port}"])
+        self._meeting = bind_socket(options.host.bind) if options.num_parts > 1 and options.part == 0 else None
         self._replica = make_replica(options.process_name, self._address)
         self._health = Health(options.backend, options.update_limit_s)
         self._log_start = options.log_path.stat().st_size if options.log_path and options.log_path.exists() else 0
@@ -253,7 +257,11 @@ class ServerHost:
 
     async def _start(self) -> asyncio.subprocess.Process:
         ports = {name: bound.getsockname()[1] for name, bound in self._ports.items()}
-        command = filled_in(self._options.command, ports, self._options.index)
+        first = ("", 0)
+        if self._options.num_parts > 1:
+            os.environ[BACKENDS[self._options.backend].address_variable] = self._options.host.advertise
+            first = await asyncio.to_thread(self._meet)
+        command = filled_in(self._options.command, ports, self._options.index, first)
         _LOG.info("starting %s", shlex.join(public_command(command)))
         try:
             return await asyncio.create_subprocess_exec(
@@ -263,9 +271,25 @@ class ServerHost:
             text = f"cannot start {command[0]}: {error.strerror or error}"
             raise LaunchError(text, code="launch.cannot_start") from error
 
+    def _meet(self) -> tuple[str, int]:
+        options = self._options
+        assert options.registry is not None, "the parts of a server find each other by the registry of their run"
+        if self._meeting is not None:
+            return announce_first_part(options.registry, options.index, options.host, self._meeting)
+        return find_first_part(options.registry, options.index, options.ready_limit_s)
+
+    async def _follow(self) -> None:
+        """A part that serves no requests is ready once its process runs."""
+        self._health.follows()
+        assert self._options.registry is not None
+        await asyncio.to_thread(announce_part, self._options.registry, self._options.process_name)
+        await asyncio.Event().wait()
+
     async def _serve(self, process: asyncio.subprocess.Process) -> None:
         """Watch the server, and its gateway if it needs one."""
         host = self._options.host
+        if self._options.part:
+            await self._follow()
         if is_loopback(host.bind) and not self._options.pulls_weights:
             await self._watch(process, self._address)
             return

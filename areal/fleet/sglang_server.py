@@ -61,6 +61,11 @@ def core_bindings(index: int, size: int, threads: int, cores: Sequence[int]) -> 
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in ranks)}
 
 
+def part_words(part: int, num_parts: int) -> tuple[str, ...]:
+    """See `ServerBackend`. The other parts serve only a health check, on their own loopback."""
+    return (f"--nnodes={num_parts}", f"--node-rank={part}", "--dist-init-addr={first}")
+
+
 SGLANG = ServerBackend(
     name="sglang",
     title="SGLang",
@@ -72,6 +77,8 @@ SGLANG = ServerBackend(
     minimum_version="0.5.10",  # --incremental-streaming-output
     tested_version="0.5.23",
     core_bindings=core_bindings,
+    part_words=part_words,
+    address_variable="SGLANG_HOST_IP",
     nccl_defaults={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},  # SGLang sets them to 0 when they are unset
     flags=FlagRules(
         seed="random_seed",

@@ -138,6 +138,17 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
     return foreign_command(config, VLLM, program=program, defaults=defaults, owned=owned, env=env)
 
 
+def part_words(part: int, num_parts: int) -> tuple[str, ...]:
+    """See `ServerBackend`. The other parts have no HTTP server."""
+    words = (
+        f"--nnodes={num_parts}",
+        f"--node-rank={part}",
+        "--master-addr={first_address}",
+        "--master-port={first_port}",
+    )
+    return (*words, "--headless") if part else words
+
+
 VLLM = ServerBackend(
     name="vllm",
     title="vLLM",
@@ -148,6 +159,8 @@ VLLM = ServerBackend(
     sampling_problems=sampling_problems,
     minimum_version="0.30.0",  # --enable-scale-out
     tested_version="0.32.0",
+    part_words=part_words,
+    address_variable="VLLM_HOST_IP",
     flags=FlagRules(
         seed="seed",
         tokenizer="tokenizer",

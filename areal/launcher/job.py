@@ -34,6 +34,8 @@ class PlannedProcess:
     name: str
     role: Role
     index: int
+    part: int = 0
+    """Of a server over several machines. Part 0 serves the requests."""
     host: Host
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -84,7 +86,7 @@ class LaunchPlan:
 
     @property
     def num_servers(self) -> int:
-        return len(self.attached) or sum(process.role == "server" for process in self.processes)
+        return len(self.attached) or sum(process.role == "server" and not process.part for process in self.processes)
 
 
 def make_plan(
@@ -110,17 +112,21 @@ def make_plan(
     path = None
     if isinstance(config, PPOConfig) and num_servers and num_ranks:
         path = weight_path(config, placed, is_attached=bool(attached), nccl=nccl or NcclVersions())
-    places: dict[tuple[Role, int], Place] = {("controller", 0): Place(machine=machines[0])} if num_servers else {}
-    places |= {("server", index): members[0] for index, members in enumerate(placed.servers)}
-    places |= {("trainer", rank): own for rank, own in enumerate(placed.trainers)}
+    places: dict[tuple[Role, int, int], Place] = {}
+    if num_servers:
+        places["controller", 0, 0] = Place(machine=machines[0])
+    for index, members in enumerate(placed.servers):
+        places |= {("server", index, part): own for part, own in enumerate(members)}
+    places |= {("trainer", rank, 0): own for rank, own in enumerate(placed.trainers)}
+    num_parts = max(map(len, placed.servers), default=1)
     computing = Counter[Host]()
-    for (role, _), own in places.items():
-        computing[own.machine.host] += {"controller": 0, "server": server_size, "trainer": 1}[role]
+    for (role, _, _), own in places.items():
+        computing[own.machine.host] += {"controller": 0, "server": server_size // num_parts, "trainer": 1}[role]
     # All machines: a trainer whose machine is lost starts again on another one.
     trainers = ",".join(dict.fromkeys(machine.host.advertise for machine in machines))
     paths = RunPaths.of(config)
     processes: list[PlannedProcess] = []
-    for (role, index), own in places.items():
+    for (role, index, part), own in places.items():
         context = ProcessContext(
             role=role,
             index=index,
@@ -133,6 +139,8 @@ def make_plan(
             device="cuda:0" if own.gpus else "cpu",
             host=own.machine.host,
             weight_transport="disk" if path is None else path.transport,
+            part=part,
+            num_parts=num_parts if role == "server" else 1,
         )
         processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(
@@ -196,9 +204,14 @@ def _placed(
         raise ConfigError("native.device=cuda, but no GPU is available: use auto or cpu", code="launch.no_gpu")
     servers = Demand(count=num_servers, gpus=server_size if has_gpus and device != "cpu" else 0)
     placed = place(machines, servers, Demand(count=num_ranks, gpus=int(has_gpus)), gpu_limit=gpu_limit)
-    if any(len(members) > 1 for members in placed.servers):
-        message = f"allocation_mode={config.allocation_mode}: a server of {server_size} GPUs needs several machines"
-        raise ConfigError(message, code="launch.several_nodes")
+    if isinstance(config, PPOConfig) and any(len(members) > 1 for members in placed.servers):
+        cause = f"a server of {server_size} GPUs needs several machines"
+        if config.actor.weight_update_mode == "http":
+            message = f"actor.weight_update_mode: http reaches one machine of a server, and {cause}: use disk or xccl"
+            raise ConfigError(message, code="config.conflict")
+        if backend_named(config.server_backend).part_words is None:
+            message = f"allocation_mode={config.allocation_mode}: {cause}, which {config.server_backend} cannot use"
+            raise ConfigError(message, code="launch.server_too_large")
     return placed
 
 
@@ -259,8 +272,9 @@ def _planned(
         name=context.name,
         role=context.role,
         index=context.index,
+        part=context.part,
         host=context.host,
-        argv=_argv(config, paths, script, backend, command),
+        argv=_argv(config, paths, script, backend, command) + _part_words(context, backend),
         env=env | own | ({} if command is None else _search_paths(command, os.environ | own)) | context.to_env(),
         log_path=str(paths.log_of(context.name)),
         device=context.device,
@@ -305,6 +319,12 @@ def _argv(
         return command.argv
     host = (sys.executable, "-m", "areal.fleet.server_host", "--backend", backend.name, "--config", str(paths.config))
     return (*host, "--", *command.argv)
+
+
+def _part_words(context: ProcessContext, backend: ServerBackend | None) -> tuple[str, ...]:
+    """The flags by which the parts of a server over several machines find each other."""
+    is_split = context.num_parts > 1 and backend is not None and backend.part_words is not None
+    return backend.part_words(context.part, context.num_parts) if is_split else ()
 
 
 def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:

@@ -121,6 +121,8 @@ class ReplicaChanges:
 
     def _add(self, request: Request) -> str:
         like = self._servers[0].children[0].planned
+        if len(self._servers[0].children) > 1:
+            return "each server of this run uses several machines: their number is fixed by allocation_mode"
         host = self._host_with(len(like.gpus))
         if host is None:
             spare = max(map(len, self._spare_gpus.values()), default=0)
@@ -176,14 +178,14 @@ class ReplicaChanges:
         elif leaving_s >= _UNREGISTERED_S + self._config.stop_grace_s:
             unit.kill()
         elif leaving_s >= _UNREGISTERED_S:
-            unit.children[0].terminate()
+            for child in unit.children:
+                child.terminate()
 
     def _drop(self, unit: Unit) -> None:
         self._units.remove(unit)
         unit.kill_descendants()
         self._removed(unit)
-        planned = unit.children[0].planned
-        if planned.gpus:
+        for planned in (child.planned for child in unit.children if child.planned.gpus):
             self._spare_gpus.setdefault(planned.host, []).extend(planned.gpus)
 
     def _finish(self, unit: Unit, text: str, *, refused: bool = False) -> None:

@@ -261,7 +261,9 @@ class Supervisor:
         unit.restarts.append(f"{first.name} {first.exit_text()}")
         unit.restart_at_s = now + delay_s
         self._unregister(unit)
-        who = "all trainer ranks restart" if len(unit.children) > 1 else f"{first.name} restarts"
+        who = f"{first.name} restarts"
+        if len(unit.children) > 1:
+            who = "all trainer ranks restart" if unit.role == "trainer" else f"all parts of {unit.name} restart"
         self._line.say(
             f"{self._failure_text(first)}\n  {who} in {delay_s:g} s "
             f"(restart {count + 1} of at most {self._recover.retries} without progress)"
@@ -291,6 +293,7 @@ class Supervisor:
             self._registry.remove(f"ready/{child.name}")
             if unit.role == "server":
                 self._registry.remove(f"servers/{child.planned.index}")
+                self._registry.remove(f"parts/{child.planned.index}")
             elif unit.role == "controller":
                 self._registry.remove("controller")
             self._paths.alive_of(child.name).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Units of a run: processes that start, fail and are counted together (one server, the controller, all trainer ranks).
 
-A trainer rank cannot continue without the others. When one dies, the others are killed and all start again.
+A trainer rank, or a part of a server over several machines, cannot continue without the others. When one dies, the
+others are killed and all start again.
 """
 
 from __future__ import annotations
@@ -191,9 +192,11 @@ class Unit:
 
 def units_of(processes: Sequence[PlannedProcess], backend: ProcessBackend, clock: Callable[[], float]) -> list[Unit]:
     """The units of a plan, in its order, the trainers last."""
-    groups = [[planned] for planned in processes if planned.role != "trainer"]
-    groups.append([planned for planned in processes if planned.role == "trainer"])
-    return [Unit(group, backend, clock) for group in groups if group]
+    groups: dict[tuple[Role, int], list[PlannedProcess]] = {}
+    for planned in processes:
+        groups.setdefault((planned.role, 0 if planned.role == "trainer" else planned.index), []).append(planned)
+    by_end = sorted(groups.items(), key=lambda item: item[0][0] == "trainer")
+    return [Unit(group, backend, clock) for _, group in by_end]
 
 
 def _error_line(lines: Sequence[str]) -> str:

@@ -64,10 +64,15 @@ class ProcessContext:
     """Where it listens, and how others reach it."""
     weight_transport: WeightTransport = "disk"
     """Of a trainer rank: how it publishes weights."""
+    part: int = 0
+    """Of a server over several machines: which of its parts this is. Part 0 serves the requests."""
+    num_parts: int = 1
 
     @property
     def name(self) -> str:
-        return self.role if self.role == "controller" else f"{self.role}-{self.index}"
+        if self.role == "controller":
+            return self.role
+        return f"{self.role}-{self.index}" + (f"-part-{self.part}" if self.part else "")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self | None:

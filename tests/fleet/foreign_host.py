@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -79,10 +80,10 @@ def pid_of(paths, name):
 class Host:
     """One host without a launcher, its log where a launcher would have it."""
 
-    def __init__(self, paths, argv, process_group=0):
+    def __init__(self, paths, argv, process_group=0, **context):
         self.paths = paths
         self.registry = FileRegistry(paths.names)
-        context = ProcessContext(
+        given = ProcessContext(
             role="server",
             index=4,
             world_size=1,
@@ -93,7 +94,8 @@ class Host:
             recover=False,
             device="cpu",
         )
-        self.log_path = paths.log_of("server-4")
+        context = replace(given, **context)
+        self.log_path = paths.log_of(context.name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(

@@ -35,6 +35,7 @@ PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time
 context = json.loads(os.environ["AREAL_PROCESS"])
 name = context["role"] + ("" if context["role"] == "controller" else "-" + str(context["index"]))
+name += "-part-" + str(context["part"]) if context["part"] else ""
 run = pathlib.Path(context["run_dir"])
 names = run / "names"
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for stacks, which the real ones answer
@@ -119,11 +120,13 @@ class Run:
         return supervisor.run()
 
     def planned(self, name, code, count):
-        role, _, index = name.partition("-")
+        unit, _, part = name.partition("-part-")
+        role, _, index = unit.partition("-")
         gpus = self.gpus.get(name, ())
         context = ProcessContext(
             role=role,
             index=int(index or 0),
+            part=int(part or 0),
             world_size=count["trainer"],
             num_servers=count["server"],
             run_id=0,
@@ -136,6 +139,7 @@ class Run:
             name=name,
             role=role,
             index=context.index,
+            part=context.part,
             host=context.host,
             argv=(sys.executable, "-S", "-c", PRELUDE + code, *self.words),
             env=context.to_env(),

@@ -273,6 +273,46 @@ def test_processes_of_several_nodes_listen_on_their_node_and_share_its_cores(tmp
     assert [context.host for context in contexts] == [p.host for p in plan.processes]
 
 
+def parted(tmp_path, allocation="sglang:d1t8+fsdp:d4", **changes):
+    hosts = [Host(bind=f"10.0.0.{number}", advertise=f"10.0.0.{number}", node=f"node{number}") for number in (1, 2, 3)]
+    machines = [Machine(cores=16, gpus=("0", "1", "2", "3"), host=host) for host in hosts]
+    return make_plan(rl_config(tmp_path, allocation, **changes), machines)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("sglang", ["--nnodes=2", "--node-rank={part}", "--dist-init-addr={{first}}"]),
+        (
+            "vllm",
+            ["--nnodes=2", "--node-rank={part}", "--master-addr={{first_address}}", "--master-port={{first_port}}"],
+        ),
+    ],
+)
+def test_a_server_over_two_machines_has_a_part_on_each(tmp_path, backend, words):
+    plan = parted(tmp_path, f"{backend}:d1t8+fsdp:d4")
+    parts = [process for process in plan.processes if process.role == "server"]
+    assert [(one.name, one.index, one.part) for one in parts] == [("server-0", 0, 0), ("server-0-part-1", 0, 1)]
+    assert [one.host.node for one in parts] == ["node1", "node2"]
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in parts] == ["0,1,2,3"] * 2
+    assert {one.host.node for one in plan.processes if one.role == "trainer"} == {"node3"}
+    assert plan.num_servers == 1
+    for part, one in enumerate(parts):
+        context = ProcessContext.from_env(one.env)
+        assert (context.name, context.part, context.num_parts, context.num_servers) == (one.name, part, 2, 1)
+        assert [word for word in words if word.format(part=part) not in one.argv] == []
+        assert any(word in ("--tp-size=8", "--tensor-parallel-size=8") for word in one.argv)
+        assert ("--headless" in one.argv) == (backend == "vllm" and part == 1)
+    rows = [line.split() for line in plan_text(plan, None).partition("placement:")[2].splitlines()]
+    assert ["node2", "10.0.0.2", "server-0-part-1", "0,1,2,3"] in [row[:4] for row in rows]
+
+
+def test_what_a_server_over_several_machines_cannot_do(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        parted(tmp_path, actor=dataclasses.replace(rl_config(tmp_path).actor, weight_update_mode="http"))
+    assert error.value.code == "config.conflict"
+
+
 def test_a_replica_that_joins_may_run_on_another_machine(tmp_path):
     hosts = [Host(bind=f"10.0.0.{number}", advertise=f"10.0.0.{number}", node=f"node{number}") for number in (1, 2)]
     sizes = (("0", "1", "2", "3"), ("0", "1"))

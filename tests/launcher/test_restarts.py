@@ -32,6 +32,28 @@ def test_a_killed_server_restarts_alone(make_run):
     assert in_order(run.screen.getvalue(), "server-0", "0.02 s", 1, 3)
 
 
+PART = """
+new = first("started-" + name)
+if name == "server-0":
+    note("server-0 " + str((names / "parts" / "0.json").exists()))
+    write(names / "parts" / "0.json", "{}"); ready()
+    if not new: write(names / "served", "")
+    live()
+note(name); ready(); wait_for("ready/server-0.json")
+if new: die()
+live()
+"""
+
+
+def test_when_one_part_of_a_server_dies_all_its_parts_restart(make_run):
+    run = make_run()
+    trainer = "wait_for('served'); ready()"
+    outcome = run(trainer_0=trainer, server_0=PART, server_0_part_1=PART, server_1="note(name);" + SERVE)
+    assert outcome.status == "completed"
+    assert list(outcome.restarts) == ["server-0"]
+    assert sorted(run.notes()) == ["server-0 False"] * 2 + ["server-0-part-1"] * 2 + ["server-1"]
+
+
 def test_a_killed_controller_restarts_alone(run):
     waits = "note(name); " + UNTIL_DONE
     outcome = run(controller=DIES_ONCE + "ready(); write(names / 'done', ''); live()", server_0=SERVE, trainer_0=waits)
