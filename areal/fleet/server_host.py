@@ -178,7 +178,7 @@ class Health:
         self._has_news = True
 
     def follows(self) -> None:
-        """A part without requests of its own: while its process lives, part 0 shows whether it works."""
+        """A part that gets no requests: while its process lives, part 0 shows whether it works."""
         self._phase = "follows"
 
     def ends(self) -> None:
