@@ -61,7 +61,7 @@ test-attack: .venv/.installed
 
 # Several nodes on this machine, with addresses of their own: needs Linux, root and iproute2 (docs/clusters.md).
 test-cluster: .venv/.installed
-	$(PYTEST) -m 'cluster and not ray and not slurm and not slow' tests/cluster $(ARGS)
+	$(PYTEST) -m 'cluster and not ray and not slurm and not etcd and not slow' tests/cluster $(ARGS)
 
 # The same with a real Ray on the nodes.
 test-ray: .venv/.installed
@@ -94,9 +94,9 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 test-sglang: .venv/.installed .venv-sglang/.installed
 	$(PYTEST) -m sglang tests/servers $(ARGS)
 
-# A real etcd on loopback: apt-get install etcd-server etcd-client
+# A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed
-	$(PYTEST) -m etcd tests/system tests/faults $(ARGS)
+	$(PYTEST) -m etcd tests/system tests/faults tests/cluster $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -323,8 +323,8 @@ def _argv(
 
 def _part_words(context: ProcessContext, backend: ServerBackend | None) -> tuple[str, ...]:
     """The flags by which the parts of a server over several machines find each other."""
-    is_split = context.num_parts > 1 and backend is not None and backend.part_words is not None
-    return backend.part_words(context.part, context.num_parts) if is_split else ()
+    words = None if backend is None or context.num_parts == 1 else backend.part_words
+    return () if words is None else words(context.part, context.num_parts)
 
 
 def _memory(context: ProcessContext, config: BaseExperimentConfig) -> int | None:
