@@ -112,16 +112,10 @@ def make_plan(
     path = None
     if isinstance(config, PPOConfig) and num_servers and num_ranks:
         path = weight_path(config, placed, is_attached=bool(attached), nccl=nccl or NcclVersions())
-    places: dict[tuple[Role, int, int], Place] = {}
-    if num_servers:
-        places["controller", 0, 0] = Place(machine=machines[0])
-    for index, members in enumerate(placed.servers):
-        places |= {("server", index, part): own for part, own in enumerate(members)}
-    places |= {("trainer", rank, 0): own for rank, own in enumerate(placed.trainers)}
-    num_parts = max(map(len, placed.servers), default=1)
+    places = placed.by_name(Place(machine=machines[0]) if num_servers else None)
     computing = Counter[Host]()
     for (role, _, _), own in places.items():
-        computing[own.machine.host] += {"controller": 0, "server": server_size // num_parts, "trainer": 1}[role]
+        computing[own.machine.host] += {"controller": 0, "server": server_size // placed.num_parts, "trainer": 1}[role]
     # All machines: a trainer whose machine is lost starts again on another one.
     trainers = ",".join(dict.fromkeys(machine.host.advertise for machine in machines))
     paths = RunPaths.of(config)
@@ -140,7 +134,7 @@ def make_plan(
             host=own.machine.host,
             weight_transport="disk" if path is None else path.transport,
             part=part,
-            num_parts=num_parts if role == "server" else 1,
+            num_parts=placed.num_parts if role == "server" else 1,
         )
         processes.append(_planned(context, config, paths, script=script, place=own, trainers=trainers))
     return LaunchPlan(

@@ -48,6 +48,19 @@ class Placement:
     spare_gpus: tuple[tuple[Machine, tuple[str, ...]], ...]
     """Machines with GPUs that no process uses."""
 
+    @property
+    def num_parts(self) -> int:
+        """Machines of each server."""
+        return max(map(len, self.servers), default=1)
+
+    def by_name(self, controller: Place | None) -> dict[tuple[Role, int, int], Place]:
+        """The place of each process of a run, by role, index and part."""
+        found: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
+        servers = {
+            ("server", i, part): own for i, members in enumerate(self.servers) for part, own in enumerate(members)
+        }
+        return {**servers, **{("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}}
+
 
 def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:
     """Place the processes of a run. ConfigError with code launch.too_few_gpus when they do not fit.

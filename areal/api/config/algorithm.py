@@ -21,8 +21,7 @@ class PPOActorConfig(
     group_size: int = number(1, low=1)
     """Accepted for AReaL files: must be 1 or gconfig.n_samples, which sets the group size."""
     weight_update_mode: str = choice("auto", "auto", "xccl", "disk", "http")
-    """How new weights reach the servers: xccl = collective (NCCL, gloo), disk = folder, http = copies from trainer
-    rank 0 in TMPDIR of each machine, auto = xccl if it can work, else disk."""
+    """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, auto = xccl or disk."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
 
