@@ -56,10 +56,9 @@ class Placement:
     def by_name(self, controller: Place | None) -> dict[tuple[Role, int, int], Place]:
         """The place of each process of a run, by role, index and part."""
         found: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
-        servers = {
-            ("server", i, part): own for i, members in enumerate(self.servers) for part, own in enumerate(members)
-        }
-        return {**servers, **{("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}}
+        for index, members in enumerate(self.servers):
+            found |= {("server", index, part): own for part, own in enumerate(members)}
+        return found | {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
 
 
 def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:
