@@ -311,7 +311,7 @@ def _process(paths: RunPaths, planned: Mapping[str, Any], last: Mapping[str, Any
         silent_s = max(0.0, time.time() - path.stat().st_mtime)
     return WatchedProcess(
         name=planned["name"],
-        node=planned["host"]["node"],
+        node=beat.node if beat and beat.node else planned["host"]["node"],
         device=f"GPU {','.join(planned['gpus'])}" if planned["gpus"] else planned["device"],
         doing=f"{beat.doing} ({beat.for_s:.0f} s)" if beat else "",
         memory_gib=beat.resident_bytes / 2**30 if beat and beat.resident_bytes else in_metrics,

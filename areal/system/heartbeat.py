@@ -42,6 +42,8 @@ class Beat:
     """Train step that it works on, from 0; None for a process without steps."""
     resident_bytes: int | None = None
     """Resident memory of the process with all that it started, a few seconds ago; None = not measured."""
+    node: str = ""
+    """The machine on which it runs, which may not be the planned one."""
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -61,8 +63,9 @@ def resident_bytes(folder: Path) -> dict[str, int]:
 class Heartbeat:
     """Writes the heartbeats of one process. `doing` is cheap and thread-safe: only `beat` writes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, node: str = "") -> None:
         self._path = path
+        self._node = node
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._beats = 0
         self._state = ("starts", None, time.monotonic())  # replaced as a whole: readers need no lock
@@ -90,6 +93,7 @@ class Heartbeat:
             for_s=round(time.monotonic() - since_s, 1),
             step=step,
             resident_bytes=self._resident_bytes,
+            node=self._node,
         )
         try:
             self._temporary.write_bytes(json.dumps(asdict(beat)).encode())
@@ -124,7 +128,9 @@ def _own_resident_bytes() -> int | None:
 def launched_heartbeat() -> Heartbeat | None:
     """The heartbeat of this process, in the file that its launcher reads; None without a launcher."""
     context = ProcessContext.from_env()
-    return None if context is None else Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name))
+    if context is None:
+        return None
+    return Heartbeat(RunPaths(Path(context.run_dir)).alive_of(context.name), context.host.node)
 
 
 @contextlib.contextmanager

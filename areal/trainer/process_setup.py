@@ -67,7 +67,7 @@ def training_rank(config: BaseExperimentConfig, context: ProcessContext) -> Iter
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.flush if tracer else lambda: None)
         alive = RunPaths(Path(context.run_dir)).alive_of(context.name)
-        heartbeat = stack.enter_context(beating_thread(Heartbeat(alive)))
+        heartbeat = stack.enter_context(beating_thread(Heartbeat(alive, context.host.node)))
         clock = PhaseClock(tracer, heartbeat, CudaClock() if context.device.startswith("cuda") else None)
         stack.enter_context(clock.active())
         heartbeat.doing("meets the other ranks")

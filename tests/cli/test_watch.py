@@ -102,7 +102,7 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
     status |= {"admitted": 9, "running": 3, "failed": 1, "reasons": {"failed: KeyError": 1}}
     monkeypatch.setattr(StatusSource, "status", lambda source: status)
     run.token.write_text("secret-token")
-    Heartbeat(run.alive_of("server-0")).beat()
+    Heartbeat(run.alive_of("server-0"), "node-b").beat()
     watched = Watched(run.root)
     with run_lock(run):
         found = watched.look()
@@ -110,6 +110,7 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
         assert found.eta_s == 18.0
         assert found.episodes["reasons"] == {"failed: KeyError": 1}
         assert found.processes[0].silent_s is not None
+        assert found.processes[0].node == "node-b", "a server that moved is shown where it was planned"
         assert "secret-token" not in text_of(found, 140)
         with run.metrics.open("a") as file:
             file.write(json.dumps(row(5)) + "\n" + '{"step": 6, "ti')

@@ -47,7 +47,7 @@ def test_a_heartbeat_holds_pid_work_and_duration(tmp_path, monkeypatch):
     heartbeat.doing("rollout", 5)
     heartbeat.beat()
     assert read_beat(path).for_s == 0.0
-    assert set(json.loads(path.read_bytes())) == {"pid", "beats", "doing", "for_s", "step", "resident_bytes"}
+    assert set(json.loads(path.read_bytes())) == {"pid", "beats", "doing", "for_s", "step", "resident_bytes", "node"}
     assert [entry.name for entry in path.parent.iterdir()] == ["trainer-0.json"]
 
 
