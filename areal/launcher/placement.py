@@ -58,7 +58,8 @@ class Placement:
         found: dict[tuple[Role, int, int], Place] = {} if controller is None else {("controller", 0, 0): controller}
         for index, members in enumerate(self.servers):
             found |= {("server", index, part): own for part, own in enumerate(members)}
-        return found | {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
+        found |= {("trainer", rank, 0): own for rank, own in enumerate(self.trainers)}
+        return found
 
 
 def place(machines: Sequence[Machine], servers: Demand, trainers: Demand, *, gpu_limit: int) -> Placement:
