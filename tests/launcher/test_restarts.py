@@ -37,11 +37,10 @@ new = first("started-" + name)
 if name == "server-0":
     note("server-0 " + str((names / "parts" / "0.json").exists()))
     write(names / "parts" / "0.json", "{}"); ready()
-    if not new: write(names / "served", "")
     live()
-note(name); ready(); wait_for("ready/server-0.json")
+note(name); ready(); wait_for("ready/server-0.json"); wait_for("ready/server-1.json")
 if new: die()
-live()
+write(names / "served", ""); live()
 """
 
 
