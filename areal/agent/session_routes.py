@@ -4,7 +4,7 @@
                                                 a turn; the session is known by `Authorization: Bearer KEY` or
                                                 `x-api-key: KEY`, or by the path /sessions/KEY/v1/...
     POST /v1/messages/count_tokens
-    GET  /v1/models    GET /health
+    GET  /v1/models
     POST /sessions                              admin token: open a session
     POST /sessions/KEY/reward                   a reward, and the end of the session
 
@@ -12,6 +12,8 @@ docs/agent_http.md has the fields and the errors. No line of a log contains a ke
 """
 
 import asyncio
+import functools
+import logging
 import math
 import re
 import time
@@ -35,16 +37,18 @@ from areal.system.network import Host
 
 _log = get_logger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 """A client that sends its body slower than this is refused."""
 WRITE_TIMEOUT_S = 60.0
 """A client that does not read its stream for this time loses the connection; its turn is recorded."""
 KEEP_ALIVE_S = 10.0
-MAX_REWARD = 1e30
+MAX_REWARD, MAX_NUMBERS = 1e30, 4096
 RETRY_S = 1.0
 """Retry-After of a refusal that names no time."""
-_KEY = "{key:[A-Za-z0-9_-]{1,128}}"
+KEY_PATTERN = "[A-Za-z0-9_-]{1,128}"
+_KEY = f"{{key:{KEY_PATTERN}}}"
+_NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
 Parse = Callable[[dict[str, Any], Attempt], Asked]
 _DIALECTS = {
     "/chat/completions": chat_completions.DIALECT,
@@ -70,7 +74,7 @@ class SessionServer:
         """`admin_token`: opens sessions from outside. `token_text`: text of a token id. `model`: its listed name."""
         self._directory = directory
         self._guard = RequestGuard(admin_token, host or Host())
-        self._token_text = token_text
+        self._token_text = functools.lru_cache(maxsize=2**18)(token_text)
         self._model = model
         self._keep_alive_s = keep_alive_s
         self._turns: set[asyncio.Task[tuple[TurnAnswer, ...]]] = set()
@@ -83,11 +87,22 @@ class SessionServer:
         for prefix in ("/v1", f"/sessions/{_KEY}/v1"):
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count_tokens)
             app.router.add_get(f"{prefix}/models", self._models)
-        app.router.add_get("/health", self._health)
         app.router.add_post("/sessions", self._open)
         app.router.add_post(f"/sessions/{_KEY}/reward", self._reward)
         app.on_cleanup.append(self._end_turns)
         return app
+
+    def runner(self, logger: logging.Logger) -> web.AppRunner:
+        """How the application is served: no access log, which would contain keys; a handler ends with its answer, not
+        with the connection of its client; no compressed bodies."""
+        return web.AppRunner(
+            self.application(),
+            access_log=None,
+            logger=logger,
+            auto_decompress=False,
+            handler_cancellation=False,
+            shutdown_timeout=1.0,
+        )
 
     async def _end_turns(self, app: web.Application) -> None:
         for turn in self._turns:
@@ -142,8 +157,10 @@ class SessionServer:
             if session := self._directory.find(key):
                 return session
             raise TurnRefused("this session does not exist or has ended", code="agent.unknown_session", status=404)
-        bearer = re.fullmatch(r"Bearer +(\S+)", request.headers.get("Authorization", ""), re.IGNORECASE)
-        keys = {key for key in (bearer and bearer[1], request.headers.get("x-api-key")) if key}
+        headers = request.headers
+        scheme, _, bearer = headers.get("Authorization", "").partition(" ")
+        given = (bearer if scheme == "Bearer" else "", headers.get("x-api-key", ""))
+        keys = {key for key in given if re.fullmatch(KEY_PATTERN, key)}
         sessions = [session for key in keys if (session := self._directory.find(key))]
         if len(sessions) != 1:
             problem = "the key in `Authorization: Bearer` or `x-api-key` belongs to no session"
@@ -203,9 +220,6 @@ class SessionServer:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal"}
         return _json({"object": "list", "data": [model]})
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
-
     async def _open(self, request: web.Request) -> web.Response:
         if refusal := self._guard.unauthorized(request.headers):
             raise _refused(refusal)
@@ -233,10 +247,14 @@ _JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 def _numbers(given: Fields, name: str) -> dict[str, float]:
+    """Named numbers. The names become metrics, or are ids of turns."""
     table = given.fields(name)
     if table is None:
         return {}
-    return {key: value for key in table.names() if (value := table.number(key, -MAX_REWARD, MAX_REWARD)) is not None}
+    for key in (names := table.names()):
+        if len(names) > MAX_NUMBERS or not _NAME.fullmatch(key):
+            raise invalid(name, f"must be at most {MAX_NUMBERS} numbers by names of 1 to 128 letters, digits and ._:/-")
+    return {key: value for key in names if (value := table.number(key, -MAX_REWARD, MAX_REWARD)) is not None}
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

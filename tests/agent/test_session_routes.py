@@ -56,3 +56,45 @@ async def test_other_paths_are_refused_as_json(path):
         got = await http.get(f"{address}{path}")
         assert got.status_code in (401, 404)
         assert got.json()["error"]["code"] in ("agent.no_route", "agent.unknown_session")
+
+
+@pytest.mark.parametrize("value", ["Bearer w\u00f6", "Bearer", "Bearer a b", "Bearer " + "x" * 5000, KEY[1:]])
+async def test_a_header_that_is_no_key_is_refused(value):
+    async with served() as (address, _, _), httpx.AsyncClient() as http:
+        for name, text in (("Authorization", value), ("x-api-key", value.removeprefix("Bearer "))):
+            got = await http.get(f"{address}/v1/models", headers={name.encode(): text.encode()})
+            assert (got.status_code, got.json()["error"]["code"]) == (401, "agent.unknown_session")
+
+
+LARGE = {
+    "model": {"model": "m" * 513},
+    "messages": {"messages": [{}] * 20_001},
+    "messages[0].content": {"messages": [{"role": "user", "content": [{}] * 20_001}]},
+    "tools": {"tools": [{}] * 20_001},
+    "stop": {"stop": ["x" * 1025]},
+}
+
+
+@pytest.mark.parametrize("param", LARGE)
+async def test_what_would_cost_the_server_much_time_or_memory_is_refused(param):
+    async with served() as (address, session, _), httpx.AsyncClient() as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **LARGE[param]}
+        got = await http.post(f"{address}/sessions/{KEY}/v1/chat/completions", json=body)
+        assert (got.status_code, got.json()["error"]["param"]) == (400, param)
+        assert session.requests == []
+
+
+@pytest.mark.parametrize(
+    "body", [{"parts": {"a\nb": 1}}, {"parts": {"": 1}}, {"reward": 1e40}, {"turns": {"t": "x"}}, {"x": 1}]
+)
+async def test_a_reward_that_is_no_number_by_a_name_is_refused(body):
+    async with served() as (address, _, directory), httpx.AsyncClient() as http:
+        assert (await http.post(f"{address}/sessions/{KEY}/reward", json=body)).status_code == 400
+        assert directory.rewards == []
+
+
+async def test_a_body_that_is_too_long_is_refused_in_the_dialect():
+    async with served() as (address, _, _), httpx.AsyncClient() as http:
+        headers = {"Content-Type": "application/json"}
+        got = await http.post(f"{address}/sessions/{KEY}/v1/messages", content=b" " * (17 * 2**20), headers=headers)
+        assert (got.status_code, got.json()["error"]["type"]) == (413, "request_too_large")

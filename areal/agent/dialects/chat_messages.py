@@ -5,11 +5,11 @@ from typing import Any
 
 import orjson
 
-from areal.agent.dialects.fields import Fields, Json, invalid, unsupported
+from areal.agent.dialects.fields import MAX_ITEMS, Fields, Json, invalid, unsupported
 from areal.agent.turns import Message, TurnRefused
 
 MAX_ANSWERS = 128
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**63 - 1
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -23,8 +23,8 @@ def joined_text(value: Any, path: str, kinds: tuple[str, ...] = ("text",)) -> st
     """Content as one text: a text, or parts of the `kinds`, which are joined by a newline. None stays None."""
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise invalid(path, "must be a text or a list of parts")
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_ITEMS} parts")
     return "\n".join(part_text(part, f"{path}[{index}]", kinds) for index, part in enumerate(value))
 
 
@@ -180,10 +180,12 @@ def chat_tools(values: list[Any]) -> tuple[Json, ...]:
 
 def unique_tools(tools: list[Json]) -> tuple[Json, ...]:
     """The tools, once each has its own name."""
-    names = [tool["function"]["name"] for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
+    names: set[str] = set()
+    for tool in tools:
+        name = tool["function"]["name"]
+        if name in names:
             raise invalid("tools", f"two tools have the name {name!r}")
+        names.add(name)
     return tuple(tools)
 
 
@@ -223,8 +225,8 @@ def stops(value: Any, path: str = "stop") -> tuple[str, ...]:
     if value is None:
         return ()
     found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise invalid(path, "must be a text or a list of texts, none of them empty")
-    if len(found) > MAX_STOPS:
-        raise invalid(path, f"must have at most {MAX_STOPS} texts")
+    if not isinstance(found, list) or len(found) > MAX_STOPS:
+        raise invalid(path, f"must be a text or a list of at most {MAX_STOPS} texts")
+    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in found):
+        raise invalid(path, f"must be texts of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(found)

@@ -20,6 +20,7 @@ from areal.agent.dialects.dialect import (
 from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
 from areal.agent.turns import TurnAnswer, TurnRequest
 
+MAX_PROMPT_TOKENS = 2**21
 DEFAULT_MAX_TOKENS = 16
 """Of OpenAI's dialect."""
 FIELDS = FieldTable(
@@ -75,8 +76,8 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         value = value[0]
     if isinstance(value, str) and value:
         return value
-    if not isinstance(value, list) or not value:
-        raise invalid("prompt", "must be a text or a list of token ids, not empty")
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PROMPT_TOKENS:
+        raise invalid("prompt", f"must be a text or a list of 1 to {MAX_PROMPT_TOKENS} token ids")
     if any(isinstance(one, str | list) for one in value):
         raise unsupported("prompt", "several prompts in one request are not supported: send a request for each")
     if not all(type(one) is int and 0 <= one <= MAX_TOKENS for one in value):

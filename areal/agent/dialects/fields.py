@@ -7,6 +7,9 @@ from typing import Any, Literal
 from areal.agent.turns import TurnRefused
 
 Json = dict[str, Any]
+MAX_NAME = 512
+MAX_ITEMS = 20_000
+"""Of a list. Together with the limit of the body it bounds the time to read a request."""
 Kind = Literal["text", "flag", "number", "object", "list"]
 _KINDS: dict[Kind, tuple[type, ...]] = {
     "text": (str,),
@@ -77,9 +80,10 @@ class Fields:
         return self._typed(field_name, "text")
 
     def required_text(self, field_name: str) -> str:
+        """A name: short, because replies and errors repeat it."""
         value = self.text(field_name)
-        if not value:
-            raise invalid(self.name(field_name), "is required: a text that is not empty")
+        if not value or len(value) > MAX_NAME:
+            raise invalid(self.name(field_name), f"is required: a text of 1 to {MAX_NAME} characters")
         return value
 
     def flag(self, field_name: str, *, default: bool = False) -> bool:
@@ -109,7 +113,10 @@ class Fields:
         return value
 
     def items(self, field_name: str) -> list[Any]:
-        return self._typed(field_name, "list") or []
+        found = self._typed(field_name, "list") or []
+        if len(found) > MAX_ITEMS:
+            raise invalid(self.name(field_name), f"must have at most {MAX_ITEMS} items")
+        return found
 
     def object(self, field_name: str) -> Json | None:
         return self._typed(field_name, "object")

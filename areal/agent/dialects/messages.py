@@ -19,7 +19,7 @@ from areal.agent.dialects.chat_messages import (
     unique_tools,
 )
 from areal.agent.dialects.dialect import Asked, Attempt, Dialect, Sent, named_event
-from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
+from areal.agent.dialects.fields import MAX_ITEMS, Fields, FieldTable, Json, invalid, unsupported
 from areal.agent.turns import Message, TurnAnswer, TurnRefused, TurnRequest, TurnSettings
 
 _RUN = "the configuration of the run decides"
@@ -123,8 +123,8 @@ def _chat_messages(given: Fields) -> list[Message]:
 def _user_messages(content: str | list[Any], path: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    if not content:
-        raise invalid(path, "must have at least one block")
+    if not 0 < len(content) <= MAX_ITEMS:
+        raise invalid(path, f"must have 1 to {MAX_ITEMS} blocks")
     messages: list[Message] = []
     for index, value in enumerate(content):
         block = Fields(value, f"{path}[{index}]")

@@ -12,7 +12,7 @@ from areal.agent.dialects.chat_messages import (
     tool_name,
     unique_tools,
 )
-from areal.agent.dialects.fields import Fields, Json, invalid, unsupported
+from areal.agent.dialects.fields import MAX_ITEMS, Fields, Json, invalid, unsupported
 from areal.agent.turns import Message
 
 _INPUT = ("input_text", "text")
@@ -58,11 +58,11 @@ def input_messages(value: Any, instructions: str | None) -> tuple[Message, ...]:
         found.add({"role": "system", "content": instructions})
     if isinstance(value, str) and value:
         found.add({"role": "user", "content": value})
-    elif isinstance(value, list) and value:
+    elif isinstance(value, list) and 0 < len(value) <= MAX_ITEMS:
         for index, item in enumerate(value):
             _add_item(found, Fields(item, f"input[{index}]"))
     else:
-        raise invalid("input", "must be a text or a list of items, not empty")
+        raise invalid("input", f"must be a text or a list of 1 to {MAX_ITEMS} items")
     found.close()
     return tuple(found.messages)
 
