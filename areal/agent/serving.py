@@ -57,7 +57,7 @@ class AgentServices:
             self.sessions, admin_token=token, token_text=lambda token_id: self._tokenizer.decode([token_id]), host=host
         )
         self._http_log = HttpLogger()
-        self._runner = web.AppRunner(server.application(), access_log=None, logger=self._http_log, shutdown_timeout=1.0)
+        self._runner = server.runner(self._http_log)
         self.base_url = http_address(bound, host.advertise)
         if context is not None:
             paths = RunPaths(Path(context.run_dir))
