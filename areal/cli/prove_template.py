@@ -21,6 +21,7 @@ _SCOPES: dict[Scope, str] = {
     "chat": "answers without calls",
     "tools": "one question, then calls and their results",
     "one-call": "as tools, with one call in an answer",
+    "bare-call": "as one-call, without text in addition to the call",
 }
 
 
@@ -125,7 +126,7 @@ def _facts(request: Request, bridge: TemplateBridge, rows: Sequence[Row], found:
     facts = bridge.facts
     return {
         "template": bridge.template.digest,
-        "scope": request.scope,
+        "scope": request.scope if facts.takes_tools or request.scope != "all" else "chat",
         "forms": asdict(facts.forms),
         "stops": list(facts.stops),
         "takes": {"system": facts.takes_system, "tools": facts.takes_tools, "reasoning": facts.takes_reasoning},

@@ -45,6 +45,13 @@ def test_a_counterexample_counts_in_the_declared_scope(capsys, file_of):
     assert status == 0
 
 
+def test_a_template_that_shows_no_calls_is_proved_for_answers_without_calls(capsys, file_of):
+    path = file_of(templates.chatml(calls=""))
+    status, facts = prove(capsys, path, *FEW)
+    assert (status, facts["scope"], [row["answer"] for row in facts["rows"]]) == (0, "chat", ["A(c)"])
+    assert prove(capsys, path, "--scope", "tools", *FEW)[0] == 1
+
+
 def test_options_and_end_tokens_are_those_of_the_command_line(capsys, file_of):
     kept = templates.THINKING_STRIPPED.replace("loop.index0 > ns.last", "keep or loop.index0 > ns.last")
     status, facts = prove(capsys, file_of(kept), "--thinking", "on", "--option", "keep=true", *FEW)

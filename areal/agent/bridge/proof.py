@@ -21,8 +21,9 @@ from areal.data.chat_template import ChatTemplate
 
 Next = Literal["U", "T", "TU"]
 """What follows an answer: a user message, the results of its calls, or both."""
-Scope = Literal["all", "chat", "tools", "one-call"]
-"""Which dialogues: all; answers without calls; calls and their results after one question; with one call an answer."""
+Scope = Literal["all", "chat", "tools", "one-call", "bare-call"]
+"""Which dialogues: all; answers without calls; calls and their results after one question; with
+one call in an answer; and without text in addition to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ def pairs_of(template: ChatTemplate, facts: TemplateFacts, scope: Scope) -> list
         return [(text, "U")]
     calls = [Shape(thinks, False, 1), Shape(thinks, True, 1), Shape(thinks, False, 2)] if facts.takes_tools else []
     if scope != "all":
-        return [(shape, "T") for shape in calls if scope == "tools" or shape.num_calls == 1]
+        most = {"tools": len(calls), "one-call": 2, "bare-call": 1}[scope]
+        return [(shape, "T") for shape in calls[:most]]
     return [(text, "U"), *((shape, following) for shape in calls for following in ("T", "TU"))]
 
 

@@ -75,6 +75,8 @@ def test_a_scope_leaves_out_the_dialogues_that_nobody_declares():
     assert [(str(row.shape), row.gap) for row in newline.table(max_answers=2, scope="chat")] == [("A(c)", None)]
     single = bridge_of(templates.ONE_CALL).table(max_answers=2, scope="one-call")
     assert {(row.shape.num_calls, row.gap) for row in single} == {(1, None)}
+    bare = bridge_of(templates.TEXT_HIDES_CALLS)
+    assert [str(row.shape) for row in bare.table(max_answers=2, scope="bare-call") if row.gap is None] == ["A(t)"]
     assert compare(stripped, num_dialogues=3, seed=0, scope="tools").gaps == {}
 
 
