@@ -141,6 +141,8 @@ class Session:
     ) -> None:
         """`group_id`: of the sessions of one row. `events` None: nothing is recorded, as in evaluations."""
         self.session_id = session_id
+        self.version = engine.version
+        """Policy version at the start."""
         self.counts = SessionCounts()
         self.transcript = setup.new_transcript()
         self._setup = setup

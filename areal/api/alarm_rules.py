@@ -202,6 +202,18 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         causes=f"a learning rate that is too high; without recomputed log-probabilities also: {_MISMATCH_CAUSES}",
         look_at="actor/approx_kl, actor/clip_ratio and actor/importance_weight*; the optimizer.lr",
     ),
+    AlarmRule(
+        code="alarm.zeros_by_load",
+        value="`rollout/episode/zeros_by_load`: the zero rate of agents' sessions under much load minus that of the "
+        "others, within policy versions; 0 = not beyond chance",
+        side="above",
+        limit=0.1,
+        steps=2,
+        meaning="sessions of agents get no reward because of the load, and not because of the policy",
+        causes="a time limit in the agent, its tools or its environment that is too short when many sessions run",
+        look_at="rollout/episode/queue_s, open_sessions, agent_timeouts and no_reward; agent.timeout_s; "
+        "rollout.max_concurrent_rollouts",
+    ),
 )
 """Sorted by name. The limits lie outside of what `make quickstart` and ordinary training reach."""
 

@@ -231,4 +231,5 @@ MEASURES: dict[str, Measure] = {
     "truncated_answers": latest("batch/unfinished_ratio"),
     "uniform_groups": uniform_groups,
     "update_kl": latest("actor/approx_kl"),
+    "zeros_by_load": latest("rollout/episode/zeros_by_load"),
 }

@@ -10,6 +10,7 @@ from uuid import uuid4
 from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.bridge import TemplateScenario, template_bridge
 from areal.agent.directory import Entry, Place
+from areal.agent.load_blame import LoadBlame
 from areal.agent.serving import AgentServices
 from areal.agent.session import Session, SessionLimits, SessionSetup
 from areal.agent.tool_calls import special_tokens, style_of
@@ -21,10 +22,12 @@ from areal.api.errors import ConfigError
 from areal.api.functions import FunctionRef, parse_function_path
 from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.tokenizer import Tokenizer
+from areal.observe.log import get_logger
 from areal.workflow.agent_group import FinishedSession, agent_group
 from areal.workflow.sampling import gather_or_cancel, request_settings
 from areal.workflow.scoring import Score, Scorer
 
+_log = get_logger(__name__)
 _TRIES = 2
 """Runs of an agent whose process died, each with a new session: another session in it may be the cause."""
 
@@ -67,6 +70,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
         self._services = AgentServices(self._config, tokenizer)
         self._is_evaluation = False
+        self._blame, self._has_blamed = LoadBlame(), False
         self._num_samples = gconfig.n_samples
         scenario = TemplateScenario(
             enable_thinking=self._config.enable_thinking,
@@ -113,7 +117,25 @@ class AgentWorkflow(RolloutWorkflow):
             for one in finished:
                 journal.ended(one.session.session_id, one.facts())
             await journal.durable()
-        return agent_group(finished, self._config)
+        group = agent_group(finished, self._config)
+        if not self._is_evaluation:
+            group.stats["zeros_by_load"] = self._blamed(finished)
+        return group
+
+    def _blamed(self, finished: Sequence[FinishedSession]) -> float:
+        """By how much zero rewards are more frequent under load, over the newest sessions; 0 = not beyond chance."""
+        for one in finished:
+            self._blame.add(is_zero=one.is_zero, version=one.session.version, loads=one.loads)
+        gap, kind = self._blame.gap()
+        if gap and not self._has_blamed:
+            _log.warning(
+                "zero rewards follow the load, not the policy: sessions with a high %s have a zero rate that is higher "
+                "by %.0f%%; look at agent.timeout_s, at time-outs in the agent and its tools, and at the concurrency",
+                kind,
+                100 * gap,
+            )
+        self._has_blamed = gap > 0
+        return gap
 
     def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
         events = None if self._is_evaluation else self._services.journal
@@ -136,6 +158,7 @@ class AgentWorkflow(RolloutWorkflow):
                     tools=self._tools,
                 )
                 outcome = await pool.run(job, timeout_s=self._config.timeout_s)
+                num_open = max(num_open, sessions.num_open)
                 if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
                     await self._wait_for_report(entry)
             finally:

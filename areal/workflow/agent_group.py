@@ -27,7 +27,7 @@ class FinishedSession:
     reported: SessionReward
     """By POST."""
     num_open: int
-    """Sessions that were open when it started."""
+    """Sessions that were open at its start or its end, whichever is more."""
     score: Score | None = None
     """Of the reward functions, for the last answer."""
     source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -65,6 +65,17 @@ class FinishedSession:
         """Named rewards besides the reward."""
         scored = {} if self.score is None else self.score.parts
         return {**scored, **self.outcome.parts, **self.reported.parts}
+
+    @property
+    def is_zero(self) -> bool:
+        """Its reward is 0, or its time ended."""
+        return self.reward == 0 or self.outcome.status == "timeout" or self.session.counts.timed_out > 0
+
+    @property
+    def loads(self) -> dict[str, float]:
+        """What the load of the run did to it."""
+        counts = self.session.counts
+        return {"queue_s": counts.queue_s / max(counts.turns, 1), "open_sessions": float(self.num_open)}
 
     @property
     def is_usable(self) -> bool:

@@ -93,3 +93,8 @@ class Guessing:
         self.left -= 1
         is_right = message["content"] == self.answer
         return [{"role": "user", "content": "no"}], float(is_right), is_right or not self.left
+
+
+async def slow_under_load(row: dict[str, Any], client: Any, session: Any) -> float:
+    await ask(row, client)
+    return 0.0 if row["is_loaded"] else 1.0

@@ -1,9 +1,12 @@
 """`workflow: agent` with the real openai SDK and a scripted policy."""
 
+import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.errors import RewardError
@@ -115,3 +118,37 @@ async def test_an_environment_gives_rewards_of_turns(make) -> None:
     group = await workflow.arun_episode(ScriptedEngine(lambda prompt: next(answers)), dict(ROW))
     assert group.stats["num_turns"] == 2
     assert group.stats["reward"] == 1.0
+
+
+async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_its_reward(make, monkeypatch) -> None:
+    monkeypatch.setenv("AREAL_SERVER_TOKEN", "admin")
+    workflow = make(online=True, n_samples=1)
+    episode = asyncio.create_task(workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), dict(ROW)))
+    while not workflow._services.sessions._places:
+        await asyncio.sleep(0)
+    async with httpx.AsyncClient(base_url=workflow._services.base_url) as http:
+        admin = {"Authorization": "Bearer admin"}
+        opened = (await http.post("/sessions", json={}, headers=admin)).json()
+        full = await http.post("/sessions", json={}, headers=admin)
+        client = AsyncOpenAI(base_url=opened["base_url"], api_key=opened["key"], http_client=http)
+        completion = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": opened["row"]["question"]}]
+        )
+        await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 0.5, "turns": {completion.id: 0.25}})
+        group = await episode
+        late = await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 1.0})
+    assert full.status_code == 429
+    assert "Retry-After" in full.headers
+    assert [one.reward for one in group.trajectories] == [0.75]
+    assert late.status_code == 409
+
+
+async def test_zeros_of_sessions_that_the_load_timed_out_are_blamed_on_the_load(make) -> None:
+    """The time-out of this environment bites only when many sessions are open."""
+    engine = ScriptedEngine(lambda prompt: "42")
+    workflow = make("slow_under_load", n_samples=2)
+    for number in range(24):
+        load = 1 if number % 2 else 8
+        rows = [{**ROW, "is_loaded": load > 1} for _ in range(load)]
+        groups = await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows))
+    assert groups[-1].stats["zeros_by_load"] > 0.1  # the limit of the alarm
