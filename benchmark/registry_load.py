@@ -1,17 +1,20 @@
-"""Load of the name registries at N processes: files and etcd in the same run. Needs etcd (apt-get install etcd-server).
+"""Load of the name registries at N processes: files, etcd and Ray in the same run.
 
-    python benchmark/registry_load.py [--processes 512] [--seconds 15] [--lease-s 30] [--folder DIR]
+    python benchmark/registry_load.py [--processes 512] [--seconds 15] [--lease-s 30] [--folder DIR] [--only NAME ...]
 
-Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd) or writes its
-heartbeat once a second (files, as with both registries). The processes are threads of one process, so that client CPU
-time is that of all of them. A look is what the supervisor does 20 times a second: one `get` of each ready sign.
-The last line on stdout is JSON.
+Each of N processes registers two names, as servers and ranks do at a start, and renews its lease (etcd), repeats its
+names (Ray) or writes its heartbeat once a second (files, as with all registries). The processes are threads of one
+process, so that client CPU time is that of all of them; with Ray they also share one connection. A look is what the
+supervisor does 20 times a second during a start: one listing of the ready signs. etcd needs the Debian package
+etcd-server, Ray the package ray. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -28,8 +31,10 @@ from areal.system.discovery import NameRegistry  # noqa: E402
 from areal.system.etcd_registry import EtcdRegistry  # noqa: E402
 from areal.system.file_registry import FileRegistry  # noqa: E402
 from areal.system.heartbeat import Heartbeat  # noqa: E402
+from areal.system.ray_registry import RayRegistry, connect_ray  # noqa: E402
 from tests.system.etcd_kit import EtcdCluster  # noqa: E402
 
+KINDS = ("files", "etcd", "ray")
 _THREADS = 16
 _LOOKS = 20
 
@@ -57,16 +62,20 @@ def measure(registries: list[NameRegistry], reader: NameRegistry) -> dict[str, f
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(register, range(len(registries))))
 
-    def look() -> None:
+    def get_all() -> None:
         for index in range(len(registries)):
             reader.get(f"ready/server-{index}")
 
     start_s = timed_s(register_all)
     while len(reader.list("servers")) < len(registries):
         time.sleep(0.01)
-    looks = [timed_s(look) for _ in range(_LOOKS)]
-    listings = [timed_s(lambda: reader.list("servers")) for _ in range(_LOOKS)]
-    return {"register_s": start_s, "look_ms": median(looks) * 1e3, "list_ms": median(listings) * 1e3}
+    gets = [timed_s(get_all) for _ in range(_LOOKS)]
+    looks = [timed_s(lambda: reader.list("ready")) for _ in range(_LOOKS)]
+    return {
+        "adds_per_s": 2 * len(registries) / start_s,
+        "gets_per_s": len(registries) / median(gets),
+        "look_ms": median(looks) * 1e3,
+    }
 
 
 def heartbeats_cpu_ms(folder: Path, processes: int, rounds: int = 5) -> float:
@@ -87,34 +96,65 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--lease-s", type=float, default=30.0)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
+    found: dict[str, object] = {"processes": args.processes}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        files = FileRegistry(folder / "names")
-        found: dict[str, object] = {"processes": args.processes, "files": measure([files] * args.processes, files)}
-        found["heartbeats_cpu_ms_per_s"] = heartbeats_cpu_ms(folder, args.processes)
-        cluster = EtcdCluster(folder)
-        registries: list[NameRegistry] = []
-        try:
-            registries += [
-                EtcdRegistry(cluster.addresses, "e/t", lease_s=args.lease_s, timeout_s=60.0)
-                for _ in range(args.processes)
-            ]
-            reader = EtcdRegistry(cluster.addresses, "e/t", lease_s=args.lease_s, timeout_s=60.0)
-            found["etcd"] = measure(registries, reader)
-            client_s, server_s = cpu_s(), cluster.cpu_s()
-            time.sleep(args.seconds)
-            found["etcd_renewals"] = {
-                "per_s": args.processes * 10 / args.lease_s,
-                "server_cpu_ms_per_s": (cluster.cpu_s() - server_s) / args.seconds * 1e3,
-                "client_cpu_ms_per_s": (cpu_s() - client_s) / args.seconds * 1e3,
+        if "files" in args.only:
+            files = FileRegistry(folder / "names")
+            found["files"] = measure([files] * args.processes, files)
+            found["heartbeats_cpu_ms_per_s"] = heartbeats_cpu_ms(folder, args.processes)
+        if "ray" in args.only:
+            found["ray"] = ray_load(args.processes, args.seconds)
+        if "etcd" in args.only:
+            found |= etcd_load(folder, args.processes, args.seconds, args.lease_s)
+    print(json.dumps(found))
+
+
+def ray_load(processes: int, seconds: float) -> dict[str, float]:
+    """A Ray cluster of one node, and one registry per process."""
+    cluster = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0}
+    )
+    os.environ["RAY_ADDRESS"] = cluster.address
+    registries = [RayRegistry("e/t", makes_actor=index == 0) for index in range(processes)]
+    try:
+        found = measure(list[NameRegistry](registries), registries[0])
+        client_s = cpu_s()
+        time.sleep(seconds)
+        return found | {"repeats_client_cpu_ms_per_s": (cpu_s() - client_s) / seconds * 1e3}
+    finally:
+        for registry in registries:
+            registry.close()
+        connect_ray().shutdown()
+        cluster.shutdown()
+
+
+def etcd_load(folder: Path, processes: int, seconds: float, lease_s: float) -> dict[str, object]:
+    """An etcd of one member, and one registry per process."""
+    cluster = EtcdCluster(folder)
+    registries: list[NameRegistry] = []
+    try:
+        registries += [
+            EtcdRegistry(cluster.addresses, "e/t", lease_s=lease_s, timeout_s=60.0) for _ in range(processes)
+        ]
+        reader = EtcdRegistry(cluster.addresses, "e/t", lease_s=lease_s, timeout_s=60.0)
+        found: dict[str, object] = {"etcd": measure(registries, reader)}
+        client_s, server_s = cpu_s(), cluster.cpu_s()
+        time.sleep(seconds)
+        return found | {
+            "etcd_renewals": {
+                "per_s": processes * 10 / lease_s,
+                "server_cpu_ms_per_s": (cluster.cpu_s() - server_s) / seconds * 1e3,
+                "client_cpu_ms_per_s": (cpu_s() - client_s) / seconds * 1e3,
                 "names_left": len(reader.list("servers")),
             }
-        finally:
-            for registry in registries:
-                registry.close()
-            cluster.stop()
-    print(json.dumps(found))
+        }
+    finally:
+        for registry in registries:
+            registry.close()
+        cluster.stop()
 
 
 if __name__ == "__main__":

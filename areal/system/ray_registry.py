@@ -81,8 +81,12 @@ class NameActor:
         self._removed.discard(name)
         return None
 
-    def names(self) -> dict[str, str]:
-        return {name: value for name, (value, _) in self._names.items()}
+    def names(self, prefix: str) -> dict[str, str]:
+        """In order of the names; only those that begin with `prefix`."""
+        return {name: value for name, (value, _) in sorted(self._names.items()) if name.startswith(prefix)}
+
+    def get(self, name: str) -> str | None:
+        return self._names.get(name, (None, ""))[0]
 
     def remove(self, name: str) -> None:
         self._removed.add(name)
@@ -138,11 +142,10 @@ class RayRegistry:
 
     def get(self, name: str) -> str | None:
         name_segments(name)
-        return self._call("names").get(name)
+        return self._call("get", name)
 
     def list(self, prefix: str) -> dict[str, str]:
-        below = f"{prefix.rstrip('/')}/" if prefix else ""
-        return {name: value for name, value in sorted(self._call("names").items()) if name.startswith(below)}
+        return self._call("names", f"{prefix.rstrip('/')}/" if prefix else "")
 
     def remove(self, name: str) -> None:
         name_segments(name)
