@@ -22,6 +22,7 @@ from areal.launcher.node_messages import Hello
 from areal.launcher.nodes import NodesBackend
 from areal.launcher.placement import Machine, Place, place_again
 from areal.launcher.ray_actor import AgentActor
+from areal.launcher.status import StatusLine
 from areal.system.network import TRAINERS_VARIABLE, Host
 from areal.system.process import run_main
 from areal.system.ray_registry import connect_ray
@@ -134,6 +135,9 @@ class RayCluster:
         self._groups: list[Any] = []
         self._seats: dict[str, _Seat] = {}
         self._run: tuple[RunPaths, Mapping[str, str]] | None = None
+        self._refused: set[str] = set()
+        """Ids of nodes that joined later and cannot run processes of this run, for example without its folder."""
+        self._say = StatusLine().say
 
     def machines(self) -> Sequence[Machine]:
         """Connect to Ray, and wait for enough nodes. LaunchError when there is no cluster or it stays too small."""
@@ -198,16 +202,27 @@ class RayCluster:
 
     def _new_seat(self, planned: PlannedProcess, before: _Bundle | None, *, actor_died: bool) -> _Seat:
         """An actor in the same bundle when only the last actor died there, else on a node with room."""
-        living = _living(self._ray)
-        if before is not None and actor_died and before.node_id in living:
+        if before is not None and actor_died and before.node_id in _living(self._ray):
             return self._open(self._actor(before), before)
+        cpus = 1.0 if before is None else before.resources["CPU"]
+        if before is not None:
+            self._give_back(before.group)
+        while True:
+            try:
+                return self._elsewhere(planned, before, cpus)
+            except LaunchError as error:
+                if error.code in ("launch.node_lost", "launch.node_unreachable"):
+                    raise
+                self._say(f"areal: a node that joined Ray later is not used: {error} [{error.code}]")
+
+    def _elsewhere(self, planned: PlannedProcess, before: _Bundle | None, cpus: float) -> _Seat:
+        """An actor on a node with room. LaunchError when there is none, or the node cannot run the process."""
+        living = {node_id: node for node_id, node in _living(self._ray).items() if node_id not in self._refused}
         others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
         others = [bundle for bundle in others if bundle.node_id in living]
         node_id, place = self._room(planned, before, living, others)
         free = living[node_id].cores - sum(one.resources["CPU"] for one in others if one.node_id == node_id)
-        resources = _resources(min(1.0 if before is None else before.resources["CPU"], free), len(place.gpus))
-        if before is not None:
-            self._give_back(before.group)
+        resources = _resources(min(cpus, free), len(place.gpus))
         try:
             group = self._reserve([(node_id, resources)])
         except LaunchError as error:
@@ -215,8 +230,10 @@ class RayCluster:
         bundle = _Bundle(node_id=node_id, place=place, resources=resources, group=group, index=0)
         try:
             return self._open(self._actor(bundle), bundle)
-        except LaunchError:
+        except LaunchError as error:
             self._give_back(group)
+            if error.code not in ("launch.node_lost", "launch.node_unreachable"):
+                self._refused.add(node_id)
             raise
 
     def _room(

@@ -178,13 +178,14 @@ def test_without_a_ray_cluster_the_launcher_says_so(tmp_path, monkeypatch):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_run_on_three_nodes_survives_a_killed_actor_and_a_lost_node(three, tmp_path):
+def test_a_run_on_three_nodes_survives_a_killed_actor_and_lost_nodes(three, tmp_path):
+    """The replacement of the first lost node does not share the run folder, and is not used after the second loss."""
     quick = [sys.executable, "-m", "areal.launcher.local", "--config", "examples/quickstart/sft.yaml"]
     subprocess.run(
         [sys.executable, "examples/quickstart/prepare.py", str(tmp_path / "quickstart/data")], cwd=ROOT, check=True
     )
     subprocess.run([*quick, f"cluster.fileroot={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
-    options = ("recover.mode=auto", "recover.freq_steps=1", "total_train_steps=8", "cluster.node_silence_s=3")
+    options = ("recover.mode=auto", "recover.freq_steps=1", "total_train_steps=12", "cluster.node_silence_s=3")
     options += ("cluster.name_resolve.type=ray",)
     launcher = launched(three[1], tmp_path, *options)
     metrics = tmp_path / "quickstart/grpo/metrics.jsonl"
@@ -198,9 +199,15 @@ def test_a_run_on_three_nodes_survives_a_killed_actor_and_a_lost_node(three, tmp
     actors[0].kill()
     wait_for(lambda: steps() >= 4 or launcher.poll() is not None, 200)
     three[3].power_off()
+    wait_for(lambda: steps() >= 7 or launcher.poll() is not None, 200)
+    three[3].power_on()
+    three[3].run(["mount", "-t", "tmpfs", "none", str(tmp_path)])
+    start_ray(three[3], three[1])
+    three[2].power_off()
     output = launcher.communicate(timeout=250)[0]
     assert launcher.returncode == 0, output
-    assert steps() == 8
+    assert "launch.folder_not_shared" in output
+    assert steps() == 12
     audit = subprocess.run(
         [sys.executable, "-m", "areal.ledger.audit", str(tmp_path / "quickstart/grpo")], capture_output=True, text=True
     )
