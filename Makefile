@@ -71,7 +71,7 @@ test-ray: .venv/.installed
 # A real Slurm on three such nodes: needs the Debian packages slurmctld slurmd slurm-client munge. Without them: exit 2.
 test-slurm: .venv/.installed
 	@$(BIN)/python -m tests.cluster.slurm_cluster
-	$(PYTEST) -m slurm tests/cluster $(ARGS)
+	$(PYTEST) -m 'slurm and not slow' tests/cluster $(ARGS)
 
 # The real servers on the CPU, each in a separate environment (2.5 GB).
 ENVIRONMENTS := tests/servers/environments

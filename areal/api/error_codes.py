@@ -249,6 +249,8 @@ launch.not_a_run: --overwrite would delete a folder that contains no run.
     Choose another trial_name, or delete the folder by hand.
 launch.other_version: A node has another version of areal than the launcher.
     Install the same version on all nodes.
+launch.out_of_memory: The memory limit of a job or container was reached, and the kernel ended a process of the run.
+    Give it more (Slurm: launcher.trainer_mem_per_gpu, launcher.inference_server_mem_per_gpu), or use smaller sizes.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
 launch.ray_busy: Ray did not reserve the CPUs and GPUs of the run in time.
@@ -263,6 +265,8 @@ launch.server_too_large: A server needs the GPUs of several machines, which this
     Use sglang or vllm servers, or a smaller tensor-parallel size in allocation_mode.
 launch.several_nodes: The configuration needs several machines, and the local launcher runs on one.
     Choose another launcher (--launcher, --hosts or launcher.type), or set cluster.n_nodes=1.
+launch.slurm_kill_wait: launcher.stop_grace_s is not below the KillWait of Slurm, which would kill the launcher first.
+    Set launcher.stop_grace_s to less than the KillWait that scontrol show config prints.
 launch.slurm_refused: Slurm refuses the job, or to put it back into the queue; the message quotes its reason.
     Change cluster.n_nodes, cluster.n_gpus_per_node or the option of launcher.slurm that the reason names.
 launch.slurm_silent: The commands of Slurm are not installed on this machine, or its controller does not answer.

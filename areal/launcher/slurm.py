@@ -68,6 +68,7 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
     if first.dry_run:
         sys.stdout.write(_dry_run_text(first, needs, script))
         return 0
+    _check_grace(first.config, slurm.kill_wait_s())
     variables = dict[str, str]()
     for request, run in zip(requests, runs, strict=True):
         make_run_folder(run)
@@ -117,6 +118,15 @@ def _dry_run_text(request: Launch, needs: Resources, script: str) -> str:
     if request.as_json:
         return json.dumps({"max_gpu_hours": hours, "job_scripts": [script, *texts]}) + "\n"
     return f"GPU hours: {most}\n" + "\n".join(f"job script:\n{text}" for text in (script, *texts))
+
+
+def _check_grace(config: BaseExperimentConfig, kill_wait_s: float | None) -> None:
+    """ConfigError when Slurm kills the launcher before it has ended its processes."""
+    grace_s = config.launcher.stop_grace_s
+    if kill_wait_s is not None and grace_s >= kill_wait_s:
+        reason = f"this Slurm kills a job {kill_wait_s:g} s after SIGTERM (KillWait of scontrol show config)"
+        message = f"launcher.stop_grace_s={grace_s:g}, but {reason}: use a smaller value"
+        raise ConfigError(message, code="launch.slurm_kill_wait")
 
 
 def _refuse_second_job(slurm: SlurmClient, paths: RunPaths) -> None:

@@ -44,6 +44,11 @@ class SlurmClient:
     def cancel(self, job: str) -> None:
         _run("scancel", job)
 
+    def kill_wait_s(self) -> float | None:
+        """Seconds from SIGTERM to SIGKILL at the end of a job (KillWait); None when Slurm does not say so."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
+        return None if found is None else float(found[1])
+
     def requeue(self, job: str) -> None:
         """Put a running job back into the queue, which ends its processes. LaunchError when Slurm refuses it."""
         done = _run("scontrol", "requeue", job)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.errors import LaunchError
+from areal.launcher.logs import FollowedLog
 from areal.launcher.slurm_states import JobFacts, Meaning, meaning_of
 from areal.launcher.status import StatusLine
 from areal.system.run_paths import RunPaths
@@ -70,8 +71,7 @@ class Follower:
         self._look_s = look_s
         self._is_alone = is_alone
         self.phase = "pending"
-        self._read_bytes = 0
-        self._unfinished = ""
+        self._lines = FollowedLog(self._log)
         self._turn: int | None = None
         """Restarts of the job when it was last seen running."""
         self._ended_s: float | None = None
@@ -175,12 +175,4 @@ class Follower:
 
     def _new_lines(self) -> list[str]:
         """The complete lines that the job has written since the last call, without empty ones."""
-        try:
-            with open(self._log, "rb") as file:
-                file.seek(self._read_bytes)
-                block = file.read()
-        except FileNotFoundError:
-            return []
-        self._read_bytes += len(block)
-        *lines, self._unfinished = (self._unfinished + block.decode(errors="replace")).split("\n")
-        return [text for text in lines if text.strip()]
+        return [text for text in self._lines.new_lines(is_last=False) if text.strip()]

@@ -49,7 +49,8 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU_Memory
+# a job gets the nodes with the most free CPUs, so that the separate jobs of a run are on different ones
+SelectTypeParameters=CR_CPU_Memory,CR_LLN
 DefMemPerCPU=128
 GresTypes=gpu
 SlurmdParameters=config_overrides
@@ -63,7 +64,7 @@ KillWait=15
 PropagateResourceLimits=NONE
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node[1-{count}] CPUs=16 RealMemory=64000 Gres=gpu:{gpus} State=UNKNOWN
+NodeName={names} CPUs=16 RealMemory=64000 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=3
 PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=9 PreemptMode=OFF
 """
@@ -82,8 +83,13 @@ def missing() -> str:
 class SlurmCluster:
     """Slurm on all of `nodes`, ready when it is made. It ends with them."""
 
-    def __init__(self, nodes: Nodes, folder: Path, *, gpus: int = 4) -> None:
-        """`folder` is for this cluster alone."""
+    def __init__(
+        self, nodes: Nodes, folder: Path, *, gpus: int = 4, login_only: bool = False, limits_memory: bool = False
+    ) -> None:
+        """`folder` is for this cluster alone. `login_only`: no job runs on the first node.
+
+        `limits_memory`: a control group of the kernel limits the memory of each job.
+        """
         self.nodes = nodes
         self._folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -92,12 +98,17 @@ class SlurmCluster:
         devices = [folder / f"gpu{index}" for index in range(gpus)]
         for device in devices:  # Slurm accepts character devices only
             os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        count = len(list(nodes))
-        conf = _CONF.format(address=nodes[1].address, folder=folder, count=count, gpus=gpus)
+        computing = list(nodes)[1 if login_only else 0 :]
+        names = ",".join(node.name for node in computing)
+        conf = _CONF.format(address=nodes[1].address, folder=folder, names=names, gpus=gpus)
+        groups = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+        if limits_memory:
+            conf = conf.replace("task/none", "task/cgroup")
+            groups += "CgroupMountpoint=/sys/fs/cgroup\nConstrainRAMSpace=yes\n"
         (folder / "slurm.conf").write_text(conf)
-        gres = "".join(f"NodeName=node[1-{count}] Name=gpu File={device}\n" for device in devices)
+        gres = "".join(f"NodeName={names} Name=gpu File={device}\n" for device in devices)
         (folder / "gres.conf").write_text(gres)
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        (folder / "cgroup.conf").write_text(groups)
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
@@ -105,9 +116,9 @@ class SlurmCluster:
             self._authenticate(node)
         self._start(nodes[1], "slurmctld", "-D")
         self._await(lambda: "UP" in self.command("scontrol", "ping").stdout, "slurmctld")
-        for node in nodes:
+        for node in computing:
             self._start(node, "slurmd", "-D", "-N", node.name)
-        self._await(lambda: self.states() == {node.name: "idle" for node in nodes}, "slurmd")
+        self._await(lambda: self.states() == {node.name: "idle" for node in computing}, "slurmd")
 
     def power_on(self, node: Node) -> None:
         """Start a node that was powered off, and its daemon."""

@@ -150,7 +150,7 @@ def test_a_run_completes_on_three_nodes(run: Run) -> None:
     ("override", "word"),
     [("launcher.slurm.partition=nope", "nope"), ("cluster.n_gpus_per_node=16", "configuration"),
      ("launcher.trainer_mem_per_gpu=999999", "configuration"), ("cluster.n_nodes=7", "PartitionConfig"),
-     ("launcher.slurm.time_limit=5-0", "Partition")],
+     ("launcher.slurm.time_limit=5-0", "Partition"), ("launcher.stop_grace_s=15", "KillWait")],
 )  # fmt: skip
 def test_a_job_that_cannot_start_ends_in_one_line(run: Run, override: str, word: str) -> None:
     status, errors = ended(run.launch(override))
@@ -213,15 +213,20 @@ def test_the_time_limit_of_slurm_does_not_end_the_run(run: Run) -> None:
     run.assert_clean()
 
 
-def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster) -> None:
-    follower = run.launch("total_train_steps=30", "cluster.node_silence_s=3")
+@pytest.mark.parametrize("lost", ["node2", "node3"])
+def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster, lost: str) -> None:
+    """The launcher runs on node2. Processes of node3 start elsewhere until Slurm notices, and puts the job back."""
+    elsewhere = ("cluster.n_nodes=2", "launcher.slurm.sbatch_additional_args=--exclude=node1")
+    follower = run.launch("total_train_steps=100000", "cluster.node_silence_s=2", *elsewhere)
     run.await_step(4)
-    slurm.nodes[3].power_off()
+    slurm.nodes[int(lost[-1])].power_off()
     wait_for(lambda: meaning_of(run.facts()).phase == "pending", "a requeue")
-    slurm.power_on(slurm.nodes[3])
-    status, errors = ended(follower)
-    assert status == 0, errors
-    assert run.step == 30
+    slurm.power_on(slurm.nodes[int(lost[-1])])
+    step = run.step
+    run.await_step(step + 3)
+    assert run.facts().restarts == 1
+    run.slurm.command("scancel", run.job)
+    assert ended(follower)[0] == 130
     run.assert_clean()
 
 
@@ -282,19 +287,32 @@ def test_a_job_of_higher_priority_requeues_the_run_which_recovers(run: Run, slur
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (("launcher.slurm.time_limit=1", "total_train_steps=100000"), "TIMEOUT"),
-        (("total_train_steps=1000",), "NODE_FAIL"),
+        (("launcher.slurm.time_limit=1",), "TIMEOUT"),
+        (("cluster.n_nodes=2", "launcher.slurm.sbatch_additional_args=--exclude=node1"), "NODE_FAIL"),
     ],
 )
 def test_an_end_of_the_job_without_recovery_is_named(run: Run, slurm: SlurmCluster, words, cause) -> None:
-    follower = run.launch("recover.mode=disabled", *words)
+    follower = run.launch("recover.mode=disabled", "total_train_steps=100000", *words)
     run.await_step(1)
     if cause == "NODE_FAIL":
-        slurm.nodes[3].power_off()
+        slurm.nodes[2].power_off()
     status, errors = ended(follower)
     if cause == "NODE_FAIL":
-        slurm.power_on(slurm.nodes[3])
+        slurm.power_on(slurm.nodes[2])
         wait_for(lambda: set(slurm.states().values()) == {"idle"}, "idle nodes")
     assert status == 1, errors
     assert cause in errors.splitlines()[-1]
     wait_for(lambda: not slurm.queue(), "an empty queue")
+
+
+@pytest.mark.skipif(not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs control groups of version 1 for memory")
+def test_a_process_that_exceeds_the_memory_of_its_job_is_named(data: Path, tmp_path: Path) -> None:
+    with Nodes(1) as nodes:
+        slurm = SlurmCluster(nodes, tmp_path / "cluster", limits_memory=True)
+        run = Run(slurm, data, tmp_path / "runs")
+        options = ("recover.mode=disabled", "recover.retries=0", "total_train_steps=1000")
+        memory = "launcher.slurm.sbatch_additional_args=--mem=600M"
+        status, errors = ended(run.launch("cluster.n_nodes=1", memory, *options))
+        assert status == 1, errors
+        assert "launch.out_of_memory" in errors
+        wait_for(lambda: not slurm.queue(), "an empty queue")

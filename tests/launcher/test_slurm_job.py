@@ -80,6 +80,7 @@ def test_the_script_names_everything_that_the_job_needs(tmp_path, monkeypatch) -
     assert [found[f"--{name}"] for name in ("partition", "account", "qos", "reservation")] == ["p", "a", "q", "r"]
     assert found["--signal"] == "B:USR1@120"
     assert "--requeue" in found
+    assert "--no-kill" not in found  # with it Slurm also keeps a job whose first node, with the launcher, is lost
     assert found["--chdir"] == str(tmp_path / "a b")
     command = shlex.split(script.splitlines()[-1])
     inside = [sys.executable, "-m", "areal.launcher.slurm", "--inside"]
