@@ -13,11 +13,14 @@ import psutil
 
 from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.placement import Machine
-from areal.system.process import kill_trees, spawn
+from areal.system.network import Host
+from areal.system.process import ERROR_PREFIX, kill_trees, spawn
 from areal.system.run_paths import RunPaths
 from areal.system.stacks import request_stacks
 
 _TAIL_BYTES = 1 << 16
+_OUT_OF_MEMORY = "launch.out_of_memory"
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,21 @@ class ProcessBackend(Protocol):
         """Resident memory of the launcher and of all processes of the run together."""
         ...
 
+    def place_of(self, planned: PlannedProcess) -> tuple[Host, tuple[str, ...]]:
+        """The machine and the GPUs with which a process of this name was last started; as planned before that."""
+        return planned.host, planned.gpus
+
+    def new_host(self, name: str) -> Host | None:
+        """The machine that is obtained for one more server, of this name; None = it uses a machine of the plan."""
+        return None
+
+    def is_prepared(self, planned: PlannedProcess) -> bool:
+        """Whether a process can be started now; False while the machine for it is being obtained, so ask again."""
+        return True
+
+    def forget(self, name: str) -> None:
+        """The process of this name has ended and will not start again: give back what was obtained for it."""
+
 
 class Cluster(Protocol):
     """The machines of a run, and what starts processes on them."""
@@ -84,8 +102,8 @@ class Cluster(Protocol):
         ...
 
 
-class LocalBackend:
-    """Processes on this machine, as children of the launcher. Implements `ProcessBackend`."""
+class LocalBackend(ProcessBackend):
+    """Processes on this machine, as children of the launcher."""
 
     def __init__(self, paths: RunPaths, secrets: Mapping[str, str] | None = None) -> None:
         """`secrets`: environment variables of every process that are in no plan, such as the run's token."""
@@ -93,10 +111,15 @@ class LocalBackend:
         self._secrets = dict(secrets or {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, tuple[Path, int]] = {}  # with the size at the process's start
+        self._memory_kills = _memory_kills()
+        """Of which the process is known, or was not of this run."""
+        self._out_of_memory = set[str]()
+        """Processes that the kernel ended at a limit of memory."""
 
     def start(self, planned: PlannedProcess) -> int:
         log = Path(planned.log_path)
         self._logs[planned.name] = (log, log.stat().st_size if log.exists() else 0)
+        self._out_of_memory.discard(planned.name)
         process = self._processes[planned.name] = spawn(
             planned.argv, {**os.environ, **planned.env, **self._secrets}, log
         )
@@ -123,7 +146,18 @@ class LocalBackend:
                 written_ns = os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return LogTail([], 0)
-        return LogTail([line.rstrip() for line in text.splitlines() if line.strip()], written_ns)
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        if self._is_out_of_memory(name):
+            cause = "the kernel ended it, because the memory limit of its control group was reached"
+            lines.append(f"{ERROR_PREFIX}{cause} [{_OUT_OF_MEMORY}]")
+        return LogTail(lines, written_ns)
+
+    def _is_out_of_memory(self, name: str) -> bool:
+        was_killed = name not in self._out_of_memory and self._processes[name].poll() == -signal.SIGKILL
+        if was_killed and _memory_kills() > self._memory_kills:
+            self._memory_kills += 1
+            self._out_of_memory.add(name)
+        return name in self._out_of_memory
 
     def request_stacks(self, name: str, reason: str) -> bool:
         path, pid = self._paths.stacks_of(name), self._processes[name].pid
@@ -151,3 +185,26 @@ class LocalBackend:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
+
+
+def _memory_kills() -> int:
+    """How many processes the kernel has ended at the memory limit of the control group of this process.
+
+    0 when this is not known. Source: cgroup-v1/memory.rst and cgroup-v2.rst of the Linux documentation.
+    """
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            file = {"memory": f"memory{path}/memory.oom_control", "": f"{path[1:]}/memory.events"}.get(controllers)
+            if file is not None and (found := _oom_kills(_GROUPS / file)) is not None:
+                return found
+    except OSError:
+        pass
+    return 0
+
+
+def _oom_kills(file: Path) -> int | None:
+    if not file.is_file():
+        return None
+    counts = dict(line.split() for line in file.read_text().splitlines())
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None

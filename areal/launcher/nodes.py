@@ -15,7 +15,7 @@ import psutil
 from areal.api.config.launcher import ClusterSpecConfig
 from areal.api.errors import LaunchError
 from areal.launcher import node_messages as wire
-from areal.launcher.backend import LogTail
+from areal.launcher.backend import LogTail, ProcessBackend
 from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.node_choice import NodeChoice
 from areal.launcher.node_link import Ended, NodeLink
@@ -73,6 +73,10 @@ class NodeCluster:
         return [self._machine(link) for link in self._links.values()]
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> NodesBackend:
+        return NodesBackend(self.open_run(paths, secrets).agent_for)
+
+    def open_run(self, paths: RunPaths, secrets: Mapping[str, str]) -> NodeChoice:
+        """Name the run to all nodes. LaunchError when one does not share its folder."""
         for link in self._links.values():
             link.open(paths, secrets)
         measured = "; ".join(
@@ -84,11 +88,12 @@ class NodeCluster:
             self._links,
             [self._machine(link) for link in self._links.values()],
             gpu_limit=self._gpu_limit,
+            connect_limit_s=self._limit_s,
             connect=self._connected_again,
             open_run=lambda link: link.open(paths, secrets),
             moved_to=None if self._renew is None else self._machine,
         )
-        return NodesBackend(self._choice.agent_for)
+        return self._choice
 
     def close(self) -> None:
         pending = () if self._choice is None else self._choice.pending
@@ -112,8 +117,8 @@ class NodeCluster:
         return Machine(cores=found.cores, gpus=found.gpus, host=host, role=self._nodes[link.node].role)
 
 
-class NodesBackend:
-    """Processes on several nodes. Implements `ProcessBackend`."""
+class NodesBackend(ProcessBackend):
+    """Processes on several nodes."""
 
     def __init__(self, agent_for: Callable[[PlannedProcess], tuple[NodeLink, PlannedProcess]]) -> None:
         """`agent_for` returns the agent that runs a process, connected again if it was lost, and what it starts."""
@@ -121,6 +126,7 @@ class NodesBackend:
         self._forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         self._links: dict[str, NodeLink] = {}
         """By name of the process."""
+        self._places: dict[str, tuple[Host, tuple[str, ...]]] = {}
         self._unreachable: dict[str, Ended] = {}
 
     def start(self, planned: PlannedProcess) -> int:
@@ -128,7 +134,7 @@ class NodesBackend:
         self._unreachable.pop(planned.name, None)
         try:
             link, adapted = self._agent_for(planned)
-            self._links[planned.name] = link
+            self._links[planned.name], self._places[planned.name] = link, (adapted.host, adapted.gpus)
             return link.start(dataclasses.replace(adapted, env=self._forwarded | adapted.env))
         except LaunchError as error:
             if error.code not in ("launch.node_lost", "launch.node_unreachable"):
@@ -166,6 +172,9 @@ class NodesBackend:
                 for link, own in by_link.items():
                     link.stop(own, 0.0)
             time.sleep(0.02)
+
+    def place_of(self, planned: PlannedProcess) -> tuple[Host, tuple[str, ...]]:
+        return self._places.get(planned.name, (planned.host, planned.gpus))
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(link.resident_bytes for link in set(self._links.values()))

@@ -6,7 +6,7 @@ other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from areal.api.config import ElasticConfig, LauncherConfig
@@ -46,7 +46,10 @@ class ReplicaChanges:
         self._box = box
         self._units = units
         self._backend = backend
-        self._spare_gpus = {host: list(gpus) for host, gpus in spare_gpus}
+        self._gpus: dict[Host, set[str]] = {host: set(gpus) for host, gpus in spare_gpus}
+        """Of each machine of the plan, in use or not."""
+        for child in (child for unit in units for child in unit.children):
+            self._gpus.setdefault(child.planned.host, set()).update(child.planned.gpus)
         self._num_attached = num_attached
         self._config = config
         self._elastic = ElasticRule(elastic)
@@ -56,7 +59,8 @@ class ReplicaChanges:
         self._say = say
         self._clock = clock
         self._requests: dict[str, Request] = {}  # by the name of the server that joins or leaves
-        self._leaving_since: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+        """When a server began to join or to leave."""
         self._refusal = ""
 
     @property
@@ -80,7 +84,9 @@ class ReplicaChanges:
         if run_was_ready and not self._requests:  # one change at a time
             self._scale(now_s, status)
         for unit in list(self._units):
-            if unit.phase == "joining" and unit.is_ready:
+            if unit.phase == "joining" and not unit.num_starts:
+                self._start_joining(unit, now_s)
+            elif unit.phase == "joining" and unit.is_ready:
                 unit.phase = "member"
                 self._finish(unit, f"{unit.name} is ready: it serves once it holds the current weights")
             elif unit.phase == "leaving":
@@ -117,37 +123,57 @@ class ReplicaChanges:
             return "this run has no inference servers: only a run with rollouts can add or remove one"
         if not run_was_ready:
             return "the run is still starting: repeat the request once it trains"
-        return self._add(request) if request.action == "add-replica" else self._remove(request, now_s)
+        return self._add(request, now_s) if request.action == "add-replica" else self._remove(request, now_s)
 
-    def _add(self, request: Request) -> str:
+    def _add(self, request: Request, now_s: float) -> str:
         like = self._servers[0].children[0].planned
         if len(self._servers[0].children) > 1:
             return "each server of this run uses several machines: their number is fixed by allocation_mode"
-        host = self._host_with(len(like.gpus))
-        if host is None:
-            spare = max(map(len, self._spare_gpus.values()), default=0)
-            fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
-            return f"another replica needs {len(like.gpus)} GPUs of one machine, and {spare} are free: {fix}"
         taken = {unit.children[0].planned.index for unit in self._units if unit.role == "server"}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        gpus = tuple(self._spare_gpus[host].pop(0) for _ in like.gpus)
+        host, gpus = self._backend.new_host(f"server-{index}"), like.gpus
+        if host is None:
+            free = self._free_gpus()
+            host = self._host_with(len(like.gpus), free)
+            if host is None:
+                spare = max(map(len, free.values()), default=0)
+                fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
+                return f"another replica needs {len(like.gpus)} GPUs of one machine, and {spare} are free: {fix}"
+            gpus = tuple(free[host][: len(like.gpus)]) if like.gpus else ()
         unit = Unit([another_server(like, index, host=host, gpus=gpus)], self._backend, self._clock)
         unit.phase = "joining"
         self._units.append(unit)
+        self._since[unit.name] = now_s
+        self._accept(request, unit, f"{unit.name} starts", self._config.ready_timeout_s)
+        self._start_joining(unit, now_s)
+        return ""
+
+    def _start_joining(self, unit: Unit, now_s: float) -> None:
+        """Start an added server once its machine is there."""
+        limit_s = self._config.ready_timeout_s
+        if not self._backend.is_prepared(unit.children[0].planned):
+            if now_s - self._since[unit.name] > limit_s:
+                self.failed(unit, f"{unit.name} got no machine within {limit_s:g} s (launcher.ready_timeout_s)")
+            return
         try:
             self._start(unit)
         except LaunchError as error:
-            self._drop(unit)
-            return str(error)
-        self._accept(request, unit, f"{unit.name} starts", self._config.ready_timeout_s)
-        return ""
+            self.failed(unit, str(error))
 
-    def _host_with(self, num_gpus: int) -> Host | None:
+    def _free_gpus(self) -> dict[Host, list[str]]:
+        """Of each machine of the plan, the GPUs that no process uses now, also none that moved there."""
+        used = [self._backend.place_of(child.planned) for unit in self._units for child in unit.children]
+        taken = {(host, gpu) for host, gpus in used for gpu in gpus}
+        return {host: sorted(gpu for gpu in gpus if (host, gpu) not in taken) for host, gpus in self._gpus.items()}
+
+    def _host_with(self, num_gpus: int, free: Mapping[Host, Sequence[str]]) -> Host | None:
         """The first machine with enough free GPUs; for a server on the CPU the one with the fewest servers."""
         if num_gpus:
-            return next((host for host, gpus in self._spare_gpus.items() if len(gpus) >= num_gpus), None)
-        hosts = dict.fromkeys(child.planned.host for unit in self._units for child in unit.children)
-        servers = Counter(unit.children[0].planned.host for unit in self._servers)
+            return next((host for host, gpus in free.items() if len(gpus) >= num_gpus), None)
+        hosts = dict.fromkeys(
+            self._backend.place_of(child.planned)[0] for unit in self._units for child in unit.children
+        )
+        servers = Counter(self._backend.place_of(unit.children[0].planned)[0] for unit in self._servers)
         return min(hosts, key=lambda host: servers[host])
 
     def _remove(self, request: Request, now_s: float) -> str:
@@ -158,7 +184,7 @@ class ReplicaChanges:
         if len(members) == 1:
             return f"{unit.name} is the last replica of this run: add another one first"
         unit.phase, unit.restart_at_s = "leaving", None
-        self._leaving_since[unit.name] = now_s
+        self._since[unit.name] = now_s
         self._registry.remove(f"servers/{unit.children[0].planned.index}")
         self._accept(request, unit, f"{unit.name} is stopped", _UNREGISTERED_S + self._config.stop_grace_s)
         return ""
@@ -169,9 +195,8 @@ class ReplicaChanges:
 
     def _continue_removal(self, unit: Unit, now_s: float) -> None:
         """SIGTERM after some seconds, SIGKILL after the grace period."""
-        leaving_s = now_s - self._leaving_since[unit.name]
+        leaving_s = now_s - self._since[unit.name]
         if not unit.is_running:
-            del self._leaving_since[unit.name]
             self._drop(unit)
             others = ", ".join(one.name for one in self._servers)
             self._finish(unit, f"{unit.name} is removed; its requests continue on {others}")
@@ -185,8 +210,8 @@ class ReplicaChanges:
         self._units.remove(unit)
         unit.kill_descendants()
         self._removed(unit)
-        for planned in (child.planned for child in unit.children if child.planned.gpus):
-            self._spare_gpus.setdefault(planned.host, []).extend(planned.gpus)
+        for child in unit.children:
+            self._backend.forget(child.name)
 
     def _finish(self, unit: Unit, text: str, *, refused: bool = False) -> None:
         self._say(f"areal: {text}")

@@ -1,6 +1,7 @@
-"""What a user reads when a run ends early or continues: the command that continues it, and what changed."""
+"""A run that its user stops and continues: the requests to stop, what would be lost, and what the user reads."""
 
 import shlex
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,29 @@ from typing import Any
 import yaml
 
 from areal.api.config.redaction import public_command
+from areal.launcher.preflight import newest_checkpoint, step_of
+from areal.launcher.status import last_record
+from areal.system.run_paths import RunPaths
+
+
+class Interruptions:
+    """Number of the user's requests to stop: Ctrl-C, SIGTERM or a closed terminal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.may_wait = False
+        """The first was Ctrl-C: a user waits, and may press it again. Other signals come with a time limit."""
+
+    def add(self, number: int, _: object = None) -> None:
+        """Signal handler. A terminal that closes may send SIGHUP several times, which is one request."""
+        self.may_wait = self.may_wait or (number == signal.SIGINT and self.count == 0)
+        self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
+
+
+def unsaved_steps(paths: RunPaths) -> int:
+    """Train steps of the metrics that the newest recovery checkpoint does not contain."""
+    saved = newest_checkpoint(paths)
+    return (last_record(paths.metrics) or {}).get("step", 0) - (step_of(saved) if saved else 0)
 
 
 def how_to_continue(newest: Path | None, mode: str, command: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """The jobs of a run with `launcher.slurm.separate_jobs`: one for each server, and one for all trainers."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from areal.api.config import BaseExperimentConfig
 from areal.api.errors import LaunchError
 from areal.launcher.backend import ProcessBackend
-from areal.launcher.job import LaunchPlan
-from areal.launcher.nodes import Node, NodeCluster
+from areal.launcher.job import LaunchPlan, PlannedProcess
+from areal.launcher.node_choice import NodeChoice
+from areal.launcher.nodes import Node, NodeCluster, NodesBackend
 from areal.launcher.placement import Machine
 from areal.launcher.slurm_client import SlurmClient
 from areal.launcher.slurm_job import Component, component_script, components_of, foreign_variables, node_of
 from areal.launcher.slurm_states import meaning_of
 from areal.system.durable import write_atomic
+from areal.system.network import Host
 from areal.system.run_paths import RunPaths
 
 _LOOK_S = 2.0
-_REPLACED_WITHIN_S = 5.0
-"""The supervisor's loop waits at most this long for the new job of a server; a later attempt finds it running."""
 
 
 class JobsCluster:
@@ -49,6 +50,8 @@ class JobsCluster:
         self._jobs: dict[str, str] = {}
         """By name of the component."""
         self._nodes: NodeCluster | None = None
+        self._looked_s: dict[str, float] = {}
+        """When Slurm was last asked about the job of a lost node."""
 
     def machines(self) -> Sequence[Machine]:
         """Submit all jobs, wait until they run, and connect to their nodes. LaunchError when one cannot start."""
@@ -67,7 +70,7 @@ class JobsCluster:
 
     def backend(self, plan: LaunchPlan, paths: RunPaths, secrets: Mapping[str, str]) -> ProcessBackend:
         assert self._nodes is not None
-        return self._nodes.backend(plan, paths, secrets)
+        return JobsBackend(self._nodes.open_run(paths, secrets), self)
 
     def close(self) -> None:
         """End all agents and cancel all jobs."""
@@ -75,6 +78,41 @@ class JobsCluster:
             self._nodes.close()
         for job in self._jobs.values():
             self._slurm.cancel(job)
+
+    def add_server(self, name: str) -> None:
+        """One more server. Its job is submitted by `obtain`."""
+        self._components[name] = dataclasses.replace(self._components["server-0"], name=name)
+
+    def give_back(self, name: str) -> None:
+        """Cancel the job of a server: `obtain` submits another one."""
+        if (job := self._jobs.pop(name, None)) is not None:
+            self._say(f"areal: job {job} of {name} is cancelled")
+            self._slurm.cancel(job)
+
+    def obtain(self, name: str) -> bool:
+        """Whether the job of a node without agent runs; also true when it never will, which `_renewed` then says.
+
+        Submits a job for a server that has none, or whose job has ended. Asks Slurm every 2 seconds.
+        """
+        component, now_s = self._components[name], time.monotonic()
+        if component.role != "server":
+            return True
+        if now_s - self._looked_s.get(name, -_LOOK_S) < _LOOK_S:
+            return False
+        self._looked_s[name] = now_s
+        job = self._jobs.get(component.name)
+        try:
+            facts = None if job is None else self._slurm.look(job)
+            meaning = None if facts is None else meaning_of(facts)
+            if meaning is None or meaning.phase in ("ending", "ended"):
+                if meaning is not None:
+                    self._say(f"areal: job {job} of {component.name} has ended: {meaning.cause}")
+                self._submit(component)
+                return False
+        except LaunchError as error:
+            self._say(f"areal: {error}")
+            return True
+        return meaning.phase == "running" or meaning.never_starts
 
     def _submit(self, component: Component) -> None:
         file = self._folder / f"{component.name}.sh"
@@ -121,17 +159,44 @@ class JobsCluster:
         )
 
     def _renewed(self, name: str) -> Node:
-        """The node of this name for a new agent, in a new job if the last one of a server has ended."""
+        """The node of this name for a new agent. LaunchError while its job does not run."""
         component = self._components[name]
         if component.role == "controller":
             return self._node(component, name, self._main_node, "")
-        job = self._jobs[component.name]
-        facts = self._slurm.look(job)
-        if facts is None or meaning_of(facts).phase in ("ending", "ended"):
-            cause = "Slurm does not know it any more" if facts is None else meaning_of(facts).cause
-            if component.role != "server":
-                raise LaunchError(f"job {job} of {component.name} has ended: {cause}", code="launch.node_lost")
-            self._say(f"areal: job {job} of {component.name} has ended: {cause}")
-            self._submit(component)
-        nodes = self._await(component, limit_s=_REPLACED_WITHIN_S)
+        if component.name not in self._jobs:
+            raise LaunchError(f"{component.name} has no job", code="launch.node_unreachable")
+        nodes = self._await(component, limit_s=0.0)
         return next(node for node in nodes if node.name == name)
+
+
+class JobsBackend(NodesBackend):
+    """Processes on the nodes of several jobs. An added server, and one whose job has ended, waits for a job."""
+
+    def __init__(self, choice: NodeChoice, jobs: JobsCluster) -> None:
+        super().__init__(choice.agent_for)
+        self._choice = choice
+        self._jobs = jobs
+        self._replaced = set[str]()
+        """Nodes of servers that got a new job since they were last connected."""
+
+    def new_host(self, name: str) -> Host | None:
+        self._jobs.add_server(name)
+        return Host(node=name)
+
+    def is_prepared(self, planned: PlannedProcess) -> bool:
+        node = planned.host.node
+        if not self._choice.is_connected(node):
+            if not self._choice.is_connecting(node) and not self._jobs.obtain(node):
+                return False
+            if not self._choice.has_tried(node):
+                return False
+        if self._choice.is_connected(node) or planned.role != "server" or node in self._replaced:
+            self._replaced.discard(node)
+            return True
+        self._replaced.add(node)
+        self._jobs.give_back(node)  # of a lost node; Slurm may notice only after minutes
+        return False
+
+    def forget(self, name: str) -> None:
+        self._choice.drop(name)
+        self._jobs.give_back(name)

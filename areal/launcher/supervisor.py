@@ -13,13 +13,13 @@ from areal.api.config import ElasticConfig, LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError, ServerUnavailable
 from areal.launcher.attach import RequestBox
 from areal.launcher.backend import ProcessBackend
-from areal.launcher.interruptions import Interruptions, unsaved_steps
 from areal.launcher.job import LaunchPlan
 from areal.launcher.liveness import LivenessWatch
 from areal.launcher.preflight import checkpoint_text, disk_problem, newest_checkpoint
 from areal.launcher.replicas import ReplicaChanges
 from areal.launcher.restart_rules import Death, RestartCounts, backoff_s, decide
 from areal.launcher.result import RunAlarmLines, episodes_of
+from areal.launcher.resume_text import Interruptions, unsaved_steps
 from areal.launcher.status import RunStatus, Source, StatusLine
 from areal.launcher.units import Child, Unit, units_of
 from areal.observe.alarms import Alarm
@@ -184,8 +184,10 @@ class Supervisor:
         return None
 
     def _read_ready_signs(self) -> None:
-        for child in self._children:
-            if not child.is_ready and self._registry.get(f"ready/{child.name}") is not None:
+        waiting = [child for child in self._children if not child.is_ready]
+        signs = self._registry.list("ready") if waiting else {}
+        for child in waiting:
+            if f"ready/{child.name}" in signs:
                 child.set_ready()
         self._was_ready = self._was_ready or all(unit.is_ready for unit in self._units)
 
@@ -213,7 +215,8 @@ class Supervisor:
             if unit.phase == "leaving":
                 continue
             if unit.restart_at_s is not None:
-                if self._clock() >= unit.restart_at_s and not unit.is_running:
+                is_due = self._clock() >= unit.restart_at_s and not unit.is_running
+                if is_due and all(self._backend.is_prepared(child.planned) for child in unit.children):
                     self._restart(unit)
             elif cause := self._handle_death(unit):
                 return cause

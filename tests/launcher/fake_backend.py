@@ -2,7 +2,7 @@
 
 import signal
 
-from areal.launcher.backend import LogTail
+from areal.launcher.backend import LogTail, ProcessBackend
 from areal.launcher.job import PlannedProcess
 from areal.system.network import Host
 from areal.system.process import ProcessContext
@@ -36,8 +36,8 @@ def planned_process(name, *, num_trainers=1, run_dir="/nowhere"):
     )
 
 
-class FakeBackend:
-    """Implements `ProcessBackend`. A process runs until `exit_codes` has an entry for it."""
+class FakeBackend(ProcessBackend):
+    """A process runs until `exit_codes` has an entry for it."""
 
     def __init__(self, *, ends_on=(signal.SIGTERM, signal.SIGKILL)):
         self.starts = []

@@ -10,6 +10,7 @@ import pytest
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import attach, replicas
 from areal.launcher.attach import Request
+from areal.launcher.backend import LocalBackend
 from areal.launcher.preflight import run_lock
 from areal.launcher.status import StatusLine
 from areal.system.network import Host
@@ -144,6 +145,46 @@ def test_a_replica_needs_a_gpu_where_the_others_have_one(run):
     assert in_order(str(refused), 1, 0)
     assert in_order(again, "server-1"), "its GPU is free again"
     assert run.notes()[1:] == ["server-1 4", "server-1 4"]
+
+
+def test_a_replica_takes_no_gpu_of_a_process_that_moved(run):
+    """server-0 was planned for GPU 0, and runs on GPU 4 since its node was lost."""
+
+    class Moved(LocalBackend):
+        def place_of(self, planned):
+            return planned.host, ("4",) if planned.name == "server-0" else planned.gpus
+
+    run.gpus = {"server-0": ("0",)}
+    run.spare_gpus = ((Host(), ("4",)),)
+    run.backend = Moved(run.paths)
+    shows = "note(f\"{name} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
+    joined, refused = Session(run, [ADD, ADD])(server_0=shows)
+    assert in_order(joined, "server-1")
+    assert refused.code == "launch.request_refused"
+    assert run.notes()[1:] == ["server-1 0"]
+
+
+def test_a_replica_starts_when_its_machine_is_there(run):
+    """As with a separate job of Slurm for each server, which waits in the queue."""
+
+    class Waits(LocalBackend):
+        looks, forgotten = 0, ()
+
+        def new_host(self, name):
+            return Host()
+
+        def is_prepared(self, planned):
+            self.looks += planned.name == "server-1"
+            return planned.name != "server-1" or self.looks > 2
+
+        def forget(self, name):
+            self.forgotten += (name,)
+
+    run.backend = Waits(run.paths)
+    joined, _ = Session(run, [ADD, ["--remove-replica", "server-1"]])()
+    assert in_order(joined, "server-1")
+    assert run.backend.looks == 3
+    assert run.backend.forgotten == ("server-1",)
 
 
 def test_a_replica_takes_as_many_gpus_as_the_others_have(run):

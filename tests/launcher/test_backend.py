@@ -1,16 +1,18 @@
 """The supervisor over a backend that starts no process: it needs nothing else to observe and restart processes."""
 
 import ast
+import dataclasses
 import io
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from areal.api.config import LauncherConfig, RecoverConfig
 from areal.api.errors import LaunchError
-from areal.launcher import restart_rules
+from areal.launcher import backend, restart_rules
 from areal.launcher.job import LaunchPlan
 from areal.launcher.status import StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Supervisor
@@ -156,6 +158,25 @@ def test_a_process_that_cannot_be_started_ends_the_run_with_its_code(fake):
     outcome = processes.run(script)
     assert (outcome.status, outcome.cause) == ("failed", "no node is free [process.cannot_start]")
     assert processes.backend.stopped == ["controller", "server-0"]
+
+
+def test_a_process_that_the_kernel_ended_for_its_memory_is_told_apart(tmp_path, monkeypatch):
+    group = tmp_path / "memory.events"
+    monkeypatch.setattr(backend, "_memory_kills", lambda: backend._oom_kills(group) or 0)
+    group.write_text("max 7\noom 4\noom_kill 4\n")
+    made = backend.LocalBackend(RunPaths(tmp_path))
+    kills_itself = (sys.executable, "-S", "-c", "import os; print('up', flush=True); os.kill(os.getpid(), 9)")
+    for name in ("server-0", "server-1"):
+        made.start(dataclasses.replace(planned_process(name, run_dir=tmp_path), argv=kills_itself))
+        made._processes[name].wait()
+    assert made.last_lines("server-1").lines == ["up"]
+    group.write_text("max 9\noom 5\noom_kill 5\n")
+    found = made.last_lines("server-0").lines
+    assert found[0] == "up"
+    assert "launch.out_of_memory" in found[1]
+    assert made.last_lines("server-0").lines == found
+    assert made.last_lines("server-1").lines == ["up"]
+    assert backend._oom_kills(tmp_path / "none") is None
 
 
 def test_only_the_backend_touches_processes():

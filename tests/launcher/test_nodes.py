@@ -252,6 +252,7 @@ def choice(link, tmp_path):
         links,
         [Machine(cores=4, host=host) for host in hosts.values()],
         gpu_limit=0,
+        connect_limit_s=600.0,
         connect=connect,
         open_run=lambda link: link.open(RunPaths(tmp_path), {}),
     )
@@ -287,6 +288,26 @@ def test_a_process_of_a_lost_node_starts_on_another_one_and_returns_with_its_nod
     for one in choice.pending:
         one._transport.kill()  # as if ssh gave up
     wait_for(lambda: start_again() or address() == "10.0.0.1")
+
+
+def test_a_node_that_is_added_later_is_connected_before_its_first_process(choice, tmp_path):
+    backend = NodesBackend(choice.agent_for)
+    planned = moved(program(tmp_path, SLEEPS), Host(node="node3"), ())
+    choice._moved_to = lambda link: Machine(cores=4, host=Host(node=link.node))
+    assert not choice.is_connected("node3")
+    assert backend.start(planned) == 0
+    assert "launch.node_unreachable" in backend.last_lines("server-0").lines[-1]
+    for one in choice.pending:
+        one._transport.kill()
+    wait_for(lambda: choice.has_tried("node3"))
+    choice.reachable.append("node3")
+    wait_for(lambda: choice.has_tried("node3") and choice.is_connected("node3"))
+    assert backend.start(planned) > 0
+    host, _ = backend.place_of(planned)
+    assert host.node == "node3"
+    choice.drop("node3")
+    assert wait_for(lambda: backend.poll("server-0")) == 75
+    assert not choice.is_connected("node3")
 
 
 def test_without_a_node_that_is_alive_a_start_counts_as_a_death(choice, tmp_path):
