@@ -16,12 +16,13 @@ from pathlib import Path
 import psutil
 
 from tests.cluster.nodes import SSH_PORT, Node, Nodes, Ssh, start_ray
+from tests.cluster.slurm_cluster import SlurmCluster
 from tests.faults.conftest import CONFIG, REWARD
 from tests.faults.driver import ROOT, Run, process_name
 from tests.faults.ledger_proof import raw_events
 from tests.faults.proofs import prove
 
-LAUNCHERS = ("ssh", "ray")
+LAUNCHERS = ("ssh", "ray", "slurm")
 LIMIT_S = 240.0
 _SCAN_S = 0.5
 _CLONE_NEWNET = 0x40000000
@@ -55,13 +56,30 @@ class NodeConnection(http.client.HTTPConnection):
 
 
 class Cluster:
-    """Nodes with what one launcher needs: an ssh server on each, or a Ray cluster. `folder` holds the ssh keys."""
+    """Nodes with what one launcher needs: an ssh server on each, or a Ray or Slurm cluster.
+
+    `folder` holds the ssh keys or the files of Slurm. With Slurm the first node runs no jobs, and a job gets three.
+    """
 
     def __init__(self, nodes: Nodes, launcher: str, folder: Path) -> None:
         self.nodes = nodes
         self.launcher = launcher
         self.ssh = Ssh(folder) if launcher == "ssh" else None
-        for node in nodes:
+        self.slurm = SlurmCluster(nodes, folder, login_only=True) if launcher == "slurm" else None
+        for node in nodes if self.slurm is None else ():
+            self.prepare(node)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Of the launcher's command."""
+        return dict(os.environ) if self.slurm is None else self.slurm.environment
+
+    def power_on(self, node: Node) -> None:
+        """Make a node without power usable again."""
+        if self.slurm is not None:
+            self.slurm.power_on(node)
+        else:
+            node.power_on()
             self.prepare(node)
 
     def prepare(self, node: Node) -> None:
@@ -73,10 +91,18 @@ class Cluster:
 
     def words(self, hosts: str = "") -> list[str]:
         """Words of the launcher's command line that name the nodes."""
+        if self.slurm is not None:
+            memory = [f"launcher.{role}_mem_per_gpu=1000" for role in ("trainer", "inference_server")]
+            return ["cluster.n_nodes=3", "cluster.n_gpus_per_node=0", "launcher.stop_grace_s=3", *memory]
         if self.ssh is None:
             return [f"cluster.n_nodes={len(list(self.nodes))}"]
         options = [word for option in self.ssh.options for word in ("--ssh-option", option)]
         return ["--hosts", hosts or ",".join(f"{node.address}:{SSH_PORT}" for node in self.nodes), *options]
+
+
+def num_nodes(launcher: str) -> int:
+    """Nodes for a run that uses three: with Slurm also one for its controller, and a spare one."""
+    return 5 if launcher == "slurm" else 3
 
 
 @dataclass(kw_only=True)
@@ -95,7 +121,7 @@ class ClusterRun(Run):
     def start(self) -> None:
         module = f"areal.launcher.{self.cluster.launcher}"
         argv = [sys.executable, "-m", module, *self.arguments, *self.cluster.words(self.hosts)]
-        environ = {name: value for name, value in os.environ.items() if name != "AREAL_SERVER_TOKEN"}
+        environ = {name: value for name, value in self.cluster.environ.items() if name != "AREAL_SERVER_TOKEN"}
         with open(self.log_path, "ab") as log:
             self.launcher = self.nodes[1].popen(
                 argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ | self.environ
@@ -113,17 +139,33 @@ class ClusterRun(Run):
             for process in (process for node in self.nodes for process in _processes(node.pids())):
                 if (name := process_name(process, self.folder)) and _is_started_by_agent(process):
                     found[name] = process.pid
-            for entered in psutil.Process(self.launcher.pid).children():  # of nsenter
-                found["launcher"] = entered.pid
+            for process in self._launchers():
+                found["launcher"] = process.pid
             self._pids = found
         return self._pids
+
+    def _launchers(self) -> list[psutil.Process]:
+        """The process that supervises the run: a child of nsenter, or with Slurm the script of the job."""
+        assert self.launcher is not None
+        if self.cluster.slurm is None:
+            return psutil.Process(self.launcher.pid).children()
+        return [
+            process
+            for node in self.nodes
+            for process in _processes(node.pids())
+            if "--inside" in (words := _words_of(process)) and words[-1].startswith(f"{self.folder}/")
+        ]
 
     def connection(self, netloc: str, timeout_s: float) -> http.client.HTTPConnection:
         assert self.launcher is not None
         return NodeConnection(netloc, timeout_s, self.nodes[1].network)
 
     def cut_power(self, names: Sequence[str]) -> dict[str, int]:
+        """With Slurm, a node that runs nothing of the run is replaced by the first one that does."""
         pids, lost = self.pids(fresh=True), dict[str, int]()
+        if self.cluster.slurm is not None:
+            used = {node.name for node in self.nodes if set(node.pids()) & set(pids.values())}
+            names = [name if name in used else min(used, default=name) for name in names]
         for node in self.nodes:
             if node.name in names and node.is_on:
                 own = set(node.pids())
@@ -134,19 +176,23 @@ class ClusterRun(Run):
     def restore(self) -> None:
         for node in self.nodes:
             if not node.is_on:
-                node.power_on()
-                self.cluster.prepare(node)
+                self.cluster.power_on(node)
 
     def _signal(self, names: Sequence[str], number: signal.Signals) -> dict[str, int]:
-        if number in (signal.SIGKILL, signal.SIGCONT) and "launcher" in names and self.launcher is not None:
+        has_shell = self.cluster.slurm is None  # the launcher is a child of nsenter
+        if has_shell and number in (signal.SIGKILL, signal.SIGCONT) and "launcher" in names and self.launcher:
             # nsenter has stopped itself with its child. It continues after the child has received the signal.
             threading.Timer(0.3, self.launcher.send_signal, [signal.SIGCONT]).start()
         return super()._signal(names, number)
 
     def node_of(self, name: str) -> str:
         """The name of the node that a process runs on."""
-        pid = self.pids(fresh=True)[name]
-        return next(node.name for node in self.nodes if pid in node.pids())
+        return self.nodes_of(name).pop()
+
+    def nodes_of(self, *names: str) -> set[str]:
+        """The names of the nodes that run these processes."""
+        pids = {pid for name, pid in self.pids(fresh=True).items() if name in names}
+        return {node.name for node in self.nodes if pids & set(node.pids())}
 
     def steps(self) -> int:
         """Train steps that the ledger holds as done."""
@@ -197,12 +243,19 @@ def _processes(pids: Sequence[int]) -> list[psutil.Process]:
     return found
 
 
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def _is_started_by_agent(process: psutil.Process) -> bool:
     try:
         parent = process.parent()
-        words = " ".join(parent.cmdline()) if parent is not None else ""
     except psutil.Error:
         return False
+    words = "" if parent is None else " ".join(_words_of(parent))
     return any(agent in words for agent in _AGENTS)
 
 

@@ -1,12 +1,15 @@
 """Servers that join and are lost during a run on three nodes: by command, by SIGKILL, and with their node."""
 
+import itertools
 import json
 
 import pytest
 
 from tests.cluster.cluster_run import LIMIT_S, Cluster, cluster_run, write_config
+from tests.cluster.slurm_cluster import missing as slurm_missing
 from tests.faults.ledger_proof import raw_events
 
+FEW = pytest.param(6, marks=pytest.mark.timeout(900))
 MANY = pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 OPTIONS = (
     "cluster.node_silence_s=3",
@@ -19,8 +22,10 @@ OPTIONS = (
 class Elastic:
     """A run, and what a test does to its servers."""
 
-    def __init__(self, run):
+    def __init__(self, run, keeps=()):
         self.run = run
+        self.keeps = keeps
+        """A node with these processes does not lose power."""
         self.joins = []
         """(name of the server, version published when it joined, version that it held then)."""
         self.losses = []
@@ -59,7 +64,7 @@ class Elastic:
     def lose_node(self, name):
         """The node of the server loses power; the server starts on another node, and the node comes back."""
         node = self.run.node_of(name)
-        if node == "node1":  # the launcher runs there
+        if node in self.run.nodes_of("launcher", *self.keeps):
             self.kill(name)
             return
         assert name in self.run.cut_power([node])
@@ -70,33 +75,42 @@ class Elastic:
         self.run.restore()
 
 
-@pytest.fixture(params=["ssh", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(
+    params=["ssh", pytest.param("ray", marks=pytest.mark.ray), pytest.param("slurm", marks=pytest.mark.slurm)]
+)
 def elastic(request, make_nodes, can_have_ssh, data, tmp_path):
-    if request.param == "ray":
+    """With Slurm each server has a separate job, and a node for it."""
+    launcher, keeps, options = request.param, (), OPTIONS
+    if launcher == "ray":
         pytest.importorskip("ray", reason="needs the package ray: pip install 'areal[ray]'")
-    cluster = Cluster(make_nodes(3, private=("/tmp/ray",)), request.param, tmp_path / "ssh")
-    made = Elastic(cluster_run(cluster, tmp_path, write_config(tmp_path, data), *OPTIONS))
+    if launcher == "slurm":
+        assert not (problem := slurm_missing()), problem
+        keeps, options = ("trainer-0",), (*OPTIONS, "launcher.slurm.separate_jobs=true")
+    cluster = Cluster(make_nodes(7 if launcher == "slurm" else 3, private=("/tmp/ray",)), launcher, tmp_path / "files")
+    made = Elastic(cluster_run(cluster, tmp_path, write_config(tmp_path, data), *options), keeps)
     yield made
     made.run.abandon()
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [6, MANY])
+@pytest.mark.parametrize("count", [FEW, MANY])
 def test_servers_join_and_are_lost_and_nothing_else_is(elastic, data, count):
     run, arguments = elastic.run, elastic.run.arguments
     run.arguments = [*arguments, "total_train_steps=2000"]
     run.start()
     run.wait_for_step(1)
-    while len(elastic.losses) < count:
+    for turn in itertools.count():
+        if len(elastic.losses) >= count:
+            break
         name = elastic.join()
-        if len(elastic.losses) % 3 == 1:
+        if turn % 3 == 1:
             elastic.kill(name)
-        elif len(elastic.losses) % 3 == 2:
+        elif turn % 3 == 2:
             elastic.lose_node(name)
         if len(elastic.losses) < count:
             elastic.leave(name)
         run.wait_for_step(run.steps() + 1)
     assert len(elastic.joins) >= count
+    print(elastic.losses)  # noqa: T201 - shown by pytest -s
     late = [(name, published, held) for name, published, held in elastic.joins if held < published]
     assert late == [], "a server serves only with the newest weights"
     run.terminate(["launcher"])

@@ -1,6 +1,6 @@
 """Kills a run of the quickstart again and again, by a seeded schedule, and proves that nothing was lost.
 
-    make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk'] [ARGS='--cluster ssh']
+    make test-faults [SEED=0] [KILLS=100] [ARGS='--mode disk'] [ARGS='--cluster ssh|ray|slurm']
     python -m tests.faults.soak --seed 0 [--kills 30] [--mode xccl|disk] [--folder runs/faults]
 
 Two servers and two trainer ranks, as on a machine with four GPUs but on the CPU. Half of the faults hit runs with
@@ -20,6 +20,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from tests.cluster.cluster_run import LAUNCHERS, Cluster, ClusterRun
+from tests.cluster.cluster_run import LAUNCHERS, Cluster, ClusterRun, num_nodes
 from tests.cluster.nodes import Nodes
 from tests.faults.driver import ROOT, Run, RunBroken
 from tests.faults.ledger_proof import raw_events, seconds_to_training
@@ -142,12 +143,12 @@ def leg_arguments(leg: Leg, folder: Path) -> list[str]:
 
 @contextmanager
 def nodes_for(launcher: str | None, folder: Path) -> Iterator[Cluster | None]:
-    """Nodes for one run of the ssh or Ray launcher; None without a launcher."""
+    """Nodes for one run of this launcher; None without a launcher."""
     if launcher is None:
         yield None
         return
-    with Nodes(3, private=("/tmp/ray",)) as nodes:
-        yield Cluster(nodes, launcher, folder / "ssh")
+    with Nodes(num_nodes(launcher), private=("/tmp/ray",)) as nodes, tempfile.TemporaryDirectory() as files:
+        yield Cluster(nodes, launcher, Path(files, launcher))
 
 
 def run_leg(leg: Leg, folder: Path, deadline: float, cluster: Cluster | None = None) -> tuple[LegResult, list[Fault]]:
