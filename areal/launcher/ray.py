@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ class RayCluster:
         actors = [self._actor(bundle) for bundle in bundles]
         for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):
             self._seats[planned.name] = self._open(actor, bundle)
-        return NodesBackend(self._agent_for)
+        return RayBackend(self._agent_for, self._release)
 
     def close(self) -> None:
         """End all actors, with their processes, and give the reserved resources back."""
@@ -180,6 +180,13 @@ class RayCluster:
         for group in self._groups:
             self._ray.util.remove_placement_group(group)
         self._ray.shutdown()
+
+    def _release(self, name: str) -> None:
+        """End the actor of a process, and give back what was reserved for it after the start of the run."""
+        if (seat := self._seats.pop(name, None)) is not None:
+            seat.link.close()
+            seat.transport.kill()
+            self._give_back(seat.bundle.group)
 
     def _agent_for(self, planned: PlannedProcess) -> tuple[NodeLink, PlannedProcess]:
         seat = self._seats.get(planned.name)
@@ -204,7 +211,7 @@ class RayCluster:
         """An actor in the same bundle when only the last actor died there, else on a node with room."""
         if before is not None and actor_died and before.node_id in _living(self._ray):
             return self._open(self._actor(before), before)
-        cpus = 1.0 if before is None else before.resources["CPU"]
+        cpus = 1.0 if before is None else before.resources.get("CPU", 1.0)
         if before is not None:
             self._give_back(before.group)
         while True:
@@ -221,8 +228,11 @@ class RayCluster:
         others = [seat.bundle for name, seat in self._seats.items() if name != planned.name]
         others = [bundle for bundle in others if bundle.node_id in living]
         node_id, place = self._room(planned, before, living, others)
-        free = living[node_id].cores - sum(one.resources["CPU"] for one in others if one.node_id == node_id)
+        free = living[node_id].cores - sum(one.resources.get("CPU", 0.0) for one in others if one.node_id == node_id)
         resources = _resources(min(cpus, free), len(place.gpus))
+        if free < resources["CPU"]:  # all CPUs of the node are reserved; a bundle needs something
+            del resources["CPU"]
+            resources[f"node:{living[node_id].host.advertise}"] = 0.001
         try:
             group = self._reserve([(node_id, resources)])
         except LaunchError as error:
@@ -283,8 +293,9 @@ class RayCluster:
         strategies = self._ray.util.scheduling_strategies
         where = strategies.PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
         actor = self._ray.remote(
-            num_cpus=bundle.resources["CPU"],
+            num_cpus=bundle.resources.get("CPU", 0),
             num_gpus=bundle.resources.get("GPU", 0),
+            resources={name: amount for name, amount in bundle.resources.items() if name not in ("CPU", "GPU")},
             concurrency_groups={"input": 1, "output": 1},
             scheduling_strategy=where,
         )(AgentActor)
@@ -306,6 +317,21 @@ class RayCluster:
         return _Seat(bundle=bundle, transport=transport, link=link)
 
 
+class RayBackend(NodesBackend):
+    """Processes in Ray actors."""
+
+    def __init__(
+        self,
+        agent_for: Callable[[PlannedProcess], tuple[NodeLink, PlannedProcess]],
+        release: Callable[[str], None],
+    ) -> None:
+        super().__init__(agent_for)
+        self._release = release
+
+    def forget(self, name: str) -> None:
+        self._release(name)
+
+
 def demands(plan: LaunchPlan, machines: Sequence[Machine]) -> list[tuple[PlannedProcess, dict[str, float]]]:
     """The CPUs and GPUs that Ray reserves for each process.
 
@@ -324,7 +350,7 @@ def demands(plan: LaunchPlan, machines: Sequence[Machine]) -> list[tuple[Planned
 
 
 def _resources(cpus: float, gpus: int) -> dict[str, float]:
-    """Resources of a bundle. At least some of a CPU, which need not be free: Ray counts in 0.0001."""
+    """Resources of a bundle, with at least some of a CPU."""
     return {"CPU": max(0.001, int(cpus * 1000) / 1000)} | ({"GPU": float(gpus)} if gpus else {})
 
 

@@ -143,7 +143,8 @@ class JobsCluster:
                 raise LaunchError(f"job {job} of {component.name} cannot start: {cause}", code="launch.slurm_refused")
             if limit_s is not None and time.monotonic() - began_s > limit_s:
                 raise LaunchError(f"job {job} of {component.name} waits: {cause}", code="launch.node_unreachable")
-            if shown != (shown := f"areal: job {job} of {component.name} is {meaning.phase}: {cause}"):
+            waits = f"areal: job {job} of {component.name} is {meaning.phase}{f': {cause}' if cause else ''}"
+            if shown != (shown := waits):
                 self._say(shown)
             time.sleep(_LOOK_S)
 

@@ -122,6 +122,8 @@ def _failed(facts: JobFacts) -> str:
         return "its batch script was killed by signal 9"
     if facts.signal:
         return f"its batch script was ended by signal {facts.signal}"
+    if facts.exit_code == 130:
+        return "its run was interrupted"
     if facts.exit_code == 0 and facts.reason not in ("", "None"):
         return f"Slurm could not run it ({facts.reason})"
     return f"its batch script exited with {facts.exit_code}"
