@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal.agent.tool_calls.json_styles import hermes
+from areal.agent.tool_calls.pieces import Broken, Call
 from areal.agent.tool_functions import Tool, call_function
 from areal.observe.episode_metrics import log_metric
 from areal.workflow.conversation import Conversation
 from areal.workflow.conversing import Episode, generate
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +27,10 @@ class ToolCall:
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls in an answer of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen)."""
     found: list[ToolCall] = []
-    for body in _CALL.findall(text):
-        try:
-            call = json.loads(body)
-            name, arguments = call["name"], call.get("arguments", {})
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError
-            found.append(ToolCall(name=name, arguments=arguments))
-        except (ValueError, KeyError, TypeError, AttributeError):
+    for piece in hermes(text, {}):
+        if isinstance(piece, Call):
+            found.append(ToolCall(name=piece.name, arguments=json.loads(piece.arguments)))
+        elif isinstance(piece, Broken):
             found.append(ToolCall(name="", problem='a call must be {"name": ..., "arguments": {...}}'))
     return found
 
