@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Literal, TypeVar
 
-from areal.agent.token_tree import TokenNode, path_to
+from areal.agent.token_tree import TokenNode, TokenTree, path_to
 from areal.agent.transcript import Transcript
 from areal.api.data import Trajectory
 
@@ -30,10 +31,33 @@ def trajectories(
     `session`: number within the group. `turn_rewards`: by turn id, the reward that the tokens of the answer get, with
     those of later turns; None, or a turn that is missing = `reward`, which is that of the whole session.
     """
-    order = {turn_id: number for number, turn_id in enumerate(transcript.turns)}
-    finished = bool(order) and next(reversed(transcript.turns.values())).finished
+    last = next(reversed(transcript.turns.values()), None)
+    return rows_of_tree(
+        transcript.tree,
+        {turn_id: number for number, turn_id in enumerate(transcript.turns)},
+        cut=cut,
+        reward=reward,
+        finished=last is not None and last.finished,
+        session=session,
+        turn_rewards=turn_rewards,
+        reward_parts=reward_parts,
+    )
+
+
+def rows_of_tree(
+    tree: TokenTree,
+    order: Mapping[str, int],
+    *,
+    cut: Cut,
+    reward: float,
+    finished: bool,
+    session: int,
+    turn_rewards: Mapping[str, float] | None = None,
+    reward_parts: Mapping[str, float] | None = None,
+) -> list[Trajectory]:
+    """`trajectories` of a tree. `order`: the number of each turn id, in order of time."""
     rows: list[Trajectory] = []
-    for path, trained in _rows(transcript, cut, order):
+    for path, trained in _rows(tree, cut, order):
         turns = _column(path, trained, -1, lambda node: [order[node.turn_id]] * len(node.token_ids))
         rows.append(
             replace(
@@ -72,11 +96,27 @@ def _turn_rewards(
     return _column(path, trained, reward, lambda node: [rewards.get(node.turn_id, reward)] * len(node.token_ids))
 
 
-def _rows(transcript: Transcript, cut: Cut, order: Mapping[str, int]) -> Iterator[tuple[list[TokenNode], set[int]]]:
+def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
+    """The tokens of a session from its rows, whatever their cut; the turn ids are the numbers of the answers."""
+    runs: list[tuple[int, int, int, Trajectory]] = []
+    for row in rows:
+        facts = enumerate(zip(row.loss_mask, row.turns, strict=True))
+        for (trained, turn), found in groupby(facts, lambda fact: fact[1]):
+            places = [place for place, _ in found]
+            if trained:
+                runs.append((turn, places[0], places[-1] + 1, row))
+    tree = TokenTree()
+    for turn, start, stop, row in sorted(runs, key=lambda run: run[:2]):
+        after, span = tree.add_fixed(tree.root, row.token_ids[:start]), slice(start, stop)
+        tree.add_generated(after, str(turn), row.token_ids[span], row.rollout_logprobs[span], row.output_versions[span])
+    return tree
+
+
+def _rows(tree: TokenTree, cut: Cut, order: Mapping[str, int]) -> Iterator[tuple[list[TokenNode], set[int]]]:
     """The path of each row, and the ids of its nodes that are trained."""
     if cut == "per_turn":
         ends: dict[str, TokenNode] = {}
-        for leaf in transcript.tree.leaves():
+        for leaf in tree.leaves():
             for node in path_to(leaf):
                 if node.is_generated and (node.turn_id not in ends or ends[node.turn_id].end < node.end):
                     ends[node.turn_id] = node
@@ -84,7 +124,7 @@ def _rows(transcript: Transcript, cut: Cut, order: Mapping[str, int]) -> Iterato
             path = path_to(ends[turn_id])
             yield from _row(path, [node for node in path if node.turn_id == turn_id])
         return
-    paths = [path_to(leaf) for leaf in transcript.tree.leaves()]
+    paths = [path_to(leaf) for leaf in tree.leaves()]
     owners: dict[int, int] = {}
     by_rank = range(len(paths)) if cut == "tree" else sorted(range(len(paths)), key=lambda i: -paths[i][-1].end)
     for row in by_rank:

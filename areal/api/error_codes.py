@@ -360,6 +360,8 @@ replay.override: An override has no effect in a replay, or would need other data
     Remove the overrides that the message lists.
 replay.rank_failed: A rank of the replay exited with an error.
     Read the log that the message names.
+replay.regrade: The recorded answers cannot be scored again: their workflow or dataset does not allow it.
+    Restore the dataset that the message names; runs of other workflows keep their rewards.
 
 request.broken_body: The body of a request ends early, or is not encoded as its headers say.
     Send the number of bytes that Content-Length says, or valid chunks.

@@ -1,11 +1,20 @@
 """The columns of a payload that say which trajectories are one session, and in which order its answers came."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from areal.ledger.payload import join_columns, payload_sizes, sessions_start
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.ledger.payload import (
+    join_columns,
+    payload_sizes,
+    reward_names,
+    reward_parts,
+    sessions_start,
+    to_columns,
+)
 
 
 class SessionColumns(NamedTuple):
@@ -41,3 +50,32 @@ def session_columns(payload: bytes) -> SessionColumns | None:
     rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
     text = start + integers.nbytes + rewards.nbytes + 4
     return SessionColumns(integers[:n], integers[n:], rewards, payload[text:].decode())
+
+
+def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
+    """The group that `encode_episode` wrote, with its record, without statistics. LedgerError when it is damaged."""
+    columns, sessions = to_columns(episode_id, payload), session_columns(payload)
+    names = reward_names([payload])
+    parts = reward_parts([payload], names).tolist()
+    baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
+    trajectories: list[Trajectory] = []
+    end = 0
+    for row, size in enumerate(columns.lengths.tolist()):
+        span = slice(end, end + size)
+        end += size
+        scores = {name: score for name, score in zip(names, parts[row], strict=True) if score == score}
+        one = Trajectory(
+            token_ids=columns.token_ids[span].tolist(),
+            loss_mask=columns.loss_mask[span].tolist(),
+            rollout_logprobs=columns.rollout_logprobs[span].tolist(),
+            output_versions=columns.output_versions[span].tolist(),
+            reward=float(columns.rewards[row]),
+            finished=bool(columns.finished[row]),
+            reward_parts=scores,
+            baseline=baselines[row] if baselines[row] == baselines[row] else None,
+        )
+        if sessions is not None:
+            turns, rewards = sessions.turns[span].tolist(), sessions.turn_rewards[span].tolist()
+            one = replace(one, session=int(sessions.sessions[row]), turns=turns, turn_rewards=rewards)
+        trajectories.append(one)
+    return TrajectoryGroup(trajectories=trajectories, record="" if sessions is None else sessions.record)

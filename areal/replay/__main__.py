@@ -13,8 +13,9 @@ from areal.api.config import PPOConfig
 from areal.api.config.load import save_config
 from areal.api.errors import InputError, LaunchError
 from areal.replay.order import ReplayOrder, checkpoint_of, config_of
-from areal.replay.overrides import check_overrides
+from areal.replay.overrides import changes_rewards, check_overrides, is_regrade
 from areal.replay.recorded import RecordedRun
+from areal.replay.regrade import regrade
 from areal.replay.report import Report
 from areal.replay.runner import plan_ranks, run_ranks
 from areal.system.process import interrupts_notice, run_main
@@ -25,7 +26,8 @@ DESCRIPTION = """Train again from the recorded batches of a run: no server, no c
 Without key=value the replay must equal the run: the weights after each step are compared with the checksum in the
 ledger, loss and gradient norm with metrics.jsonl. Exit status: 0 equal, 1 different, 2 an error.
 With key=value (of actor, critic, ref, teacher, reward_model, or ref_reset_*) it is an offline comparison on identical
-data, with exit status 0.
+data, with exit status 0. With reward_fn=new.py:f, reward.*, agent.turn_discount or agent.cut the recorded answers are
+scored or cut again first, and the replay trains on the result.
 
 Results are written to RUN/replays/NAME: metrics.jsonl, config.yaml, logs. The run itself is only read: it may have been
 killed and recovered, and it may still be running."""
@@ -106,6 +108,9 @@ def replay(request: Request) -> int:
     config, order = run.config(request.overrides), order_of(request, run)
     ranks = run.ranks()  # an error here leaves no folder
     folder = make_folder(run, request, config, order)
+    if any(is_regrade(word.removeprefix("+").partition("=")[0].strip()) for word in request.overrides):
+        steps = range(order.start_step, order.end_step)
+        regrade(run, config, steps, folder, new_rewards=changes_rewards(request.overrides))
     if len(run.total_steps) > 1:
         lengths = ", ".join(map(str, run.total_steps))
         sys.stderr.write(f"areal: the run had several lengths ({lengths} steps); the last one sets the learning rate\n")

@@ -7,6 +7,10 @@ from areal.api.errors import ConfigError
 
 UPDATED = ("actor", "critic", "ref", "teacher", "reward_model", "ref_reset_steps", "ref_reset_optimizer")
 """Sections of the models, except for the keys in _IN_MODELS, and options of the reference resets."""
+_REWARDS = ("reward_fn", "reward")
+_OF_SESSIONS = ("agent.turn_discount", "agent.cut")
+REGRADED = (*_REWARDS, *_OF_SESSIONS)
+"""Options that change what was recorded: the rewards of the answers, or the rows of sessions."""
 
 _IN_MODELS = {
     "weight_update_mode": "a replay sends weights nowhere",
@@ -17,7 +21,7 @@ _OTHERS = {
     "gconfig": "the answers are recorded: sampling has no effect",
     **dict.fromkeys(("rollout", "workflow", "workflow_args"), "the rollouts are recorded"),
     **dict.fromkeys((*INFERENCE_BACKENDS, "server_python"), "a replay has no servers"),
-    **dict.fromkeys(("reward", "reward_fn"), "the rewards are recorded"),
+    "agent": f"the sessions are recorded, except for {', '.join(_OF_SESSIONS)}",
     "train_dataset": "the batches are recorded with rows, order and size",
     **dict.fromkeys(("eval_gconfig", "valid_dataset", "evaluator"), "a replay evaluates nothing"),
     "tokenizer_path": "the batches hold token ids",
@@ -49,10 +53,22 @@ def check_overrides(words: Sequence[str]) -> None:
         section, _, key = path.strip().partition(".")
         if not equals:
             problems.append(f"{word}: is not an override: write key.sub=value")
+        elif is_regrade(path.strip()):
+            continue
         elif section not in UPDATED:
             problems.append(f"{path}: {_OTHERS.get(section, 'nothing in a replay reads it')}")
         elif key in _IN_MODELS:
             problems.append(f"{path}: {_IN_MODELS[key]}")
     if problems:
-        rule = f"a replay can change only keys of {', '.join(UPDATED)}:"
+        rule = f"a replay can change only keys of {', '.join((*UPDATED, *REGRADED))}:"
         raise ConfigError("\n  ".join([rule, *problems]), code="replay.override")
+
+
+def is_regrade(path: str) -> bool:
+    """Whether an option changes the recorded rewards or rows."""
+    return path.partition(".")[0] in _REWARDS or path in _OF_SESSIONS
+
+
+def changes_rewards(words: Sequence[str]) -> bool:
+    """Whether overrides name another reward function."""
+    return any(word.removeprefix("+").partition("=")[0].strip().partition(".")[0] in _REWARDS for word in words)

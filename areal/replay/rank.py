@@ -21,6 +21,7 @@ from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock
 from areal.replay.order import ReplayOrder, checkpoint_of, config_of, metrics_of
 from areal.replay.recorded import RecordedRun, read_config
+from areal.replay.regrade import RegradedPayloads
 from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
 from areal.system.file_registry import FileRegistry
@@ -37,8 +38,12 @@ from areal.weights.checksum import checksum_of
 class RecordedBatches:
     """Implements `areal.trainer.ppo_loop.BatchSource` on a ledger."""
 
-    def __init__(self, run: RecordedRun, *, dp_rank: int, dp_size: int) -> None:
+    def __init__(
+        self, run: RecordedRun, *, dp_rank: int, dp_size: int, regraded: RegradedPayloads | None = None
+    ) -> None:
+        """`regraded`: train on these payloads in place of the recorded ones."""
         self._run = run
+        self._regraded = regraded
         self._payloads = PayloadReader(run.paths.ledger)
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.weights_checksum = ""
@@ -47,6 +52,8 @@ class RecordedBatches:
     def next_batch(self, step: int) -> BatchShare:
         """Return the share that the controller served. Raises LedgerError when one of its episodes is damaged."""
         record = self._run.batches[step]
+        if self._regraded is not None:
+            return self._regraded.share(record, dp_rank=self._dp_rank, dp_size=self._dp_size)
         return read_share(self._payloads, record, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
     def consumed(self, step: int, version: int, weights_checksum: str) -> None:
@@ -114,7 +121,8 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
             roles.actor.load_state(store.load(checkpoint_of(run.paths, order.start_step)).actor)
         else:
             require_initial_weights(run, config, roles, mesh)
-        batches = RecordedBatches(run, dp_rank=lead.dp_rank, dp_size=lead.dp_size)
+        regraded = RegradedPayloads.read(folder)
+        batches = RecordedBatches(run, dp_rank=lead.dp_rank, dp_size=lead.dp_size, regraded=regraded)
         stack.callback(batches.close)
         steps = StepLog(metrics_of(folder), lead, batches, end_step=order.end_step, is_rank0=mesh.rank == 0)
         stack.callback(steps.close)

@@ -12,8 +12,9 @@ from typing import Any, Self
 from areal.api.config import PPOConfig
 from areal.api.config.load import load_experiment
 from areal.api.errors import InputError
+from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import LedgerReader
-from areal.ledger.state import BatchRecord, LedgerState
+from areal.ledger.state import BatchRecord, LedgerState, row_stream
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
 from areal.trainer.progress import TrainingLength
@@ -32,6 +33,8 @@ class RecordedRun:
     end_step: int
     """The number of trained steps."""
     num_rows: int
+    rows: PromptStream[int] | None
+    """Episode id -> index of its row; None when the ledger does not determine it."""
     total_steps: tuple[int, ...]
     """The configured lengths of the run, in order: several if it was continued with another length."""
 
@@ -57,6 +60,7 @@ class RecordedRun:
             first_step=state.skipped_steps,
             end_step=max(state.consumed_steps) + 1,
             num_rows=state.identity["num_rows"],
+            rows=row_stream(state.identity),
             total_steps=tuple(lengths),
         )
 

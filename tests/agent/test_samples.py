@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.agent.samples import Cut, trajectories
+from areal.agent.samples import Cut, rows_of_tree, trajectories, tree_of_rows
 from areal.agent.transcript import Transcript
 from areal.agent.turns import TurnRequest
 from areal.ledger.payload import check_trajectory
@@ -53,6 +53,16 @@ def test_every_cut_trains_the_same_tokens_once(transcript):
     assert cuts[0] == cuts[1] == cuts[2]
     if not any(turn.is_overwritten for turn in transcript.turns.values()):
         assert len(cuts[0]) == sum(turn.num_tokens for turn in transcript.turns.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(transcripts(), st.sampled_from(CUTS))
+def test_recorded_rows_can_be_cut_again(transcript, cut):
+    rows = trajectories(transcript, cut=cut, reward=1.0, session=0)
+    tree, order = tree_of_rows(rows), {str(number): number for number in range(len(transcript.turns))}
+    for other in CUTS:
+        again = rows_of_tree(tree, order, cut=other, reward=1.0, finished=True, session=0)
+        assert trained(again) == trained(rows)
 
 
 def forked() -> Transcript:

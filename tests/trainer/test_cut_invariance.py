@@ -108,7 +108,7 @@ def train(toolbox, config, cut: str, **of_batch):
     return policy.table.detach(), critic.table.detach(), {k: v for k, v in metrics.items() if k not in of_rows}
 
 
-def assert_invariant(toolbox, config, **of_batch) -> None:
+def assert_invariant(toolbox, config, *, moves: bool = True, **of_batch) -> None:
     start = prefix_engine(toolbox).table.detach()
     first = train(toolbox, config, CUTS[0], **of_batch)
     assert first[0].isfinite().all()
@@ -117,7 +117,7 @@ def assert_invariant(toolbox, config, **of_batch) -> None:
         torch.testing.assert_close(other[0], first[0], rtol=0, atol=1e-7)
         torch.testing.assert_close(other[1], first[1], rtol=0, atol=1e-7)
         assert other[2] == pytest.approx(first[2], rel=1e-6, abs=1e-9)
-    assert not torch.equal(first[0], start)
+    assert not moves or not torch.equal(first[0], start)
 
 
 def combination(estimator: str, loss: str, aggregation: str) -> dict:
@@ -175,7 +175,8 @@ def check_random(toolbox, seed: int) -> None:
     """An accepted combination of random options."""
     config = test_combinations.accepted(seed, workflow="agent")
     floor = random.Random(seed).randrange(2)
-    assert_invariant(toolbox, config, seed=seed % 3, with_turn_rewards=bool(seed % 2), mask_before=floor)
+    of_batch = {"seed": seed % 3, "with_turn_rewards": bool(seed % 2), "mask_before": floor}
+    assert_invariant(toolbox, config, moves=False, **of_batch)  # a filter may remove every token
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,184 @@
+"""Recorded episodes with other rewards, another discount over turns or another cut, for a replay to train on.
+
+The answers, their log-probabilities and the composition of the batches stay as recorded; filters are not applied again.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self, cast
+
+from areal.agent.samples import Cut, rows_of_tree, tree_of_rows
+from areal.api.config import PPOConfig
+from areal.api.data import Trajectory, TrajectoryGroup
+from areal.api.errors import InputError
+from areal.data.dataset import load_rows
+from areal.data.tokenizer import Tokenizer, load_tokenizer
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.payload import check_payload, encode_episode
+from areal.ledger.session_columns import group_of_payload
+from areal.replay.recorded import RecordedRun
+from areal.workflow.scoring import Score, Scorer
+
+WORKFLOWS = ("rlvr", "agent")
+"""Workflows whose reward is that of the reward functions for the last answer."""
+_PAYLOADS, _INDEX = "regraded.bin", "regraded.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegradedPayloads:
+    """The changed payloads in the folder of a replay."""
+
+    path: Path
+    places: Mapping[int, tuple[int, int]]
+    """Episode id -> (offset, size)."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """None when the replay trains on the recorded ones."""
+        if not (folder / _INDEX).is_file():
+            return None
+        found = json.loads((folder / _INDEX).read_bytes())
+        return cls(path=folder / _PAYLOADS, places={int(name): tuple(place) for name, place in found.items()})
+
+    def payload(self, episode_id: int) -> bytes:
+        offset, size = self.places[episode_id]
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+
+def regrade(run: RecordedRun, config: PPOConfig, steps: range, folder: Path, *, new_rewards: bool) -> None:
+    """Write the payloads of the batches of `steps` as `config` would have made them.
+
+    `new_rewards`: call the reward functions of `config`; otherwise the recorded rewards stay. Raises InputError when
+    the run's workflow has other rewards, and RewardError when a call failed and reward.on_error=fail.
+    """
+    if new_rewards and config.workflow not in WORKFLOWS:
+        message = f"workflow={config.workflow} computes rewards itself: another reward function needs one of"
+        raise InputError(f"{message} {', '.join(WORKFLOWS)}", code="replay.regrade")
+    places: dict[int, tuple[int, int]] = {}
+    recorded = [pair for step in steps for pair in _episodes(run, step)]
+    with PayloadReader(run.paths.ledger) as reader, open(folder / _PAYLOADS, "xb") as file:
+        groups: list[tuple[int, TrajectoryGroup]] = []
+        for episode_id, where in recorded:
+            payload = reader.read(where)
+            check_payload(episode_id, payload)
+            groups.append((episode_id, group_of_payload(episode_id, payload)))
+        scores = asyncio.run(_scores(run, config, groups)) if new_rewards else {}
+        before = run.config()
+        for episode_id, group in groups:
+            made = _regraded(group, scores.get(episode_id), before, config)
+            payload = encode_episode(episode_id, made).payload
+            places[episode_id] = (file.tell(), len(payload))
+            file.write(payload)
+    (folder / _INDEX).write_text(json.dumps(places))
+
+
+def _episodes(run: RecordedRun, step: int) -> list[tuple[int, tuple[int, int, int]]]:
+    record = run.batches[step]
+    return list(zip(record.episode_ids, record.payloads, strict=True))
+
+
+async def _scores(
+    run: RecordedRun, config: PPOConfig, groups: Sequence[tuple[int, TrajectoryGroup]]
+) -> dict[int, list[Score]]:
+    """Episode id -> the scores of its sessions."""
+    tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
+    rows = load_rows(config.train_dataset)
+    if run.rows is None or len(rows) != run.num_rows:
+        message = f"train_dataset has {len(rows)} rows, but the run trained on {run.num_rows}: restore the dataset"
+        raise InputError(message, code="replay.regrade")
+    scorer = Scorer(config.reward_fn, config.reward)
+    try:
+        scorer.check_rows(rows)
+        return {
+            episode_id: await _scores_of(scorer, tokenizer, rows[run.rows.index(episode_id)], group)
+            for episode_id, group in groups
+        }
+    finally:
+        await scorer.aclose()
+
+
+async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup) -> list[Score]:
+    messages: list[Any] = json.loads(group.record)["messages"] if group.record else []
+    calls: list[Any] = []
+    for number, rows in enumerate(_sessions(group.trajectories)):
+        context_ids, answer_ids = last_answer(rows)
+        columns = row | {"messages": messages[number]} if number < len(messages) else row
+        answer = (tokenizer.decode(answer_ids, skip_special_tokens=True), answer_ids)
+        calls.append(scorer.score(tokenizer.decode(context_ids), context_ids, [answer], columns))
+    return [score for (score,) in await asyncio.gather(*calls)]
+
+
+def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], list[int]]:
+    """The tokens before the last answer of a session, and those of the answer. -> (context, answer)"""
+    number = max((max(row.turns, default=-1) for row in rows), default=-1)
+    found: list[tuple[int, Trajectory]] = []
+    for row in rows:
+        turns = row.turns or [number] * len(row.token_ids)
+        facts = enumerate(zip(row.loss_mask, turns, strict=True))
+        found += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
+    places = sorted(found, key=lambda one: one[0])
+    start, first = places[0]
+    return first.token_ids[:start], [row.token_ids[place] for place, row in places]
+
+
+def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The rows of each session, in order."""
+    found: dict[tuple[int, int], list[Trajectory]] = {}
+    for place, one in enumerate(trajectories):
+        found.setdefault((one.session, place if one.session < 0 else -1), []).append(one)
+    return list(found.values())
+
+
+def _regraded(
+    group: TrajectoryGroup, scores: Sequence[Score] | None, before: PPOConfig, config: PPOConfig
+) -> TrajectoryGroup:
+    made: list[Trajectory] = []
+    for number, rows in enumerate(_sessions(group.trajectories)):
+        score = None if scores is None else scores[number]
+        if score is not None:
+            rows = [replace(row, reward=score.reward, reward_parts=score.parts) for row in rows]
+        made += rows if rows[0].session < 0 else _session(rows, before, config, is_scored=score is not None)
+    return replace(group, trajectories=made)
+
+
+def _session(rows: Sequence[Trajectory], before: PPOConfig, config: PPOConfig, *, is_scored: bool) -> list[Trajectory]:
+    """The rows of a session with another reward, discount or cut."""
+    returns = _returns(rows)
+    turns, old, new = sorted(returns), before.agent.turn_discount, config.agent.turn_discount
+    own = {turn: returns[turn] - old * returns[after] for turn, after in pairwise(turns)}
+    own |= {turns[-1]: returns[turns[-1]]}
+    if is_scored:
+        own = dict.fromkeys(turns, 0.0) | {turns[-1]: rows[0].reward}
+    value, values = 0.0, dict[str, float]()
+    for turn in reversed(turns):
+        value = own[turn] + new * value
+        values[str(turn)] = value
+    return [
+        replace(row, baseline=rows[0].baseline)
+        for row in rows_of_tree(
+            tree_of_rows(rows),
+            {str(turn): turn for turn in turns},
+            cut=cast("Cut", config.agent.cut),
+            reward=rows[0].reward,
+            finished=rows[0].finished,
+            session=rows[0].session,
+            turn_rewards=values,
+            reward_parts=rows[0].reward_parts,
+        )
+    ]
+
+
+def _returns(rows: Sequence[Trajectory]) -> dict[int, float]:
+    """The recorded reward of each answer with those after it."""
+    return {
+        turn: value
+        for row in rows
+        for turn, value, flag in zip(row.turns, row.turn_rewards, row.loss_mask, strict=True)
+        if flag
+    }
