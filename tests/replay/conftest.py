@@ -94,7 +94,9 @@ def write_reward_model(folder: Path) -> None:
 class FakeController:
     """A BatchSource that makes up episodes and keeps the books like a controller."""
 
-    def __init__(self, folder: Path, runner: asyncio.Runner) -> None:
+    def __init__(self, folder: Path, runner: asyncio.Runner, reward=None) -> None:
+        """`reward`: of an answer's token ids; None = a random number."""
+        self._reward = reward
         self._ledger = Ledger.open(folder)
         self._runner = runner
         self._dice = random.Random(5)
@@ -111,7 +113,7 @@ class FakeController:
 
     def _trajectory(self, version: int) -> Trajectory:
         size = self._dice.randint(3, 9)
-        return Trajectory(
+        made = Trajectory(
             token_ids=[self._dice.randrange(VOCABULARY) for _ in range(size)],
             loss_mask=[0] + [1] * (size - 1),
             rollout_logprobs=[0.0] + [-self._dice.random() - 1.5 for _ in range(size - 1)],
@@ -119,6 +121,7 @@ class FakeController:
             reward=self._dice.random(),
             finished=True,
         )
+        return made if self._reward is None else replace(made, reward=self._reward(made.token_ids[1:]))
 
     async def _compose(self, step: int):
         ids, payloads = [], []
@@ -152,7 +155,7 @@ class FakeController:
         self._do(self._ledger.close())
 
 
-def train(folder: Path, text: str) -> Run:
+def train(folder: Path, text: str, reward=None) -> Run:
     """The live run: everything real but the controller and the servers."""
     write_model(folder / "model", seed=1)
     if "FOLDER/reward_model" in text:
@@ -175,7 +178,7 @@ def train(folder: Path, text: str) -> Run:
     recover = RecoverStore(paths.recover, config.recover, roles.recovered, mesh)
     recover.start_from(after_failure=False)
     with asyncio.Runner() as runner:
-        controller = FakeController(paths.ledger, runner)
+        controller = FakeController(paths.ledger, runner, reward)
         after_step = AfterStep(
             config,
             roles.trained,
@@ -222,6 +225,12 @@ def context_of(folder: Path) -> ProcessContext:
 def recorded(tmp_path_factory) -> Run:
     """A run of an actor alone. Not to be changed: see `run`."""
     return train(tmp_path_factory.mktemp("recorded"), CONFIG)
+
+
+@pytest.fixture
+def recorded_with_rewards(tmp_path):
+    """The run of `recorded` with another reward function."""
+    return lambda reward: train(tmp_path, CONFIG, reward)
 
 
 @pytest.fixture(scope="session")
