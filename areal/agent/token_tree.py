@@ -183,7 +183,10 @@ def path_to(node: TokenNode) -> list[TokenNode]:
 
 def tokens_to(node: TokenNode) -> list[int]:
     """All tokens of the path that ends with `node`."""
-    return [token for one in path_to(node) for token in one.token_ids]
+    found: list[int] = []
+    for one in path_to(node):
+        found += one.token_ids
+    return found
 
 
 def _next_agreement(old: Sequence[int], i: int, new: Sequence[int], j: int, limit: int) -> tuple[int, int] | None:

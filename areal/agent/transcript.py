@@ -261,9 +261,14 @@ class Transcript:
         return self._new_context(after, new_ids, *keys, is_drift=True, realigned=realigned)
 
 
+_PLAIN = {"role", "content"}
+
+
 def message_key(message: Message) -> Hashable:
     """What must be equal in two messages so that they are the same message: absent, None and empty fields are equal,
     and arguments of tool calls are compared as JSON."""
+    if message.keys() <= _PLAIN:
+        return message.get("role"), message.get("content") or "", (), ""
     calls = tuple(
         (call.get("id"), call["function"]["name"], _arguments(call["function"].get("arguments")))
         for call in message.get("tool_calls") or ()
