@@ -534,6 +534,8 @@ workflow.reward_timeout: reward.timeout_s is shorter than the time limit of the 
     Increase reward.timeout_s, lower the column total_time_limit_s, or set reward.on_error=zero.
 workflow.rollout_logprobs: A value is not a log-probability, or is not 0.0 where loss_mask is 0.
     Copy output_logprobs of the response and use 0.0 for all other tokens.
+workflow.session_rewards: Rows of one session have different rewards.
+    Give all rows the reward of the session, and rewards of turns as turn_rewards.
 workflow.trajectory_lengths: A workflow returned an empty group or trajectory, or columns of different lengths.
     Return one value per token in each column, one filter_reward per trajectory, or None to reject the episode.
 workflow.wrong_reward: The method converse of a workflow returned something else than a Score or a number.

@@ -189,8 +189,12 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
         return b""
     turns: list[int] = []
     rewards: list[float] = []
+    of_session: dict[int, float] = {}
     for number, one in enumerate(trajectories):
         size = len(one.token_ids)
+        if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
+            message = f"session {one.session} has rows with rewards {of_session[one.session]} and {one.reward}"
+            raise TrajectoryError(f"{message}: give all rows that of the session", code="workflow.session_rewards")
         turns += one.turns or [number if flag else -1 for flag in one.loss_mask]
         rewards += one.turn_rewards or [one.reward] * size
         if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
