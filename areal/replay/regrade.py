@@ -88,7 +88,7 @@ async def _scores(
 ) -> dict[int, list[Score]]:
     """Episode id -> the scores of its sessions."""
     tokenizer = load_tokenizer(config.tokenizer_path or config.actor.path)
-    rows = load_rows(config.train_dataset)
+    rows = load_rows(config.train_dataset, default_split="train", tokenizer=tokenizer)
     if run.rows is None or len(rows) != run.num_rows:
         message = f"train_dataset has {len(rows)} rows, but the run trained on {run.num_rows}: restore the dataset"
         raise InputError(message, code="replay.regrade")
@@ -106,9 +106,9 @@ async def _scores(
 async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup) -> list[Score]:
     messages: list[Any] = json.loads(group.record)["messages"] if group.record else []
     calls: list[Any] = []
-    for number, rows in enumerate(_sessions(group.trajectories)):
+    for rows in _sessions(group.trajectories):
         context_ids, answer_ids = last_answer(rows)
-        columns = row | {"messages": messages[number]} if number < len(messages) else row
+        columns = row | {"messages": messages[rows[0].session]} if messages and rows[0].session >= 0 else row
         answer = (tokenizer.decode(answer_ids, skip_special_tokens=True), answer_ids)
         calls.append(scorer.score(tokenizer.decode(context_ids), context_ids, [answer], columns))
     return [score for (score,) in await asyncio.gather(*calls)]

@@ -43,9 +43,9 @@ class EvaluatedEpisode:
 
     group: TrajectoryGroup
     reward: float
-    """Mean over the trajectories, as that of a training episode."""
+    """Mean over the sessions, as that of a training episode."""
     num_generated: float
-    """Generated tokens for each trajectory."""
+    """Generated tokens for each session."""
     stats: dict[str, float]
     """What the workflow and the reward functions report."""
 
@@ -70,7 +70,7 @@ async def evaluate_episode(
     return EvaluatedEpisode(
         group=group,
         reward=episode.reward,
-        num_generated=episode.num_generated / episode.counts.num_trajectories,
+        num_generated=episode.num_generated / episode.counts.num_sessions,
         stats={name: float(value) for name, value in (logged.means() | group.stats).items()},
     )
 

@@ -1,5 +1,6 @@
 """Finished sessions of one row become a group of trajectories with statistics, or a rejected one."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -119,6 +120,7 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
         stats=_stats(found, usable),
         rejected=rejected,
         turn_ids=[turn_id for one in usable for turn_id in one.session.transcript.turns],
+        record=json.dumps({"messages": [one.session.last_messages for one in usable]}),
     )
 
 
