@@ -9,8 +9,8 @@ import numpy as np
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.ledger.payload import (
     join_columns,
+    payload_head,
     payload_sizes,
-    reward_names,
     reward_parts,
     sessions_start,
     to_columns,
@@ -55,7 +55,7 @@ def session_columns(payload: bytes) -> SessionColumns | None:
 def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
     """The group that `encode_episode` wrote, with its record, without statistics. LedgerError when it is damaged."""
     columns, sessions = to_columns(episode_id, payload), session_columns(payload)
-    names = reward_names([payload])
+    names = payload_head(payload).reward_names
     parts = reward_parts([payload], names).tolist()
     baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
     trajectories: list[Trajectory] = []

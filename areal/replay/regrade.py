@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self, cast
 
 from areal.agent.samples import Cut, rows_of_tree, tree_of_rows
+from areal.api.batch_share import BatchShare
 from areal.api.config import PPOConfig
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.errors import InputError
 from areal.data.dataset import load_rows
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 from areal.ledger.event_files import PayloadReader
-from areal.ledger.payload import check_payload, encode_episode
+from areal.ledger.payload import check_payload, encode_episode, payload_head
 from areal.ledger.session_columns import group_of_payload
+from areal.ledger.state import BatchRecord
 from areal.replay.recorded import RecordedRun
+from areal.rollout.batching import build_share, share_parts
 from areal.workflow.scoring import Score, Scorer
 
 WORKFLOWS = ("rlvr", "agent")
@@ -33,8 +37,8 @@ class RegradedPayloads:
     """The changed payloads in the folder of a replay."""
 
     path: Path
-    places: Mapping[int, tuple[int, int]]
-    """Episode id -> (offset, size)."""
+    places: Mapping[int, tuple[int, int, float]]
+    """Episode id -> (offset, size, mean reward)."""
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -44,8 +48,21 @@ class RegradedPayloads:
         found = json.loads((folder / _INDEX).read_bytes())
         return cls(path=folder / _PAYLOADS, places={int(name): tuple(place) for name, place in found.items()})
 
-    def payload(self, episode_id: int) -> bytes:
-        offset, size = self.places[episode_id]
+    def share(self, record: BatchRecord, *, dp_rank: int, dp_size: int) -> BatchShare:
+        """The share of a rank, composed as the recorded one."""
+        payloads = [self._payload(episode_id) for episode_id in record.episode_ids]
+        part = share_parts([payload_head(payload) for payload in payloads], dp_size)[dp_rank]
+        return build_share(
+            [payloads[index] for index in part.indices],
+            part,
+            step=record.step,
+            version=record.version,
+            mask_before=record.mask_before,
+            stats=record.stats | {"reward": fmean(self.places[episode_id][2] for episode_id in record.episode_ids)},
+        )
+
+    def _payload(self, episode_id: int) -> bytes:
+        offset, size, _ = self.places[episode_id]
         with open(self.path, "rb") as file:
             file.seek(offset)
             return file.read(size)
@@ -60,7 +77,7 @@ def regrade(run: RecordedRun, config: PPOConfig, steps: range, folder: Path, *, 
     if new_rewards and config.workflow not in WORKFLOWS:
         message = f"workflow={config.workflow} computes rewards itself: another reward function needs one of"
         raise InputError(f"{message} {', '.join(WORKFLOWS)}", code="replay.regrade")
-    places: dict[int, tuple[int, int]] = {}
+    places: dict[int, tuple[int, int, float]] = {}
     recorded = [pair for step in steps for pair in _episodes(run, step)]
     with PayloadReader(run.paths.ledger) as reader, open(folder / _PAYLOADS, "xb") as file:
         groups: list[tuple[int, TrajectoryGroup]] = []
@@ -72,9 +89,9 @@ def regrade(run: RecordedRun, config: PPOConfig, steps: range, folder: Path, *, 
         before = run.config()
         for episode_id, group in groups:
             made = _regraded(group, scores.get(episode_id), before, config)
-            payload = encode_episode(episode_id, made).payload
-            places[episode_id] = (file.tell(), len(payload))
-            file.write(payload)
+            encoded = encode_episode(episode_id, made)
+            places[episode_id] = (file.tell(), len(encoded.payload), encoded.counts.reward)
+            file.write(encoded.payload)
     (folder / _INDEX).write_text(json.dumps(places))
 
 

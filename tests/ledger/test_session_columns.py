@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
-from areal.ledger.payload import encode_episode, session_reward
-from areal.ledger.session_columns import group_of_payload, join_sessions, session_columns
-from areal.rollout.batching import build_shares, token_stats
+from areal.ledger.payload import encode_episode, payload_head
+from areal.ledger.session_columns import group_of_payload, session_columns
+from areal.rollout.batching import build_share, share_parts
 from tests.expect import raises_code
 
 ROW = Trajectory(
@@ -39,27 +39,26 @@ def test_only_sessions_change_the_format():
     plain = encode_episode(1, TrajectoryGroup(trajectories=[ROW])).payload
     assert plain[:4] == b"ARP1"
     assert session_columns(plain) is None
-    assert join_sessions([plain, plain]) is None
     assert encode_episode(1, TrajectoryGroup(trajectories=[PART])).payload[:4] == b"ARP4"
 
 
 def test_a_batch_with_and_without_sessions():
     rows = [replace(PART, reward=4.0, reward_parts={}) for _ in range(3)]
-    payloads = [
-        encode_episode(0, TrajectoryGroup(trajectories=[ROW, ROW])).payload,
-        encode_episode(1, TrajectoryGroup(trajectories=[*rows, replace(rows[0], session=0, reward=1.0)])).payload,
-    ]
-    (share,) = build_shares(payloads, step=0, version=5, mask_before=0, dp_size=1)
+    groups = [[ROW, ROW], [*rows, replace(rows[0], session=0, reward=1.0)]]
+    episodes = [encode_episode(i, TrajectoryGroup(trajectories=group)) for i, group in enumerate(groups)]
+    payloads = [episode.payload for episode in episodes]
+    (part,) = share_parts([payload_head(payload) for payload in payloads], 1)
+    share = build_share(payloads, part, step=0, version=5, mask_before=0)
     assert share.sessions.tolist() == [0, 1, 2, 2, 2, 3]
     assert share.turns[:6].tolist() == [-1, 0, 0, -1, 0, 0]
     assert np.array_equal(share.turn_rewards[:6], np.ones(6, np.float32))
-    stats = token_stats([share], max_staleness=0)
-    assert (stats["num_trajectories"], stats["num_sessions"], stats["reward"]) == (6.0, 4.0, (1 + 1 + 4 + 1) / 4)
+    counts = [(one.counts.num_trajectories, one.counts.num_sessions, one.counts.reward) for one in episodes]
+    assert counts == [(2, 2, 1.0), (4, 2, 2.5)]
 
 
 def test_rows_of_one_session_count_once():
     rows = [replace(ROW, session=0, reward=3.0)] * 3 + [replace(ROW, session=1)]
-    assert session_reward(rows) == 2.0
+    assert encode_episode(1, TrajectoryGroup(trajectories=rows)).counts.reward == 2.0
     assert len(first_of_sessions([*rows, ROW, ROW])) == 4
     with raises_code("workflow.session_rewards", 3.0, 1.0):
         encode_episode(1, TrajectoryGroup(trajectories=[rows[0], replace(rows[0], reward=1.0)]))

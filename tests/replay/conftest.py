@@ -4,7 +4,7 @@ would have written and the files that a launcher leaves."""
 import asyncio
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
