@@ -201,10 +201,8 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
             raise _uneven(one)
         if not all(map(math.isfinite, one.turn_rewards)):
             raise _not_finite("turn_rewards", math.nan)
-    integers, floats = array("i", [one.session for one in trajectories] + turns), array("f", rewards)
-    if sys.byteorder == "big":
-        integers.byteswap()
-        floats.byteswap()
+    integers = np.array([*(one.session for one in trajectories), *turns], "<i4")
+    floats = np.array(rewards, "<f4")
     text = record.encode()
     return integers.tobytes() + floats.tobytes() + _LENGTH.pack(len(text)) + text
 
