@@ -193,18 +193,19 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
     for number, one in enumerate(trajectories):
         size = len(one.token_ids)
         if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
-            message = f"session {one.session} has rows with rewards {of_session[one.session]} and {one.reward}"
-            raise TrajectoryError(f"{message}: give all rows that of the session", code="workflow.session_rewards")
+            text = (
+                f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give them one"
+            )
+            raise TrajectoryError(text, code="workflow.session_rewards")
         turns += one.turns or [number if flag else -1 for flag in one.loss_mask]
         rewards += one.turn_rewards or [one.reward] * size
         if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
             raise _uneven(one)
         if not all(map(math.isfinite, one.turn_rewards)):
             raise _not_finite("turn_rewards", math.nan)
-    integers = np.array([*(one.session for one in trajectories), *turns], "<i4")
-    floats = np.array(rewards, "<f4")
+    numbers = np.array([*(one.session for one in trajectories), *turns], "<i4").tobytes()
     text = record.encode()
-    return integers.tobytes() + floats.tobytes() + _LENGTH.pack(len(text)) + text
+    return numbers + np.array(rewards, "<f4").tobytes() + _LENGTH.pack(len(text)) + text
 
 
 def _uneven(trajectory: Trajectory) -> TrajectoryError:
