@@ -193,18 +193,15 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
     for number, one in enumerate(trajectories):
         size = len(one.token_ids)
         if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
-            text = (
-                f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give them one"
-            )
+            text = f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give one"
             raise TrajectoryError(text, code="workflow.session_rewards")
         turns += one.turns or [number if flag else -1 for flag in one.loss_mask]
-        rewards += one.turn_rewards or [one.reward] * size
+        rewards += (given := one.turn_rewards or [one.reward] * size)
         if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
             raise _uneven(one)
-        if not all(map(math.isfinite, one.turn_rewards)):
-            raise _not_finite("turn_rewards", math.nan)
-    numbers = np.array([*(one.session for one in trajectories), *turns], "<i4").tobytes()
-    text = record.encode()
+        for reward in (reward for reward in given if not math.isfinite(reward)):
+            raise _not_finite("turn_rewards", reward)
+    numbers, text = np.array([*(one.session for one in trajectories), *turns], "<i4").tobytes(), record.encode()
     return numbers + np.array(rewards, "<f4").tobytes() + _LENGTH.pack(len(text)) + text
 
 
