@@ -6,9 +6,10 @@ SLOW_WORKERS ?= 3
 SEED ?= 0
 KILLS ?= 30
 ARGS ?=
+PART ?= 1
 BIN := .venv/bin
 
-.PHONY: quickstart agent-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd lint docs clean
+.PHONY: quickstart agent-quickstart test tests test-slow test-faults test-attack test-cluster test-ray test-slurm test-vllm test-sglang test-etcd test-gpu lint docs clean
 
 # torch comes first, and only torch from TORCH_INDEX: the address of a package index with CPU builds of torch. Without it
 # pip on Linux installs the CUDA build, with several GB of CUDA packages.
@@ -97,6 +98,10 @@ test-sglang: .venv/.installed .venv-sglang/.installed
 # A real etcd on loopback, and on nodes as above (root): apt-get install etcd-server etcd-client
 test-etcd: .venv/.installed
 	$(PYTEST) -m etcd tests/system tests/faults tests/cluster $(ARGS)
+
+# One of five parts of at most ten minutes, on a machine with an NVIDIA GPU (docs/gpu.md). Without one: exit 2.
+test-gpu: .venv/.installed
+	@$(BIN)/python -m tests.gpu $(PART)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

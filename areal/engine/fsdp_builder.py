@@ -14,6 +14,7 @@ from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
 from areal.engine.token_model import PolicyModel, ScoreModel, TokenModel, ValueModel
+from areal.weights.output_head import has_float32_head
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,7 +55,13 @@ def build_fsdp_engine(
         hf_model.get_submodule("score").float()  # also of a frozen model
         model = ScoreModel(hf_model) if role == "reward" else ValueModel(hf_model)
     else:
-        model = PolicyModel(hf_model, config.temperature, outputs, with_liger=config.logprob_kernel == "liger")
+        model = PolicyModel(
+            hf_model,
+            config.temperature,
+            outputs,
+            with_liger=config.logprob_kernel == "liger",
+            float32_head=has_float32_head(config.head_dtype, mesh.device, compute),
+        )
     if is_sharded:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal.api.batch import OutputSpec, TokenOutputs
+from areal.weights.output_head import unrounded_linear
 
 MAX_LOGITS_CPU = 2**22
 """Logits per block on the CPU: 16 MiB in float32, so that a block fits the cache."""
@@ -38,6 +39,7 @@ def linear_logprobs(
     candidate_ids: Tensor | None = None,
     valid: Tensor | None = None,
     max_logits: int | None = None,
+    float32_head: bool = False,
 ) -> TokenOutputs:
     """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and the other `outputs`.
 
@@ -45,6 +47,7 @@ def linear_logprobs(
     all outputs are 0 without gradient (default: all true). candidate_ids [T, k] int64 are used when outputs.candidates
     is not None; without them the outputs.candidates most likely tokens are used in descending order, or all V tokens if
     it is 0, the only case that materialises [T, V] (candidate_ids is None then). `max_logits` is the size of a block.
+    `float32_head`: the logits of half-precision inputs are not rounded to their dtype.
     Outputs are float32, or float64 for float64 inputs.
 
     Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
@@ -70,6 +73,7 @@ def linear_logprobs(
         all_tokens=count == 0,
         max_logits=max_logits or default,
         max_row_logits=max_logits or max(default, MAX_ROW_LOGITS),
+        float32_head=float32_head,
     )
     if valid is None:
         valid = torch.ones(num_tokens, dtype=torch.bool, device=hidden.device)
@@ -97,6 +101,7 @@ class _Plan:
     all_tokens: bool
     max_logits: int
     max_row_logits: int
+    float32_head: bool
 
     def rows(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
         """Slices of the tokens, and the whole vocabulary."""
@@ -123,7 +128,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept = None
         for tokens in token_cuts:
             for vocabulary in vocab_cuts:
-                logits = _logits(hidden[tokens], weight, bias, vocabulary, plan.temperature)
+                logits = _logits(hidden[tokens], weight, bias, vocabulary, plan)
                 forward.add(logits, tokens, vocabulary)
                 if is_small and any(ctx.needs_input_grad):
                     kept = logits  # `add` has subtracted their maximum
@@ -152,7 +157,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for vocabulary in vocab_cuts:
             for tokens in token_cuts:
                 if kept is None:
-                    logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan.temperature)
+                    logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan)
                 else:
                     part = kept[tokens, vocabulary]
                     logits = part.clone() if rows is None else part  # backward may run twice
@@ -331,11 +336,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, plan: _Plan) -> Tensor:
     """A block of logits divided by temperature, [t, v], in new memory."""
-    part = None if bias is None else bias[vocabulary]
-    logits = F.linear(hidden, weight[vocabulary], part).to(_exact(hidden.dtype))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    part, exact = None if bias is None else bias[vocabulary], _exact(hidden.dtype)
+    if plan.float32_head:
+        logits = unrounded_linear(hidden, weight[vocabulary], part)
+    else:
+        logits = F.linear(hidden, weight[vocabulary], part).to(exact)
+    return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
 
 
 def _clamp(logits: Tensor, num_clamped: int) -> Tensor:

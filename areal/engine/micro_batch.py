@@ -8,6 +8,7 @@ from torch import Tensor
 
 from areal.api.batch import MicroBatch, TrainBatch
 from areal.api.config import MicroBatchSpec
+from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.api.errors import ConfigError, InputError
 from areal.data.split import split_by_tokens, take
 from areal.engine.packed_attention import PackedLayout, packed_layout
@@ -32,10 +33,11 @@ def plan_micro_batches(
 
     `reduce_max`: elementwise maximum of a float64 tensor over all ranks. An error on one rank is raised on every rank.
     """
-    granularity, limit = spec.granularity, spec.max_tokens_per_mb
+    granularity = spec.granularity
     units = [sum(lengths[i : i + granularity]) for i in range(0, len(lengths), granularity)]
+    limit = spec.max_tokens_per_mb or max(DEFAULT_TOKENS_PER_MB, *units, 0)
     uneven = float(len(lengths) % granularity)
-    fits = limit is None or max(units, default=0) <= limit
+    fits = max(units, default=0) <= limit
     parts: list[list[int]] = []
     if not uneven and fits:
         parts = split_by_tokens(lengths, limit, spec.n_mbs or 1, spec.n_mbs_divisor, granularity)
@@ -44,7 +46,7 @@ def plan_micro_batches(
     if uneven:
         message = f"mb_spec.granularity={granularity} does not divide every rank's sequences: choose one that does"
         raise ConfigError(message, code="data.uneven_units")
-    if limit is not None and longest > limit:
+    if spec.max_tokens_per_mb is not None and longest > limit:
         message = f"mb_spec.max_tokens_per_mb={limit} is below the {int(longest)} tokens of a sequence: raise it"
         raise InputError(message, code="data.too_long")
     if len(parts) < num_parts:

@@ -59,12 +59,20 @@ class PolicyModel(TokenModel):
     """A causal language model that returns log-probability and entropy of every next token, and what its spec adds."""
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, spec: OutputSpec | None = None, *, with_liger: bool = False
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        spec: OutputSpec | None = None,
+        *,
+        with_liger: bool = False,
+        float32_head: bool = False,
     ) -> None:
-        """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies."""
+        """`with_liger`: log-probabilities by `liger_logprobs` at temperature 1, without entropies. `float32_head`: the
+        logits are not rounded to the compute type."""
         super().__init__(model, spec)
         self._temperature = temperature
         self._with_liger = with_liger
+        self._float32_head = float32_head
 
     def as_outputs(self, values: Sequence[Tensor]) -> TokenOutputs:
         names = ["logprobs", "entropy"]
@@ -96,6 +104,7 @@ class PolicyModel(TokenModel):
             outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
+            float32_head=self._float32_head,
         )
         every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
         every += (found.candidate_logprobs, found.candidate_ids)

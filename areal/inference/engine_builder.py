@@ -43,7 +43,8 @@ def build_engine(
     `from_scratch`: the weights are random and have no version until the first weight update.
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    runner = ModelRunner(load_model(model_path, dtype, device, from_scratch=from_scratch))
+    model = load_model(model_path, dtype, device, from_scratch=from_scratch)
+    runner = ModelRunner(model, head_dtype=config.head_dtype)
     capacity = _cache_tokens(config, runner, context_length(config, runner.model))
     num_blocks = -(-capacity // BLOCK_SIZE)
     runner.allocate_cache(num_blocks)

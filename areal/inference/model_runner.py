@@ -26,6 +26,7 @@ from areal.inference.attention import (
 )
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
+from areal.weights.output_head import has_float32_head, unrounded_linear
 
 BLOCK_SIZE = 16
 _CPU_GROUP_BYTES = 1 << 20
@@ -85,12 +86,20 @@ def _rms_norm(module: nn.Module, epsilon: float, hidden_states: Tensor) -> Tenso
     return rms_norm(hidden_states, weight.shape, weight, epsilon)
 
 
+def _unrounded_head(head: nn.Linear, input: Tensor) -> Tensor:
+    return unrounded_linear(input.flatten(0, -2), head.weight, head.bias).unflatten(0, input.shape[:-1])
+
+
 class ModelRunner:
     """Computes the logits of a planned step."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, head_dtype: str = "auto") -> None:
+        """`head_dtype`: see native.head_dtype."""
         self.model = model
         fuse_norms(model)
+        head = model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and has_float32_head(head_dtype, model.device, model.dtype):
+            head.forward = partial(_unrounded_head, head)
         self.device = model.device
         self.dtype = model.dtype
         self.layer_shapes = self._probe()

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
 from areal.api.config.redaction import is_secret, public_command
@@ -28,6 +30,7 @@ from areal.launcher.backend import Cluster, LocalBackend, ProcessBackend
 from areal.launcher.first_row_check import TriedRow, tried_row
 from areal.launcher.gpu_rules import NcclVersions, with_time_limits
 from areal.launcher.job import LaunchPlan, make_plan
+from areal.launcher.memory_plan import memory_problems
 from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
 from areal.launcher.plan_text import plan_text
@@ -51,7 +54,7 @@ from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
-from areal.system.device import cpu_count, visible_gpus
+from areal.system.device import cpu_count, gpu_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
@@ -181,6 +184,9 @@ def checked_plan(
         for notice in notices(config):
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
+    if not config.allocation.evaluation:
+        host_bytes = psutil.virtual_memory().total
+        problems += memory_problems(config, plan, card_bytes=gpu_memory_bytes(), host_bytes=host_bytes)
     tried = _tried(request, line) if tries_row and not problems else TriedRow()
     if request.dry_run and request.as_json:
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}

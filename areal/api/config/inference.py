@@ -56,6 +56,8 @@ class NativeServerConfig:
     """Folder or hub name of the initial weights; empty = actor.path."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
     """Data type of weights and computation."""
+    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
+    """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute."""
     device: str = choice("auto", "auto", "cpu", "cuda")
     """Device of the model; auto = CUDA if available, else CPU."""
     context_length: int | None = number(None, low=2)

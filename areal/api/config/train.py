@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from areal.api.config.fields import Problem, Problems, choice, number, option
 from areal.api.config.relevance import given, when
 
+DEFAULT_TOKENS_PER_MB = 16384
+"""Tokens of a forward pass without mb_spec.max_tokens_per_mb; a longer sequence has a pass for itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSpec:
@@ -15,7 +18,7 @@ class MicroBatchSpec:
     granularity: int = number(1, low=1)
     """Number of consecutive sequences that stay in one micro-batch (2 for preference pairs)."""
     max_tokens_per_mb: int | None = number(None, low=1, also="verl: actor.ppo_max_token_len_per_gpu")
-    """Maximum tokens of one forward pass; null = no limit."""
+    """Maximum tokens of one forward pass; null = 16384, or the longest sequence."""
     n_mbs_divisor: int = number(1, low=1)
     """The number of micro-batches is rounded up to a multiple of this."""
 
@@ -89,6 +92,8 @@ class TrainEngineConfig:
     """Recompute activations in the backward pass: less memory, more computation."""
     dtype: str = choice("bfloat16", "bfloat16", "float32")
     """Data type of computation; master weights and optimiser state are float32."""
+    head_dtype: str = choice("auto", "auto", "float32", "compute", relevant=when("dtype", "bfloat16"))
+    """Data type of logits: compute = that of `dtype`, auto = float32 on CUDA, else compute; as native.head_dtype."""
     logprob_kernel: str = choice("torch", "torch", "liger")
     """Log-probability kernel: torch = blocks of logits, liger = liger-kernel (CUDA only, no entropies)."""
     grad_reduce_dtype: str = choice("float32", "bfloat16", "float32", relevant=given("optimizer"))

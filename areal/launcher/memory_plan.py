@@ -1,0 +1,139 @@
+"""Memory of a trainer rank by part, from the sizes of its models, and whether the cards and the host have it.
+
+The activations are those that autograd keeps in the decoder blocks of Llama, Qwen2 and Qwen3 in transformers (counted
+by `saved_tensors_hooks`); the peak is compared with tracked allocations in tests/launcher/test_memory_plan.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal.api.config.train import DEFAULT_TOKENS_PER_MB
+from areal.launcher.job import LaunchPlan
+from areal.system.model_shape import ModelShape
+
+_CARD_SHARE = 0.95
+"""The rest is for the CUDA context and fragments."""
+_BLOCK_LOGITS = {True: 2**26, False: 2**22}
+"""By whether the rank has a GPU: logits that the head computes at a time (`areal.engine.linear_logprobs`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one trainer rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Whole blocks, and the embedding with the head, that FSDP gathers for a pass, with their gradients."""
+    activations: int
+    """At the largest micro-batch, for the model that needs most of them."""
+    publishing: int
+    """The largest weight and one bucket; not at the same time as activations."""
+
+    @property
+    def peak(self) -> int:
+        state = self.weights + self.gradients + self.optimizer
+        return state + max(self.gathered + self.activations, self.publishing)
+
+
+def rank_memory(
+    models: Sequence[tuple[TrainEngineConfig, ModelShape]],
+    *,
+    ranks: int,
+    tokens: int,
+    on_gpu: bool,
+    bucket_bytes: int = 0,
+) -> RankMemory:
+    """The peak of a rank that holds its part of these models. `tokens`: of the largest micro-batch."""
+    weights = gradients = optimizer = gathered = activations = largest = 0
+    for model, shape in models:
+        width = 2 if model.dtype == "bfloat16" else 4
+        trained = model.optimizer is not None
+        weights += shape.parameters * (4 if trained else width) // ranks
+        if model.optimizer is not None:
+            gradients += shape.parameters * 4 // ranks
+            optimizer += shape.parameters * {"adam": 8, "sgd": 0}[model.optimizer.type] // ranks
+        if ranks > 1 or (trained and width < 4):
+            gathered = max(gathered, _gathered(shape, width, trained=trained))
+        activations = max(activations, activation_bytes(model, shape, tokens, on_gpu=on_gpu))
+        largest = max(largest, shape.vocabulary * shape.hidden * width)
+    return RankMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered,
+        activations=activations,
+        publishing=largest + bucket_bytes,
+    )
+
+
+def activation_bytes(model: TrainEngineConfig, shape: ModelShape, tokens: int, *, on_gpu: bool) -> int:
+    """What autograd keeps of one micro-batch, and the largest temporaries of its passes."""
+    width = 2 if model.dtype == "bfloat16" else 4
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    read = keys if on_gpu else queries  # without a kernel for groups of heads, keys and values are repeated
+    block = width * (4 * shape.intermediate + 2 * queries + 2 * read)
+    block += shape.hidden * (6 * width + (4 if width < 4 else 0))  # norms compute in float32
+    if shape.query_key_norm:
+        block += (queries + keys) * (2 * width if width == 4 else 6)
+    passing = width * 2 * shape.intermediate  # gradients inside the block whose backward pass runs
+    logits = 2 * 4 * min(tokens * shape.vocabulary, _BLOCK_LOGITS[on_gpu])
+    ends = 4 * shape.hidden * width  # of the embedding, the last norm and the head
+    if model.optimizer is None:
+        return tokens * (block // 2 + ends) + logits
+    if model.gradient_checkpointing:
+        kept = shape.layers * shape.hidden * width + ends
+        return tokens * kept + max(tokens * (block + passing), logits)
+    return tokens * (block * shape.layers + ends) + max(tokens * passing, logits)
+
+
+def _gathered(shape: ModelShape, width: int, *, trained: bool) -> int:
+    """Two blocks (one is gathered ahead) and the outer unit in the compute type; gradients and their float32 copies."""
+    outer = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    block = (shape.parameters - outer) // shape.layers
+    return width * (2 * block + outer) + ((width + 4) * block + width * outer if trained else 0)
+
+
+def memory_problems(
+    config: BaseExperimentConfig, plan: LaunchPlan, *, card_bytes: int | None, host_bytes: int
+) -> Iterator[str]:
+    """One sentence when a trainer rank needs more than its card has, or all ranks on the CPU more than the host."""
+    ranks = [process for process in plan.processes if process.role == "trainer"]
+    shapes = [(model, ModelShape.read(model.path)) for model in config.models.values()]
+    known = [(model, shape) for model, shape in shapes if shape is not None]
+    if not ranks or len(known) < len(shapes):
+        return
+    on_gpu = bool(ranks[0].gpus)
+    bucket = config.actor.weight_chunked_mem_mb * 2**20 if isinstance(config, PPOConfig) else 0
+    tokens = largest_micro_batch(config, plan)
+    found = rank_memory(known, ranks=len(ranks), tokens=tokens, on_gpu=on_gpu, bucket_bytes=bucket)
+    state = found.weights + found.gradients + found.optimizer
+    advice = "use more ranks (allocation_mode) or fsdp.offload_params=true"
+    if not on_gpu and (needed := state * len(ranks)) > host_bytes:
+        has = f"this machine has {_gib(host_bytes)}: use a smaller model or more nodes"
+        yield f"allocation_mode: weights, gradients and optimiser take {_gib(needed)}, {has}"
+    if on_gpu and card_bytes is not None and found.peak > card_bytes * _CARD_SHARE:
+        key = "allocation_mode"
+        if found.activations > state:
+            key, advice = "actor.mb_spec.max_tokens_per_mb", "lower it, or set gradient_checkpointing=true"
+        parts = ", ".join(f"{name} {_gib(getattr(found, name))}" for name in RankMemory.__slots__)
+        yield (
+            f"{key}: a trainer rank needs about {_gib(found.peak)} with {tokens} tokens a micro-batch ({parts}), but a "
+            f"GPU has {_gib(card_bytes)}: {advice}"
+        )
+
+
+def largest_micro_batch(config: BaseExperimentConfig, plan: LaunchPlan) -> int:
+    """Tokens of the largest micro-batch of any model: at most its limit, and at most the share of a rank."""
+    limit = max(model.mb_spec.max_tokens_per_mb or DEFAULT_TOKENS_PER_MB for model in config.models.values())
+    if not isinstance(config, PPOConfig):
+        return limit
+    ranks = sum(process.role == "trainer" for process in plan.processes)
+    longest = config.gconfig.max_tokens
+    return min(limit, max(longest, plan.numbers.samples_per_step * longest // max(ranks, 1)))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

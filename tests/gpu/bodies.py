@@ -1,0 +1,174 @@
+"""What the GPU tests check, by device. The same functions run on the CPU in `test_bodies_on_cpu.py`."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal.api.config import FSDPEngineConfig, TrainEngineConfig
+from areal.data.pack import rows_to_train_batch
+from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.linear_logprobs import linear_logprobs
+from areal.engine.mesh import TrainerMesh
+from areal.engine.packed_attention import packed_layout
+from areal.inference.attention import ATTENTION_NAME, register_attention
+from areal.inference.cache import BlockPool
+from areal.inference.engine import Engine
+from areal.inference.model_runner import BLOCK_SIZE, ModelRunner
+from areal.inference.sampler import _race
+from areal.inference.scheduler import Scheduler
+from areal.inference.sequence import SamplingParams, Sequence
+from areal.weights.checksum import WeightsChecksum
+from tests.engine import engine_cases as cases
+
+
+class _Module(torch.nn.Module):
+    is_causal = True
+
+
+def attention_error(
+    function: Callable[..., tuple[Tensor, None]],
+    reference: Callable[..., tuple[Tensor, None]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    lengths: list[int],
+    size: int,
+    heads: int,
+    kv_heads: int,
+) -> tuple[float, float]:
+    """Largest error of the output, and of the gradients relative to the largest one, against `reference` in float32."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    layout = packed_layout(bounds, lengths)
+    inputs = [torch.randn(1, count, total, size, device=device) for count in (heads, kv_heads, kv_heads)]
+    upstream = torch.randn(1, total, heads, size, device=device)
+    found: list[list[Tensor]] = []
+    for call, kind in ((reference, torch.float32), (function, dtype)):
+        leaves = [value.to(dtype).to(kind).requires_grad_() for value in inputs]
+        output, _ = call(_Module(), *leaves, None, layout=layout)
+        output.backward(upstream.to(dtype).to(kind))
+        found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves)])
+    errors = [(ours - exact).abs().max().item() for exact, ours in zip(*found, strict=True)]
+    largest = [exact.abs().max().item() for exact in found[0]]
+    return errors[0], max(error / top for error, top in zip(errors[1:], largest[1:], strict=True))
+
+
+def head_error(device: torch.device, dtype: torch.dtype, *, vocabulary: int, tokens: int, float32_head: bool) -> float:
+    """Largest error of log-probabilities of logits of about 20 against float64."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 64, device=device).to(dtype)
+    weight = (torch.randn(vocabulary, 64, device=device) * 0.6).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+    found = linear_logprobs(hidden, weight, None, labels, float32_head=float32_head).logprobs
+    exact = (hidden.double().cpu() @ weight.double().cpu().T).log_softmax(-1).gather(1, labels.cpu()[:, None])[:, 0]
+    return (found.double().cpu() - exact).abs().max().item()
+
+
+def checksums(device: torch.device, sizes: list[int]) -> tuple[str, str]:
+    """Of the same weights on `device` and on the CPU."""
+    found = [WeightsChecksum(), WeightsChecksum()]
+    for index, size in enumerate(sizes):
+        for dtype in (torch.float32, torch.bfloat16):
+            value = torch.randn(size, generator=torch.Generator().manual_seed(index)).to(dtype)
+            found[0].add(f"{index}-{dtype}", value.to(device))
+            found[1].add(f"{index}-{dtype}", value)
+    return found[0].hexdigest(), found[1].hexdigest()
+
+
+def gradient_error(device: torch.device, folder: Path, **options: object) -> float:
+    """Largest difference of a float32 gradient on `device` from that of a plain model on the CPU."""
+    batch = cases.make_batch()
+    ours = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, device), **options), batch)
+    exact = cases.gradients(cases.make_engine(folder, TrainerMesh(0, 1, torch.device("cpu"))), batch)
+    return max((ours[name].cpu() - value).abs().max().item() for name, value in exact.items())
+
+
+def recovered_equals_unbroken(device: torch.device, folder: Path, target: Path) -> bool:
+    """Whether a step after saving and loading gives the bits of a step without."""
+    batch, mesh = cases.make_batch(), TrainerMesh(0, 1, device)
+    options = {"optimizer": cases.ADAM, "dtype": "bfloat16", "fsdp": FSDPEngineConfig()}
+    unbroken = cases.make_engine(folder, mesh, **options)
+    cases.train(unbroken, batch)
+    unbroken.save(target, with_optimizer=True)
+    resumed = cases.make_engine(folder, mesh, **options)
+    resumed.load(target)
+    for engine in (unbroken, resumed):
+        cases.train(engine, batch)
+    ours = dict(resumed.named_weights(stored=True))
+    return all(torch.equal(value, ours[name]) for name, value in unbroken.named_weights(stored=True))
+
+
+def draws_of_weight_zero(device: torch.device, *, draws: int, vocabulary: int) -> tuple[int, float]:
+    """Draws of an index of weight 0, and the largest deviation of a share in standard deviations; 90% have weight 0."""
+    weights = torch.zeros(vocabulary, device=device)
+    weights[::10] = torch.linspace(0.5, 2.0, len(weights[::10]), device=device)
+    counts, rows = torch.zeros(vocabulary, dtype=torch.int64, device=device), 1000
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(draws // rows):
+        uniforms = torch.rand(rows, generator=generator).to(device)
+        counts += _race(weights.expand(rows, -1), uniforms).bincount(minlength=vocabulary)
+    wanted = (weights / weights.sum())[::10].double() * counts.sum()
+    deviation = ((counts[::10] - wanted).abs() / wanted.sqrt()).max().item()
+    return int(counts[weights == 0].sum()), deviation
+
+
+def write_model(folder: Path, *, hidden: int, layers: int, vocabulary: int) -> None:
+    """A random model with logits of about 20, at which bfloat16 rounds by 0.06."""
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64, head_dim=32, vocab_size=vocabulary, tie_word_embeddings=False,
+        max_position_embeddings=4096, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=6.0 / math.sqrt(hidden))
+    model.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """|rollout - trainer| in nats a token, and k3 = mean(exp(d) - 1 - d) with d = trainer - rollout."""
+
+    mean: float
+    maximum: float
+    k3: float
+
+
+def rollout_difference(
+    device: torch.device, folder: Path, *, head_dtype: str, sequences: int, new_tokens: int
+) -> Difference:
+    """Sampled log-probabilities of the native engine in bfloat16 against those of a trainer of the same weights."""
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.set_attn_implementation(ATTENTION_NAME)
+    runner = ModelRunner(model.to(device).eval().requires_grad_(False), head_dtype=head_dtype)
+    blocks = sequences * (2 + (8 + new_tokens) // BLOCK_SIZE)
+    runner.allocate_cache(blocks)
+    scheduler = Scheduler(BlockPool(blocks, BLOCK_SIZE), max_running=sequences, max_prefill_tokens=512)
+    engine = Engine(runner, scheduler, version="0", deliver=lambda *_: None, on_failure=lambda _: None)
+    made: list[Sequence] = []
+    for seed in range(sequences):
+        prompt = [1 + seed + place for place in range(8)]
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=1.0)
+        made.append(Sequence(request_id=str(seed), token_ids=prompt, num_prompt=8, params=params, seed=seed))
+        scheduler.add(made[-1])
+    while scheduler.running or scheduler.waiting:
+        engine.step()
+    config = TrainEngineConfig(path=str(folder), dtype="bfloat16", head_dtype=head_dtype)
+    trainer = build_fsdp_engine(config, role="ref", total_steps=0, mesh=TrainerMesh(0, 1, device), seed=0)
+    rows = [sequence.token_ids for sequence in made]
+    found = trainer.forward(rows_to_train_batch(rows, [[0] * 8 + [1] * (len(row) - 8) for row in rows])).logprobs
+    bounds = [0, *itertools.accumulate(map(len, rows))]
+    ours = torch.cat([found[start + 7 : end - 1] for start, end in itertools.pairwise(bounds)]).double()
+    theirs = torch.tensor([value for sequence in made for value in sequence.logprobs], dtype=torch.float64)
+    gap = ours - theirs
+    k3 = (gap.exp() - 1 - gap).mean().item()
+    return Difference(mean=gap.abs().mean().item(), maximum=gap.abs().max().item(), k3=k3)

@@ -1,0 +1,104 @@
+"""The planned memory of a trainer rank against the allocations of torch, and what is refused."""
+
+import gc
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal.api.config import GRPOConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.engine.fsdp_builder import build_fsdp_engine
+from areal.engine.mesh import TrainerMesh
+from areal.launcher.job import make_plan
+from areal.launcher.memory_plan import memory_problems, rank_memory
+from areal.launcher.placement import Machine
+from areal.system.model_shape import ModelShape
+from tests.engine.engine_cases import make_batch, policy_loss
+
+SIZES = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000, "tie_word_embeddings": True}
+SHAPES = {
+    "narrow": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "deep": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4},
+}
+TOKENS = 1024
+
+
+def measured_peak(config: TrainEngineConfig) -> int:
+    """Peak of torch's CPU allocator over the construction of an engine and two optimiser steps."""
+    gc.collect()
+    with profile(profile_memory=True) as found:
+        engine = build_fsdp_engine(config, role="actor", total_steps=5, mesh=TrainerMesh.open(None), seed=0)
+        batch = make_batch([TOKENS // 4] * 4)
+        for _ in range(2):
+            engine.forward_backward(batch, policy_loss, denominator=float(TOKENS))
+            engine.optimizer_step()
+    events = [one for one in found.kineto_results.events() if one.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "checkpointing"),
+    [
+        ("qwen2", "narrow", "float32", False),
+        ("qwen2", "narrow", "bfloat16", True),
+        ("qwen3", "deep", "float32", True),
+        ("qwen3", "deep", "bfloat16", False),
+    ],
+)
+def test_the_plan_is_within_a_fifth_of_the_measured_peak(tmp_path, kind, shape, dtype, checkpointing):
+    classes = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}[kind]
+    torch.manual_seed(0)
+    classes[0](classes[1](**SIZES, **SHAPES[shape])).save_pretrained(tmp_path)
+    config = TrainEngineConfig(
+        path=str(tmp_path), dtype=dtype, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing
+    )
+    size = ModelShape.read(str(tmp_path))
+    found = rank_memory([(config, size)], ranks=1, tokens=TOKENS, on_gpu=False)
+    assert found.peak == pytest.approx(measured_peak(config), rel=0.2)
+
+
+def write_shape(folder, **sizes):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    return str(folder)
+
+
+def problems_of(folder, machine, *, card_gib=80, host_gib=2000, **changes):
+    actor = replace(GRPOConfig().actor, path=folder, optimizer=OptimizerConfig(), **changes)
+    allocation = f"native:d{max(len(machine.gpus) // 2, 1)}+fsdp:d{max(len(machine.gpus) // 2, 1)}"
+    config = replace(GRPOConfig(), allocation_mode=allocation, actor=actor)
+    config = replace(config, cluster=replace(config.cluster, n_gpus_per_node=16))
+    config = replace(config, train_dataset=replace(config.train_dataset, batch_size=512))
+    plan = make_plan(config, [machine])
+    return list(memory_problems(config, plan, card_bytes=card_gib * 2**30, host_bytes=host_gib * 2**30))
+
+
+@pytest.fixture
+def seven_billion(tmp_path):
+    return write_shape(
+        tmp_path / "m", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064,
+    )  # fmt: skip
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_option_to_change(seven_billion):
+    eight = Machine(cores=64, gpus=tuple(map(str, range(16))))
+    checkpointed = {"gradient_checkpointing": True}
+    assert problems_of(seven_billion, eight, **checkpointed) == []
+    [tokens] = problems_of(seven_billion, eight)
+    assert tokens.startswith("actor.mb_spec.max_tokens_per_mb: ")
+    assert problems_of(seven_billion, eight, mb_spec=MicroBatchSpec(max_tokens_per_mb=2048)) == []
+    [ranks] = problems_of(seven_billion, Machine(cores=64, gpus=("0", "1")), **checkpointed)
+    assert ranks.startswith("allocation_mode: ")
+    [host] = problems_of(seven_billion, Machine(cores=64), host_gib=64)
+    assert host.startswith("allocation_mode: ")
+    assert problems_of(seven_billion, Machine(cores=64)) == []
+    assert problems_of("org/model", eight) == [], "a model that is not on this machine"
