@@ -80,7 +80,7 @@ def run_generate(model: PreTrainedModel, job: Job, concurrency: int, clock: Cloc
     """Seconds that `generate` takes for a job in static batches."""
     began_s = clock()
     for start in range(0, len(job.prompts), concurrency):
-        batch = torch.tensor(job.prompts[start : start + concurrency])
+        batch = torch.tensor(job.prompts[start : start + concurrency], device=model.device)
         longest = max(job.lengths[start : start + concurrency])
         model.generate(
             input_ids=batch,
@@ -98,12 +98,12 @@ def run_generate(model: PreTrainedModel, job: Job, concurrency: int, clock: Cloc
 class EngineRunner:
     """The engine in its thread, as in a server, without HTTP."""
 
-    def __init__(self, path: Path, dtype: str, concurrency: int) -> None:
+    def __init__(self, path: Path, dtype: str, concurrency: int, device: str) -> None:
         config = NativeServerConfig(dtype=dtype, max_running_requests=concurrency)
         self._left = 0
         self._done = threading.Event()
         self._failure: BaseException | None = None
-        self._engine: Engine = build_engine(config, path, "cpu", deliver=self._deliver, on_failure=self._fail)
+        self._engine: Engine = build_engine(config, path, device, deliver=self._deliver, on_failure=self._fail)
         self._engine.start()
 
     def _deliver(self, finished: list[Sequence], progressed: list[Sequence]) -> None:
@@ -139,7 +139,7 @@ class EngineRunner:
 def measure(path: Path, model: PreTrainedModel, concurrency: int, kind: str, args: argparse.Namespace) -> list[float]:
     """Tokens per second of engine and `generate`, best of the repeats."""
     job = make_job(kind, concurrency, args)
-    runner = EngineRunner(path, args.dtype, concurrency)
+    runner = EngineRunner(path, args.dtype, concurrency, args.device)
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     runner.run(Job(job.prompts[:concurrency], [4] * concurrency), clock)
     engine_s: list[float] = []
@@ -155,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="checkpoint (default: a random one of 1M parameters)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -171,7 +172,7 @@ def main() -> None:
     results: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = args.model_path or build_checkpoint(Path(folder))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype).eval().to(args.device)
         print(f"{'answers':<12}{'concurrency':>12}{'engine tok/s':>14}{'generate tok/s':>16}{'ratio':>8}")
         for kind in ("equal", "long-tailed"):
             for concurrency in args.concurrency:

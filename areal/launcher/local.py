@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from areal.api.config import BaseExperimentConfig, PPOConfig
 from areal.api.config.load import load_experiment, save_config, script_keys
 from areal.api.config.redaction import is_secret, public_command
@@ -54,7 +52,7 @@ from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
 from areal.launcher.supervisor import Interruptions, Outcome, Supervisor
-from areal.system.device import cpu_count, gpu_memory_bytes, visible_gpus
+from areal.system.device import cpu_count, gpu_memory_bytes, host_memory_bytes, visible_gpus
 from areal.system.discovery import NameRegistry, registry_of
 from areal.system.durable import finish_interrupted_writes, write_atomic
 from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token, run_token
@@ -185,8 +183,8 @@ def checked_plan(
             line.say(notice)
         problems += server_problems(config, plan, line.say) + sandbox_problems(config, line.say)
     if not config.allocation.evaluation:
-        host_bytes = psutil.virtual_memory().total
-        problems += memory_problems(config, plan, card_bytes=gpu_memory_bytes(), host_bytes=host_bytes)
+        card_bytes, host_bytes = gpu_memory_bytes(), host_memory_bytes()
+        problems += memory_problems(config, plan, card_bytes=card_bytes, host_bytes=host_bytes)
     tried = _tried(request, line) if tries_row and not problems else TriedRow()
     if request.dry_run and request.as_json:
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}

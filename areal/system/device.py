@@ -95,6 +95,11 @@ def gpu_memory_bytes() -> int | None:
     return min((int(line) * 2**20 for line in lines if line.strip().isdigit()), default=None)
 
 
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _nvidia_smi(*arguments: str) -> list[str]:
     """Lines that it prints; none when it is absent or fails."""
     try:

@@ -1,0 +1,77 @@
+"""Planned memory of one trainer rank of 8, 64 and 512, and on a GPU the peak of a real step of one rank.
+
+    python benchmark/gpu_memory.py [--device cuda]
+
+Shapes of 7B and 32B, 8k and 32k tokens per micro-batch, with and without checkpointing: a table of
+`areal.launcher.memory_plan`, on any machine. With --device cuda, a step of a 0.5B shape is also measured on one rank
+and compared with its plan. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from gpu_step import HALF_BILLION, one_step
+from transformers import Qwen2Config
+
+from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.launcher.memory_plan import rank_memory
+from areal.system.model_shape import ModelShape
+
+SHAPES = {
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+def planned(folder: Path) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, sizes in SHAPES.items():
+        Qwen2Config(**sizes).save_pretrained(folder / name)
+        shape = ModelShape.read(str(folder / name))
+        assert shape is not None
+        for ranks, tokens, checkpointing in itertools.product((8, 64, 512), (8192, 32768), (False, True)):
+            config = TrainEngineConfig(path=name, optimizer=OptimizerConfig(), gradient_checkpointing=checkpointing)
+            found = rank_memory([(config, shape)], ranks=ranks, tokens=tokens, on_gpu=True, bucket_bytes=2**30)
+            row = {"model": name, "ranks": ranks, "tokens": tokens, "checkpointing": checkpointing}
+            rows.append(row | {"gib": round(found.peak / 2**30, 1)})
+            print(
+                f"{name:>5} {ranks:>5} ranks {tokens:>7} tokens checkpointing {checkpointing!s:>5}: {rows[-1]['gib']} GiB"
+            )
+    return rows
+
+
+def measured(folder: Path, device: torch.device) -> dict[str, float]:
+    Qwen2Config(**HALF_BILLION).save_pretrained(folder / "half")
+    shape = ModelShape.read(str(folder / "half"))
+    assert shape is not None
+    config = TrainEngineConfig(
+        path=str(folder / "half"), optimizer=OptimizerConfig(), gradient_checkpointing=True, init_from_scratch=True,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=8192),
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats(device)
+    one_step(config, device, tokens=8192, repeats=2)
+    peak = torch.cuda.max_memory_allocated(device)
+    plan = rank_memory([(config, shape)], ranks=1, tokens=8192, on_gpu=True).peak
+    return {"measured_gib": peak / 2**30, "planned_gib": plan / 2**30}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = planned(Path(folder))
+        step = measured(Path(folder), torch.device("cuda", 0)) if args.device == "cuda" else None
+    print(json.dumps({"rows": rows, "step": step}))
+
+
+if __name__ == "__main__":
+    main()
