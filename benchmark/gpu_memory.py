@@ -43,7 +43,8 @@ def planned(folder: Path) -> list[dict[str, object]]:
             row = {"model": name, "ranks": ranks, "tokens": tokens, "checkpointing": checkpointing}
             rows.append(row | {"gib": round(found.peak / 2**30, 1)})
             print(
-                f"{name:>5} {ranks:>5} ranks {tokens:>7} tokens checkpointing {checkpointing!s:>5}: {rows[-1]['gib']} GiB"
+                f"{name:>5} {ranks:>5} ranks {tokens:>7} tokens, "
+                f"checkpointing {checkpointing!s:>5}: {rows[-1]['gib']} GiB"
             )
     return rows
 
