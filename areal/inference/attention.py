@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
 from areal.api.errors import ConfigError
+from areal.inference.paged_kernel import PagedRows
 
 ATTENTION_NAME = "areal_paged"
 _REFUSED = ("softcap", "s_aux", "position_bias")
@@ -114,6 +115,8 @@ class AttentionPlan:
     decode: list[DecodeGroup]
     prompts: list[PromptGroup]
     later: list[LaterChunk]
+    paged: PagedRows | None = None
+    """All decode rows, in place of `decode`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +153,9 @@ def paged_attention(
     if len(groups) == 1 and groups[0].end == rows.shape[1]:
         return _attend_decode(groups[0], cache, rows, scaling, sliding_window), None
     output = torch.empty((*rows.shape[:3], value.shape[-1]), dtype=value.dtype, device=value.device)
+    if (paged := attention_plan.paged) is not None:
+        mine = rows[0, : len(paged.lengths)]
+        output[0, : len(mine)] = paged.attend(mine, cache.blocks, cache.shape.key_size, scaling, sliding_window)
     for group in groups:
         mine = rows[:, group.start : group.end]
         output[:, group.start : group.end] = _attend_decode(group, cache, mine, scaling, sliding_window)

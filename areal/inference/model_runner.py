@@ -24,6 +24,7 @@ from areal.inference.attention import (
     PromptGroup,
     register_attention,
 )
+from areal.inference.paged_kernel import PagedKernel, find_kernel, paged_rows
 from areal.inference.scheduler import Chunk, StepPlan
 from areal.inference.sequence import Sequence
 from areal.weights.output_head import has_float32_head, unrounded_linear
@@ -111,6 +112,14 @@ class ModelRunner:
         )
         self._group_bytes = _CPU_GROUP_BYTES if self.device.type == "cpu" else _CUDA_GROUP_BYTES
         self._workspace = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._paged = self._find_paged_kernel()
+
+    def _find_paged_kernel(self) -> PagedKernel | None:
+        shape, config = self.layer_shapes[0], self.model.config.get_text_config()
+        if any(one != shape for one in self.layer_shapes) or shape.key_size != shape.value_size:
+            return None
+        heads = {"heads": config.num_attention_heads, "kv_heads": shape.num_kv_heads}
+        return find_kernel(self.device, self.dtype, block_size=BLOCK_SIZE, **heads, size=shape.key_size)
 
     def _probe(self) -> list[LayerShape]:
         """Shapes of all attention layers, from a forward pass with one token."""
@@ -157,10 +166,13 @@ class ModelRunner:
         attention_plan = AttentionPlan(
             caches=self._caches,
             slots=self._slots(single, longer),
-            decode=self._decode_groups(single),
+            decode=[] if self._paged else self._decode_groups(single),
             prompts=[],
             later=[],
         )
+        if self._paged and single:
+            held = [chunk.sequence.blocks[: chunk.start // BLOCK_SIZE + 1] for chunk in single]
+            attention_plan.paged = paged_rows(self._paged, held, [chunk.start + 1 for chunk in single], self.device)
         self._add_longer(attention_plan, longer, len(single))
         rows, expand, sequences = _sampled_rows(chunks)
         logits = self.model(
