@@ -181,7 +181,7 @@ def test_a_used_run_folder_is_not_written_over_nor_shared(folder, tmp_path):
     run = tmp_path / "bad" / "input"
     (run / "ledger").mkdir(parents=True)
     (run / "ledger" / "events-000001.jsonl").write_text("{}\n")
-    used = launch(folder, f"cluster.fileroot={tmp_path}")
+    used = launch(folder, f"cluster.fileroot={tmp_path}", "recover.mode=disabled")
     assert used.returncode == 2
     assert "(ledger)" in used.stderr
     assert "[launch.earlier_run]" in used.stderr

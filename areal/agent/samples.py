@@ -1,5 +1,6 @@
 """Training samples of a session: the rows that its transcript is cut into. Every cut trains the same tokens."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -78,6 +79,7 @@ def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajec
     all generated ones."""
     if trained is None:
         trained = {id(node) for node in path if node.is_generated}
+    has_temperatures = any(node.temperature is not None and id(node) in trained for node in path)
     return Trajectory(
         token_ids=[token for node in path for token in node.token_ids],
         loss_mask=_column(path, trained, 0, lambda node: [1] * len(node.token_ids)),
@@ -85,7 +87,12 @@ def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajec
         output_versions=_column(path, trained, -1, lambda node: node.versions),
         reward=0.0,
         finished=False,
+        temperatures=_column(path, trained, math.nan, _temperatures) if has_temperatures else [],
     )
+
+
+def _temperatures(node: TokenNode) -> list[float]:
+    return [math.nan if node.temperature is None else node.temperature] * len(node.token_ids)
 
 
 def _turn_rewards(

@@ -22,6 +22,8 @@ class TokenNode:
     logprobs: list[float] = field(default_factory=list[float])
     """Of generated tokens; empty for fixed tokens."""
     versions: list[int] = field(default_factory=list[int])
+    temperature: float | None = None
+    """Sampling temperature of generated tokens where it differs from that of the run."""
     children: list["TokenNode"] = field(default_factory=list["TokenNode"])
 
     @property
@@ -69,6 +71,8 @@ class TokenTree:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         versions: Sequence[int],
+        *,
+        temperature: float | None = None,
     ) -> TokenNode:
         """A new node with the tokens of one answer. Equal answers are different nodes."""
         return self._add(
@@ -79,6 +83,7 @@ class TokenTree:
                 turn_id=turn_id,
                 logprobs=list(logprobs),
                 versions=list(versions),
+                temperature=temperature,
             )
         )
 
@@ -132,7 +137,9 @@ class TokenTree:
     def _append_piece(self, after: TokenNode, piece: TokenNode) -> TokenNode:
         if not piece.is_generated:
             return self._append_fixed(after, piece.token_ids)
-        return self.add_generated(after, piece.turn_id, piece.token_ids, piece.logprobs, piece.versions)
+        return self.add_generated(
+            after, piece.turn_id, piece.token_ids, piece.logprobs, piece.versions, temperature=piece.temperature
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +234,7 @@ def _split(node: TokenNode, length: int) -> TokenNode:
         turn_id=node.turn_id,
         logprobs=node.logprobs[:length],
         versions=node.versions[:length],
+        temperature=node.temperature,
         children=[node],
     )
     if node.parent is not None:
@@ -249,4 +257,5 @@ def _pieces(path: Sequence[TokenNode], start: int, stop: int) -> Iterator[TokenN
                 turn_id=node.turn_id,
                 logprobs=node.logprobs[part],
                 versions=node.versions[part],
+                temperature=node.temperature,
             )

@@ -134,7 +134,12 @@ class Transcript:
             self.num_forks += context.is_fork
             self.num_drifts += context.is_drift
         node = self.tree.add_generated(
-            self._end_of(context), turn_id, response.output_ids, response.output_logprobs, response.output_versions
+            self._end_of(context),
+            turn_id,
+            response.output_ids,
+            response.output_logprobs,
+            response.output_versions,
+            temperature=response.temperature,
         )
         self.turns[turn_id] = Turn(
             turn_id=turn_id,

@@ -38,25 +38,27 @@ class AlarmRule:
         return value > limit if self.side == "above" else value < limit
 
 
-_MISMATCH_MEANING = "the servers and the trainer disagree about the log-probabilities of the same tokens"
 _MISMATCH_CAUSES = (
     "a workflow that shifts or changes tokens or log-probabilities; a server with other weights or another temperature"
 )
-_MISMATCH_LOOK_AT = (
-    "batch/mismatch/* and batch/prox_rollout_gap_*; the trajectories of the workflow; rollout/staleness_*"
-)
+
+
+def _mismatch(*, code: str, value: str, side: Literal["above", "below"], limit: float, steps: int) -> AlarmRule:
+    return AlarmRule(
+        code=code,
+        value=value,
+        side=side,
+        limit=limit,
+        steps=steps,
+        meaning="the servers and the trainer disagree about the log-probabilities of the same tokens",
+        causes=_MISMATCH_CAUSES,
+        look_at="batch/mismatch/* and batch/prox_rollout_gap_*; the trajectories of the workflow; rollout/staleness_*",
+    )
 
 
 ALARM_RULES: tuple[AlarmRule, ...] = (
-    AlarmRule(
-        code="alarm.effective_sample_size",
-        value="`batch/mismatch/ess_token`",
-        side="below",
-        limit=0.05,
-        steps=3,
-        meaning=_MISMATCH_MEANING,
-        causes=_MISMATCH_CAUSES,
-        look_at=_MISMATCH_LOOK_AT,
+    _mismatch(
+        code="alarm.effective_sample_size", value="`batch/mismatch/ess_token`", side="below", limit=0.05, steps=3
     ),
     AlarmRule(
         code="alarm.entropy_collapse",
@@ -78,15 +80,12 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         causes="an exception in the workflow or the reward function; reward.timeout_s; servers that fail",
         look_at="the reasons in summary.json and in logs/controller.log",
     ),
-    AlarmRule(
+    _mismatch(
         code="alarm.fresh_logprob_gap",
         value="`batch/prox_rollout_gap_abs` in nats, in steps without stale tokens",
         side="above",
         limit=0.2,
         steps=1,
-        meaning=_MISMATCH_MEANING,
-        causes=_MISMATCH_CAUSES,
-        look_at=_MISMATCH_LOOK_AT,
     ),
     AlarmRule(
         code="alarm.grad_norm",
@@ -98,26 +97,8 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
         causes="rewards or advantages without normalisation; a learning rate that is too high; damaged data",
         look_at="actor/grad_norm, batch/advantage_* and batch/reward_*; actor.reward_norm, actor.adv_norm",
     ),
-    AlarmRule(
-        code="alarm.logprob_gap",
-        value="`batch/prox_rollout_gap_abs` in nats",
-        side="above",
-        limit=1.0,
-        steps=2,
-        meaning=_MISMATCH_MEANING,
-        causes=_MISMATCH_CAUSES,
-        look_at=_MISMATCH_LOOK_AT,
-    ),
-    AlarmRule(
-        code="alarm.logprob_k3",
-        value="`batch/mismatch/k3` in nats",
-        side="above",
-        limit=1.0,
-        steps=2,
-        meaning=_MISMATCH_MEANING,
-        causes=_MISMATCH_CAUSES,
-        look_at=_MISMATCH_LOOK_AT,
-    ),
+    _mismatch(code="alarm.logprob_gap", value="`batch/prox_rollout_gap_abs` in nats", side="above", limit=1.0, steps=2),
+    _mismatch(code="alarm.logprob_k3", value="`batch/mismatch/k3` in nats", side="above", limit=1.0, steps=2),
     AlarmRule(
         code="alarm.memory_growth",
         value="GiB by which the lowest `memory/PROCESS` of the last 10 steps is above the highest of the 10 steps that "

@@ -52,6 +52,8 @@ class TrainBatch:
     reward_parts: Tensor | None = field(default=None, metadata=PER_SEQUENCE)
     """[S, K] float32, the scores of the reward functions `reward_names`; NaN where one did not score (GDPO)."""
     reward_names: tuple[str, ...] = ()
+    temperatures: Tensor | None = field(default=None, metadata=PER_TOKEN)
+    """[T] float32, the temperature at which token t+1 was sampled; NaN = that of the model's configuration."""
     prox_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, policy before the update
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen reference policy
     teacher_logprobs: Tensor | None = field(default=None, metadata=PER_TOKEN)  # [T] float32, frozen teacher

@@ -31,5 +31,7 @@ class BatchShare:
     """[T] int32, number of the answer of a trained token in its session, in order of time."""
     turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """[T] float32, reward of a trained token's turn and those after it; [0] = all have the reward of the session."""
+    temperatures: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[T] float32, temperature of each generated token, NaN = that of the run; [0] = that of the run for all."""
     stats: dict[str, float] = field(default_factory=dict[str, float])
     """Statistics of the whole batch (queue, staleness, episodes), equal on every rank."""

@@ -52,6 +52,8 @@ class GenerationResponse:
     latency_s: float = 0.0
     ttft_s: float = 0.0
     """Seconds to the first token."""
+    temperature: float | None = None
+    """Sampling temperature of the request where it differs from that of the run; None = that of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,12 @@ class Trajectory:
     finished: bool
     """False if a length limit cut the last answer."""
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    """Score of each reward function, by its name in metrics and without its weight; empty = one function (GDPO)."""
+    """Score of each reward function, by its name in metrics and without its weight, and its further results as
+    name/key; one function alone has only the latter."""
     baseline: float | None = None
     """Reward of a greedy answer to the same prompt, which is not trained on (ReMax); None = there is none."""
+    temperatures: list[float] = field(default_factory=list[float])
+    """[T] sampling temperature of each generated token, NaN = that of the run; empty = that of the run for all."""
     session: int = -1
     """Trajectories of a group with one number are one session: they have one reward, and one place in its baseline.
     -1 = the trajectory is a session of one."""

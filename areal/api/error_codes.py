@@ -135,6 +135,8 @@ config.wrong_type: A value has another type than its option, or cannot be stored
 
 data.chat_template: The tokenizer has no chat template, or one that cannot render several turns.
     Use the tokenizer of a chat model, or rows with a column `prompt` of plain text.
+data.curriculum_failed: The function in train_dataset.curriculum raised an error or returned no list of rows.
+    Return a list with at least one row; test it on the rows that load_rows returns.
 data.inconsistent_batch: The arrays of a batch have different lengths.
     Report it as a bug, unless your own code builds the batch.
 data.invalid_column: A column of a dataset row has the wrong type or an unusable value.

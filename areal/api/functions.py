@@ -92,6 +92,7 @@ REWARD_CALL = CallForm(
     text="f(prompt, completion, prompt_ids, completion_ids, **columns)", num_positional=4, takes_columns=True
 )
 ACCEPT_CALL = CallForm(text="f(group)", num_positional=1)
+CURRICULUM_CALL = CallForm(text="f(rows)", num_positional=1)
 MAP_CALL = CallForm(text="f(row)", num_positional=1)
 ANSWER_CALL = CallForm(text="f(completion)", num_positional=1)
 LOSS_CALL = CallForm(text="f(tokens, options)", num_positional=2)

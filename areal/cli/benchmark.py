@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from areal.api.config import PPOConfig
-from areal.api.config.benchmark import LengthRule
+from areal.api.config.benchmark import LengthRule, sweep_words
 from areal.api.config.load import load_experiment
 from areal.api.errors import ConfigError, InputError
 from areal.cli.throughput import Hardware, Throughput, table_lines, throughput
@@ -25,7 +25,7 @@ from areal.system.run_paths import RunPaths
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0}
 """Part of a card's name -> peak dense TFLOP/s in bf16, from the makers' data sheets."""
 _EVERY_RUN = (
-    "total_train_epochs=1000000",
+    "total_train_epochs=null",
     "total_train_n_seqs=null",
     "valid_dataset=null",
     "evaluator.eval_before_train=false",
@@ -68,7 +68,8 @@ def benchmark(words: Sequence[str]) -> int:
     given = parser.parse_intermixed_args(words)
     files = [word for path in given.config for word in ("--config", path)]
     started = time.strftime("%Y%m%d-%H%M%S")
-    grid = [dict(combination) for combination in itertools.product(*map(_values, given.sweep))]
+    combinations = itertools.product(*map(sweep_words, given.sweep))
+    grid = [dict(word.split("=", 1) for word in words) for words in combinations]
     plans = [_load([*files, *given.overrides, *_words(settings)]) for settings in grid]  # before the first run
     runs: list[Run] = []
     for number, (settings, config) in enumerate(zip(grid, plans, strict=True)):
@@ -86,21 +87,6 @@ def benchmark(words: Sequence[str]) -> int:
         _say(_comparison(runs))
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if given.json else f"{path}\n")
     return 0
-
-
-def _values(word: str) -> list[tuple[str, str]]:
-    """The (key, value) pairs of a word of --sweep; commas inside brackets do not separate values."""
-    key, equals, rest = word.partition("=")
-    values, depth = [""], 0
-    for letter in rest:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            values.append("")
-        else:
-            values[-1] += letter
-    if not (key and equals and all(values)):
-        raise ConfigError(f"--sweep {word}: write key=value,value", code="config.bad_override")
-    return [(key, value) for value in values]
 
 
 def _words(settings: Mapping[str, str]) -> list[str]:

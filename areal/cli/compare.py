@@ -115,7 +115,7 @@ def _options(folder: Path) -> dict[str, Any]:
 
     def visit(tree: dict[str, Any], prefix: str) -> None:
         for name, value in tree.items():
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict):
                 visit(value, f"{prefix}{name}.")
             else:
                 flat[f"{prefix}{name}"] = value

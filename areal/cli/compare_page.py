@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 58, 26, 10
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 240, 72, 26, 10
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 24px auto; max-width: 1480px; padding: 0 16px; color: #222; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 9px; text-align: left; }
@@ -45,6 +45,10 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=repr)
 
 
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _color(place: int) -> str:
     return _COLORS[place % len(_COLORS)]
 
@@ -68,8 +72,8 @@ def _chart(metric: str, points: Sequence[list[tuple[int, float]]]) -> str:
     )
     frame = f'<path d="M{_LEFT},{_TOP}V{floor}H{_WIDTH - 8}" fill="none" stroke="#999"/>'
     labels = (
-        f'<text x="{_LEFT - 5}" y="{floor}" text-anchor="end">{low:.4g}</text>'
-        f'<text x="{_LEFT - 5}" y="{_TOP + 9}" text-anchor="end">{high:.4g}</text>'
+        f'<text x="{_LEFT - 5}" y="{floor}" text-anchor="end">{_label(low)}</text>'
+        f'<text x="{_LEFT - 5}" y="{_TOP + 9}" text-anchor="end">{_label(high)}</text>'
         f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{first}</text>'
         f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
     )

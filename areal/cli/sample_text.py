@@ -100,9 +100,7 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
 
 def _scored(facts: dict[str, Any]) -> str:
     reward = "not scored" if facts["reward"] is None else f"reward {facts['reward']:g}"
-    metrics = {name: value for name, value in facts["stats"].items() if name.startswith("reward/")}
-    parts = facts["reward_parts"] or {name.removeprefix("reward/"): value for name, value in metrics.items()}
-    if parts:
+    if parts := facts["reward_parts"]:
         reward += f" ({', '.join(f'{name} {value:g}' for name, value in parts.items())})"
     low, high = facts["versions"] or (None, None)
     versions = "no version" if low is None else f"version {low}" if low == high else f"versions {low} to {high}"

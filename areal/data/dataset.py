@@ -12,7 +12,7 @@ import orjson
 
 from areal.api.config import DatasetConfig, TrainDatasetConfig, ValidDatasetConfig
 from areal.api.errors import ConfigError, InputError
-from areal.api.functions import MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
+from areal.api.functions import CURRICULUM_CALL, MAP_CALL, MAP_FUNCTIONS, load_function, resolve_function
 from areal.data.chat import encode_prompt
 from areal.data.mix import mixed_rows
 from areal.data.preference_rows import EncodedPair, encode_pair
@@ -44,12 +44,29 @@ def load_rows(
     if limit is not None and tokenizer is None:
         message = f"max_length={limit} of dataset {config.path} needs a tokenizer: pass one to load_rows"
         raise ConfigError(message, code="data.no_tokenizer")
-    if first is not None and len(config.paths) == 1:
+    curriculum = config.curriculum if isinstance(config, TrainDatasetConfig) else ""
+    if first is not None and len(config.paths) == 1 and not curriculum:
         with suppress(InputError):
             rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer, first + _MORE_ROWS))
             if len(rows) >= first:
                 return rows
-    return _of_all(config, lambda one: _short_rows(one, default_split, tokenizer))
+    rows = _of_all(config, lambda one: _short_rows(one, default_split, tokenizer))
+    return _in_order_of(curriculum, rows) if curriculum else rows
+
+
+def _in_order_of(curriculum: str, rows: list[Row]) -> list[Row]:
+    """The rows of an epoch that `curriculum` chooses. InputError when it fails or returns something else."""
+    key = "train_dataset.curriculum"
+    function: Callable[[list[Row]], object] = load_function(resolve_function(curriculum, {}, key=key), CURRICULUM_CALL)
+    try:
+        ordered = function(list(rows))
+    except Exception as error:  # a user's function
+        message = f"{key} {curriculum} raised {type(error).__name__}: {error}"
+        raise InputError(message, code="data.curriculum_failed") from error
+    if not isinstance(ordered, list) or not ordered:
+        message = f"{key} {curriculum} returned {type(ordered).__name__}: return a list with at least one row"
+        raise InputError(message, code="data.curriculum_failed")
+    return [_object(row, f"{key} {curriculum}, row {index}") for index, row in enumerate(ordered)]
 
 
 def _short_rows(

@@ -20,6 +20,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
     lengths = share.lengths.astype(np.int64)
     _require_lengths(share, lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    sampled_at = share.temperatures
     return TrainBatch(
         input_ids=_tensor(share.token_ids, torch.int64),
         cu_seqlens=_tensor(bounds, torch.int32),
@@ -33,6 +34,7 @@ def to_train_batch(share: BatchShare) -> TrainBatch:
         baselines=_tensor(share.baselines, torch.float32),
         reward_parts=_tensor(share.reward_parts, torch.float32) if share.reward_names else None,
         reward_names=tuple(share.reward_names),
+        temperatures=_next_token(sampled_at, bounds, np.nan, torch.float32) if sampled_at.size else None,
         version=share.version,
         session_ids=_tensor(share.sessions, torch.int64) if share.sessions.size else None,
         turns=_next_token(share.turns, bounds, -1, torch.int64) if share.turns.size else None,
@@ -66,8 +68,8 @@ def rows_to_train_batch(token_ids: Sequence[Sequence[int]], loss_mask: Sequence[
 
 def _require_lengths(share: BatchShare, lengths: np.ndarray) -> None:
     num_tokens = share.token_ids.size
-    optional = ("sessions", "turns", "turn_rewards")
-    per_token = ("loss_mask", "rollout_logprobs", "output_versions", "turns", "turn_rewards")
+    optional = ("sessions", "turns", "turn_rewards", "temperatures")
+    per_token = ("loss_mask", "rollout_logprobs", "output_versions", "turns", "turn_rewards", "temperatures")
     per_sequence = ("rewards", "group_index", "finished", "baselines", "sessions")
     problems: list[str] = []
     if lengths.size and lengths.min() < 1:

@@ -6,9 +6,9 @@ logsumexp. With z = logits / temperature, p = softmax(z), H its entropy:
     d log p_i / d z_j = [i = j] - p_j            d H / d z_j = -p_j (log p_j + H)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ def linear_logprobs(
     bias: Tensor | None,
     labels: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     outputs: OutputSpec | None = None,
     candidate_ids: Tensor | None = None,
     valid: Tensor | None = None,
@@ -43,12 +43,11 @@ def linear_logprobs(
 ) -> TokenOutputs:
     """Compute log_softmax((hidden @ weight.T + bias) / temperature) at the labels, and the other `outputs`.
 
-    hidden [T, h], weight [V, h] and bias [V] have one dtype; labels [T] int64 in [0, V); valid [T] bool, false where
-    all outputs are 0 without gradient (default: all true). candidate_ids [T, k] int64 are used when outputs.candidates
-    is not None; without them the outputs.candidates most likely tokens are used in descending order, or all V tokens if
-    it is 0, the only case that materialises [T, V] (candidate_ids is None then). `max_logits` is the size of a block.
-    `float32_head`: the logits of half-precision inputs are not rounded to their dtype.
-    Outputs are float32, or float64 for float64 inputs.
+    hidden [T, h], weight [V, h] and bias [V] have one dtype; labels [T] int64 in [0, V); temperature one number or [T]
+    float32; valid [T] bool, false where all outputs are 0 without gradient (default: all true). candidate_ids [T, k]
+    int64 are used when outputs.candidates is not None; without them the outputs.candidates most likely tokens are used
+    in descending order, or all V tokens if it is 0, the only case that materialises [T, V] (candidate_ids is None
+    then). `max_logits`: size of a block. `float32_head`: logits are not rounded. Outputs: float32, or float64 for such.
 
     Gradients flow to hidden, weight and bias; those of a bfloat16 weight are summed in float32 and rounded once. Tokens
     whose upstream gradients are all 0 (prompts, clipped ratios) are skipped in the backward pass.
@@ -92,7 +91,7 @@ def linear_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    temperature: float
+    temperature: float | Tensor
     entropy_grad: bool
     num_clamped: int  # tokens left out of the clamped entropy
     clamps: bool
@@ -102,6 +101,14 @@ class _Plan:
     max_logits: int
     max_row_logits: int
     float32_head: bool
+
+    def of(self, rows: Tensor) -> Self:
+        return replace(self, temperature=self.temperature[rows]) if isinstance(self.temperature, Tensor) else self
+
+    def divided(self, values: Tensor, tokens: slice) -> Tensor:
+        """In place; values [t, v]."""
+        each = self.temperature[tokens, None] if isinstance(self.temperature, Tensor) else self.temperature
+        return values if isinstance(each, float) and each == 1.0 else values.div_(each)
 
     def rows(self, num_tokens: int, vocab_size: int) -> tuple[list[slice], list[slice]]:
         """Slices of the tokens, and the whole vocabulary."""
@@ -128,7 +135,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept = None
         for tokens in token_cuts:
             for vocabulary in vocab_cuts:
-                logits = _logits(hidden[tokens], weight, bias, vocabulary, plan)
+                logits = _logits(hidden, weight, bias, tokens, vocabulary, plan)
                 forward.add(logits, tokens, vocabulary)
                 if is_small and any(ctx.needs_input_grad):
                     kept = logits  # `add` has subtracted their maximum
@@ -150,14 +157,15 @@ class _LinearLogprobs(torch.autograd.Function):
             wanted, logsumexp, entropy = wanted[rows], logsumexp[rows], entropy[rows]
             clamp = None if clamp is None else clamp[:, rows]
             kept = None if kept is None else kept[rows]
-        backward = _Backward(wanted, logsumexp, entropy, clamp, upstream, ctx.plan)
+        plan: _Plan = ctx.plan if rows is None else ctx.plan.of(rows)
+        backward = _Backward(wanted, logsumexp, entropy, clamp, upstream, plan)
         states = hidden if rows is None else hidden[rows]
         grads = _Gradients(states, weight, bias, ctx.needs_input_grad)
         token_cuts, vocab_cuts = ctx.plan.blocks(states.shape[0], weight.shape[0])
         for vocabulary in vocab_cuts:
             for tokens in token_cuts:
                 if kept is None:
-                    logits = _logits(states[tokens], weight, bias, vocabulary, ctx.plan)
+                    logits = _logits(states, weight, bias, tokens, vocabulary, plan)
                 else:
                     part = kept[tokens, vocabulary]
                     logits = part.clone() if rows is None else part  # backward may run twice
@@ -296,7 +304,7 @@ class _Backward:
         grad.scatter_add_(1, places, torch.where(inside, self._on_wanted[tokens], 0.0))
         if self._on_all is not None:
             grad.add_(self._on_all[tokens, vocabulary])
-        return grad if self._plan.temperature == 1.0 else grad.div_(self._plan.temperature)
+        return self._plan.divided(grad, tokens)
 
 
 class _Gradients:
@@ -336,14 +344,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: slice, plan: _Plan) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice, vocab: slice, plan: _Plan) -> Tensor:
     """A block of logits divided by temperature, [t, v], in new memory."""
-    part, exact = None if bias is None else bias[vocabulary], _exact(hidden.dtype)
-    if plan.float32_head:
-        logits = unrounded_linear(hidden, weight[vocabulary], part)
-    else:
-        logits = F.linear(hidden, weight[vocabulary], part).to(exact)
-    return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
+    linear = unrounded_linear if plan.float32_head else F.linear
+    logits = linear(hidden[tokens], weight[vocab], None if bias is None else bias[vocab]).to(_exact(hidden.dtype))
+    return plan.divided(logits, tokens)
 
 
 def _clamp(logits: Tensor, num_clamped: int) -> Tensor:

@@ -24,6 +24,7 @@ class ModelInput:
     has_label: Tensor  # [T] bool: false at the last position of each sequence
     layout: PackedLayout
     candidate_ids: Tensor | None = None  # [T, k] int64, as in the batch
+    temperatures: Tensor | None = None  # [T] float32, as in the batch
 
 
 def plan_micro_batches(
@@ -61,7 +62,7 @@ def make_micro_batch(batch: TrainBatch, indices: list[int], device: torch.device
     chosen = batch if order == list(range(len(lengths))) else take(batch, order)
     chosen = _to_device(chosen, device)
     sizes = [lengths[i] for i in order]
-    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids)
+    model_input = model_input_of(chosen.input_ids, chosen.cu_seqlens, sizes, chosen.candidate_ids, chosen.temperatures)
     micro = MicroBatch(batch=chosen, position_ids=model_input.position_ids, max_seqlen=max(sizes), source_index=order)
     return micro, model_input
 
@@ -76,7 +77,11 @@ def dummy_input(batch: TrainBatch, device: torch.device) -> ModelInput:
 
 
 def model_input_of(
-    input_ids: Tensor, cu_seqlens: Tensor, lengths: list[int], candidate_ids: Tensor | None = None
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    lengths: list[int],
+    candidate_ids: Tensor | None = None,
+    temperatures: Tensor | None = None,
 ) -> ModelInput:
     """Compute positions and labels of a packed row."""
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
@@ -91,6 +96,7 @@ def model_input_of(
         has_label=has_label,
         layout=packed_layout(cu_seqlens, lengths),
         candidate_ids=candidate_ids,
+        temperatures=temperatures,
     )
 
 

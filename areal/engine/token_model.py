@@ -93,14 +93,14 @@ class PolicyModel(TokenModel):
         # during this call. The custom function passes their gradients to autograd, where FSDP looks for them.
         head = cast("nn.Linear", self.model.get_output_embeddings())
         hidden = self._hidden(inputs)
-        if self._with_liger:
+        if self._with_liger and inputs.temperatures is None:
             return (liger_logprobs(hidden, head.weight, head.bias, inputs.labels, valid=inputs.has_label),)
         found = linear_logprobs(
             hidden,
             head.weight,
             head.bias,
             inputs.labels,
-            temperature=self._temperature,
+            temperature=self._temperature_of(inputs),
             outputs=self.spec,
             candidate_ids=inputs.candidate_ids,
             valid=inputs.has_label,
@@ -109,6 +109,11 @@ class PolicyModel(TokenModel):
         every = (found.logprobs, found.entropy, found.clamped_entropy, found.squared_sums)
         every += (found.candidate_logprobs, found.candidate_ids)
         return tuple(values for values in every if values is not None)
+
+    def _temperature_of(self, inputs: ModelInput) -> float | Tensor:
+        """That of the model, or [T] where the batch has tokens of other temperatures."""
+        given = inputs.temperatures
+        return self._temperature if given is None else torch.where(given.isnan(), self._temperature, given)
 
 
 class ValueModel(TokenModel):

@@ -39,7 +39,8 @@ _CPU_CACHE_BYTES = 2**30
 
 def logprobs_mode(gconfig: GenerationHyperparameters) -> str:
     """The --logprobs-mode under which a server reports the log-probabilities that training needs."""
-    return RAW if gconfig.temperature == 1 or gconfig.greedy else PROCESSED
+    is_raw = (gconfig.temperature == 1 and not gconfig.temperature_key) or gconfig.greedy
+    return RAW if is_raw else PROCESSED
 
 
 def sampling_problems(gconfig: GenerationHyperparameters, flags: Flags, needs_logprobs: bool = True) -> Problems:

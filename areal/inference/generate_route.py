@@ -5,6 +5,7 @@ the handler of a disconnected client, which aborts its sequence.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ from areal.inference.request_parser import (
     token_ids_field,
 )
 from areal.inference.sequence import FinishReason, SamplingParams, Sequence
+from areal.observe.spans import add_span, track
 
 _EVENT_STREAM = "text/event-stream"
 _MAX_SEED = 2**63 - 1
@@ -96,7 +98,11 @@ class GenerateRoute:
         self._num_requests += 1
         default_id = f"{self._id_prefix}{self._num_requests:012d}"
         call = self._parse(await read_json(request, self.max_body_bytes), default_id)
-        sequence = call.sequence
+        with track("request", call.sequence.request_id):
+            return await self._answer(request, call)
+
+    async def _answer(self, request: web.Request, call: _Call) -> web.StreamResponse:
+        sequence, submitted_ns = call.sequence, time.perf_counter_ns()
         if sequence.request_id in self._by_id:
             message = f"rid {shown(sequence.request_id)} is in use by a running request: use a unique rid"
             raise RequestError(message, code="request.duplicate_id")
@@ -113,6 +119,10 @@ class GenerateRoute:
             self._waiters.pop(sequence, None)
             if sequence.finish is None:
                 self._engine.abort(sequence, "the client disconnected")
+            ended_ns = time.perf_counter_ns()
+            add_span("queued", submitted_ns, sequence.started_ns or ended_ns)
+            if sequence.started_ns:
+                add_span("run", sequence.started_ns, ended_ns)
 
     async def _stream(self, request: web.Request, call: _Call, waiter: asyncio.Future[None]) -> web.StreamResponse:
         """One event per `stream_interval` tokens, with all new tokens. A short answer is one event and one write."""

@@ -1,5 +1,6 @@
 """Chooses the tokens of the next step: admission, chunked prefill, prefix sharing, preemption. No tensors."""
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -168,6 +169,7 @@ class Scheduler:
         sequence.num_computed = num_computed
         sequence.num_written = 0
         self.num_shared_tokens += num_computed
+        sequence.started_ns = sequence.started_ns or time.perf_counter_ns()
         if sequence.num_retractions == 0:
             sequence.num_cached = min(num_computed, sequence.num_prompt)
         if sequence.group_id:

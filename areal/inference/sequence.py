@@ -91,6 +91,8 @@ class Sequence:
     version_starts: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """(index into the answer, policy version) at each change of the version."""
     num_retractions: int = 0
+    started_ns: int = 0
+    """time.perf_counter_ns at its first start; 0 = it waits."""
     finish: FinishReason | None = None
 
     @property

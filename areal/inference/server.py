@@ -27,6 +27,8 @@ from areal.inference.request_parser import seed_source
 from areal.inference.server_routes import ServerApp
 from areal.observe.http_log import HttpLogger
 from areal.observe.log import configure_logging, get_logger
+from areal.observe.spans import tracing
+from areal.observe.trace import ChromeTracer, open_tracer
 from areal.system.device import bind_to_gpu_node, pick_device
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.folder_puller import FolderPuller
@@ -34,6 +36,7 @@ from areal.system.heartbeat import beating_loop, launched_heartbeat
 from areal.system.http_guard import RequestGuard
 from areal.system.network import BACKLOG, TOKEN_VARIABLE, Host, bind_collectives, http_address, listen, required_token
 from areal.system.process import ProcessContext, raise_open_file_limit, run_main
+from areal.system.run_paths import RunPaths
 
 _LOG = get_logger(__name__)
 
@@ -51,6 +54,7 @@ class ServerOptions:
     process_name: str
     index: int
     registry: NameRegistry | None
+    tracer: ChromeTracer | None = None
     from_scratch: bool = False
     """The policy starts from random weights of the trainer; the server has no weights until the first update."""
 
@@ -79,7 +83,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     args = parser.parse_args(argv)
     context = ProcessContext.from_env()
-    native, registry, from_scratch = NativeServerConfig(), None, False
+    native, registry, tracer, from_scratch = NativeServerConfig(), None, None, False
     if args.config:
         config = load_experiment(["--config", args.config], allow_unknown_top_level=True)
         if not isinstance(config, PPOConfig):
@@ -89,6 +93,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         from_scratch = config.actor.init_from_scratch
         if context is not None:
             registry = registry_of(config)
+            tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)
     names = ("model_path", "device", "dtype", "context_length", "max_running_requests", "max_total_tokens")
     names += ("chunked_prefill_size", "random_seed", "log_level")
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -110,6 +115,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
         process_name=context.name if context else "server",
         index=context.index if context else 0,
         registry=registry,
+        tracer=tracer,
         from_scratch=from_scratch,
     )
 
@@ -206,7 +212,7 @@ def main() -> None:
     bind_collectives(options.host)
     # Two threads share the interpreter; a short interval reduces the wait for the other thread.
     sys.setswitchinterval(0.001)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with tracing(options.tracer), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         failure = runner.run(serve_until_signal(options))
     if failure is not None:
         sys.exit(1)

@@ -14,6 +14,7 @@ from areal.api.errors import RequestError
 from areal.inference.engine import Engine
 from areal.inference.json_answers import json_response, ok, read_json
 from areal.inference.request_parser import bool_field, check_fields, int_field, text_field
+from areal.observe.spans import track
 from areal.system.folder_puller import FolderPuller
 from areal.system.threads import in_daemon_thread
 
@@ -114,7 +115,8 @@ class WeightRoutes:
 
         async def run() -> None:
             async with self._lock:
-                await asyncio.wrap_future(submit(command))
+                with track("weight command", "weights"):
+                    await asyncio.wrap_future(submit(command))
 
         task = asyncio.create_task(run())
         self._running.add(task)

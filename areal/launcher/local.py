@@ -33,6 +33,7 @@ from areal.launcher.orphans import wait_for_orphans
 from areal.launcher.placement import Machine
 from areal.launcher.plan_text import plan_text
 from areal.launcher.preflight import (
+    check_not_complete,
     check_run_folder,
     count_rows,
     disk_problem,
@@ -47,7 +48,7 @@ from areal.launcher.preflight import (
     stored_bytes,
 )
 from areal.launcher.result import facts_text
-from areal.launcher.resume_text import changes_text, how_to_continue, read_tree
+from areal.launcher.resume_text import changes_text, how_to_continue, read_tree, saved_tree
 from areal.launcher.sandbox_check import sandbox_problems
 from areal.launcher.server_check import nccl_versions, notices, server_problems
 from areal.launcher.status import EvaluationSource, Source, StatusLine, StatusSource
@@ -214,7 +215,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
     on_gpu = request.config.cluster.n_gpus_per_node > 0 and any(machine.gpus for machine in machines)
     config = with_time_limits(request.config, checkpoint_bytes=stored, on_gpu=on_gpu)
     request, paths, line = dataclasses.replace(request, config=config), RunPaths.of(config), StatusLine()
-    rows = checked_plan(request, machines, line, tries_row=request.dry_run).numbers.rows
+    numbers = checked_plan(request, machines, line, tries_row=request.dry_run).numbers
     if request.dry_run:
         return 0
     if notice := interrupts_notice():
@@ -229,6 +230,11 @@ def _launch(request: Launch, cluster: Cluster) -> int:
         if request.overwrite:
             overwrite_run(paths)
         before = read_tree(paths.config)
+        if config.recover.mode in ("auto", "resume"):
+            changes = changes_text(before, saved_tree(config, request.extras))
+            if complete := check_not_complete(config, paths, total_steps=numbers.total_steps, changes=changes):
+                line.say(f"areal: {complete}")
+                return 0
         secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -238,7 +244,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                     changes_text(before, read_tree(paths.config)) if config.recover.mode != "disabled" else ()
                 ):
                     line.say(change)
-                outcome = _run(request, cluster, machines, paths, rows, line, interruptions, secrets, registry)
+                outcome = _run(request, cluster, machines, paths, numbers.rows, line, interruptions, secrets, registry)
             except OSError as error:
                 cause = disk_problem(paths) or f"{error.filename or paths.root}: {error.strerror or error}"
                 message = f"the launcher cannot write its files and has ended all processes: {cause}"

@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from areal.api.functions import (
     ACCEPT_FUNCTIONS,
     ANSWER_CALL,
     ANSWER_FUNCTIONS,
+    CURRICULUM_CALL,
     MAP_CALL,
     MAP_FUNCTIONS,
     REWARD_CALL,
@@ -105,6 +106,7 @@ def function_problems(config: BaseExperimentConfig, *, has_script: bool) -> Iter
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset))
         if data is not None
     ]
+    given.append(("train_dataset.curriculum", config.train_dataset.curriculum, {}, CURRICULUM_CALL))
     if isinstance(config, PPOConfig):
         names = [("reward_fn", config.reward_fn)]
         names += [(f"reward.{path}", name) for path, functions in config.reward.tables() for name in functions]
@@ -264,6 +266,28 @@ def overwrite_run(paths: RunPaths) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def check_not_complete(
+    config: BaseExperimentConfig, paths: RunPaths, *, total_steps: int | None, changes: Sequence[str]
+) -> str:
+    """Why nothing remains to train in this run folder; empty when something does.
+
+    `changes`: the options that differ from the earlier run. ConfigError when there are some: they would have no effect.
+    """
+    newest = newest_checkpoint(paths)
+    try:
+        is_complete = json.loads(paths.summary.read_bytes())["status"] == "completed"
+        goal = {} if newest is None else json.loads((newest / "state.json").read_bytes())["point"]["goal_reached"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    is_trained = newest is not None and total_steps is not None and step_of(newest) >= total_steps
+    if not is_complete or not (is_trained or (goal and goal == config.evaluator.stop_at)):
+        return ""
+    text = f"the run in {paths.root} is complete: a higher total_train_steps continues it, {_OTHER_WAYS}"
+    if changes:
+        raise ConfigError("\n  ".join([text, *changes]), code="launch.earlier_run")
+    return text
+
+
 def earlier_run(paths: RunPaths, newest: Path | None, *, has_rollouts: bool) -> str:
     """A message about the earlier run that this launch continues; empty when there is none."""
     if newest is None and not paths.metrics.exists():
@@ -291,6 +315,8 @@ def stored_bytes(model: TrainEngineConfig) -> int:
 def count_rows(config: BaseExperimentConfig) -> int | None:
     """Rows per epoch of a training set of local .jsonl files, before any filter; None for others."""
     data, sizes = config.train_dataset, list[int]()
+    if data.curriculum:
+        return None
     for path in map(Path, data.paths):
         if path.suffix != ".jsonl" or not path.is_file():
             return None

@@ -2,12 +2,15 @@
 
 import shlex
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from areal.api.config import BaseExperimentConfig
+from areal.api.config.load import save_config
 from areal.api.config.redaction import public_command
 from areal.launcher.preflight import newest_checkpoint, step_of
 from areal.launcher.status import last_record
@@ -37,6 +40,8 @@ def unsaved_steps(paths: RunPaths) -> int:
 def how_to_continue(newest: Path | None, mode: str, command: Sequence[str]) -> str:
     """The line after an interruption. `newest`: the newest recovery checkpoint; `command`: this process's words."""
     words = [word for word in public_command(command) if word != "--overwrite"]
+    if len(words) > 1 and Path(words[1]).name == "areal":  # the console script
+        words = ["areal", *words[2:]]
     words += [] if mode in ("auto", "resume") else ["recover.mode=auto"]
     place = f"saved as {newest.name}" if newest else "no recovery checkpoint yet, the finished episodes are kept"
     return f"areal: {place}; to continue: {shlex.join(words)}"
@@ -49,6 +54,14 @@ def read_tree(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return dict(_leaves("", tree)) if isinstance(tree, Mapping) else {}
+
+
+def saved_tree(config: BaseExperimentConfig, extras: dict[str, Any]) -> dict[str, Any]:
+    """What `read_tree` would find after `save_config`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        save_config(config, path, extra=extras)
+        return read_tree(path)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal.api.config.benchmark import sweep_words
 from areal.api.errors import ConfigError
 from areal.launcher.slurm_follow import Follower, Slurm, SubmittedJob
 from areal.launcher.status import StatusLine
@@ -49,10 +50,7 @@ def read_sweep(words: Sequence[str]) -> Sweep:
     at_once, rest = 0, iter(words)
     for word in rest:
         if word == "--sweep":
-            key, equals, values = next(rest, "").partition("=")
-            if not key or not equals or not values:
-                raise ConfigError("--sweep needs KEY=VALUE,VALUE,...", code="config.bad_override")
-            axes.append([f"{key}={value}" for value in _values(values)])
+            axes.append(sweep_words(next(rest, "")))
         elif word == "--at-once":
             text = next(rest, "")
             if not text.isdecimal() or int(text) < 1:
@@ -62,18 +60,6 @@ def read_sweep(words: Sequence[str]) -> Sweep:
             kept.append(word)
     overrides = tuple(itertools.product(*axes)) if axes else ()
     return Sweep(words=tuple(kept), overrides=overrides, at_once=at_once)
-
-
-def _values(text: str) -> list[str]:
-    """The parts between commas that are not in brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[{(") - (letter in "]})")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 def write_sweep(paths: RunPaths, runs: Sequence[SweepRun]) -> None:

@@ -70,5 +70,15 @@ def main(argv: Sequence[str], *, prog: str = "python -m areal.ledger") -> int:
     return status
 
 
+def audit_command(words: Sequence[str]) -> int:
+    """`areal audit RUN [--json]`."""
+    return main(["audit", *words], prog="areal")
+
+
+def stats_command(words: Sequence[str]) -> int:
+    """`areal stats RUN [--json]`."""
+    return main(["stats", *words], prog="areal")
+
+
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

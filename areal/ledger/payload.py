@@ -6,7 +6,8 @@ lengths i4[n], token_ids i4[T], output_versions i4[T], rewards f4[n], rollout_lo
 finished u1[n], and, if a greedy answer was generated, baselines f4[n]. Payloads with baselines have another magic;
 those with the scores of several reward functions have a third one, always baselines, then their names as a JSON list
 (u4 length, bytes) and scores f4[n, k]. Missing numbers are NaN. Payloads with sessions have a fourth one: as the third,
-then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes).
+then sessions i4[n], turns i4[T], turn_rewards f4[T], and a JSON text for reward functions (u4 length, bytes). The fifth
+and the sixth are the third and the fourth followed by temperatures f4[T], where tokens have others than the run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ _MAGIC = b"ARP1"
 _MAGIC_WITH_BASELINES = b"ARP2"
 _MAGIC_WITH_PARTS = b"ARP3"
 _MAGIC_WITH_SESSIONS = b"ARP4"
-_MAGICS = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
+_AND_TEMPERATURES = {_MAGIC_WITH_PARTS: b"ATP3", _MAGIC_WITH_SESSIONS: b"ATP4"}
+_PLAIN = (_MAGIC, _MAGIC_WITH_BASELINES, _MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS)
+_KINDS = {magic: magic for magic in _PLAIN} | {magic: kind for kind, magic in _AND_TEMPERATURES.items()}
+"""Magic -> the magic of the same columns without temperatures."""
+_NO_NAMES = _LENGTH.pack(2) + b"[]"
 _NO_BASELINE = struct.pack("<f", math.nan)
 
 
@@ -128,17 +133,19 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
     integers, floats = array("i", lengths) + token_ids + versions, array("f", rewards) + logprobs
     baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
-    magic = _MAGIC_WITH_BASELINES if baselines else _MAGIC
+    magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, _temperatures(trajectories)
     sessions = _sessions(trajectories, record)
-    if parts or sessions:
+    if parts or sessions or temperatures:
         magic, baselines = _MAGIC_WITH_PARTS, baselines or array("f", [math.nan] * num_trajectories)
-    if sessions:
-        magic, names = _MAGIC_WITH_SESSIONS, names or _LENGTH.pack(2) + b"[]"
+    if sessions or temperatures:
+        magic, names = _MAGIC_WITH_SESSIONS if sessions else magic, names or _NO_NAMES
+    if temperatures:
+        magic = _AND_TEMPERATURES[magic]
     if sys.byteorder == "big":
-        for numbers in (integers, floats, baselines, parts):
+        for numbers in (integers, floats, baselines, parts, temperatures):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = b"".join((sizes, integers, floats, loss_mask, finished, baselines, names, parts, sessions))
+    body = b"".join((sizes, integers, floats, loss_mask, finished, baselines, names, parts, sessions, temperatures))
     made_by = [version for version, _, _ in by_version if version != -1]
     found = first_of_sessions(trajectories)
     return EncodedEpisode(
@@ -205,6 +212,22 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
     return numbers + np.array(rewards, "<f4").tobytes() + _LENGTH.pack(len(text)) + text
 
 
+def _temperatures(trajectories: Sequence[Trajectory]) -> array[float]:
+    """One per token, NaN where it is that of the run; empty when that is so for all."""
+    if not any(trajectory.temperatures for trajectory in trajectories):
+        return array("f")
+    found = array("f")
+    for trajectory in trajectories:
+        own, size = trajectory.temperatures, len(trajectory.token_ids)
+        if own and len(own) != size:
+            message = f"a trajectory has {len(own)} temperatures for {size} token_ids: give one for each, or none"
+            raise TrajectoryError(message, code="workflow.trajectory_lengths")
+        if bad := [value for value in own if value <= 0 or math.isinf(value)]:
+            raise _not_finite("temperature", bad[0])
+        found.extend(own or [math.nan] * size)
+    return found
+
+
 def _uneven(trajectory: Trajectory) -> TrajectoryError:
     return TrajectoryError(
         f"a trajectory has {len(trajectory.token_ids)} token_ids, {len(trajectory.loss_mask)} loss_mask, "
@@ -218,37 +241,9 @@ def _not_finite(name: str, value: float) -> TrajectoryError:
     return TrajectoryError(f"a trajectory has {name}={value}, which is not finite", code="workflow.not_finite")
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """The additional rules of rollout.check_trajectory_format. Raises TrajectoryError for the first broken one."""
-    if any(token_id < 0 for token_id in trajectory.token_ids):
-        raise TrajectoryError("token_ids holds a negative id", code="workflow.wrong_type")
-    mask_values = set(trajectory.loss_mask)
-    problem = ""
-    if not mask_values <= {0, 1}:
-        problem = f"holds {sorted(mask_values)}; only 0 and 1 are allowed"
-    elif 1 not in mask_values:
-        problem = "marks no token to train on"
-    elif trajectory.loss_mask[0]:
-        problem = "marks the first token, which has no prediction"
-    if problem:
-        raise TrajectoryError(f"loss_mask {problem}", code="workflow.loss_mask")
-    columns = zip(trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.output_versions, strict=True)
-    for position, (mask, logprob, version) in enumerate(columns):
-        if not math.isfinite(logprob) or logprob > 1e-3:
-            problem = "which is not a log-probability"
-        elif not mask and logprob != 0.0:
-            problem = "but must be 0.0 where loss_mask is 0"
-        if problem:
-            message = f"rollout_logprobs[{position}] is {logprob}, {problem}"
-            raise TrajectoryError(message, code="workflow.rollout_logprobs")
-        if mask and version < 0:
-            message = f"output_versions[{position}] is {version}, but loss_mask marks this token"
-            raise TrajectoryError(message, code="workflow.output_versions")
-
-
 def check_payload(episode_id: int, payload: bytes) -> None:
     """LedgerError unless `payload` is the complete, undamaged record of that episode."""
-    if len(payload) < _DATA or payload[:4] not in _MAGICS:
+    if len(payload) < _DATA or payload[:4] not in _KINDS:
         raise _bad_payload(episode_id, "does not start with the magic of a payload")
     if _START.unpack_from(payload)[1] != zlib.crc32(memoryview(payload)[_START.size :]):
         raise _bad_payload(episode_id, "is damaged: its checksum does not match")
@@ -271,17 +266,22 @@ def _expected_bytes(payload: bytes) -> int:
         return size + 4 * n
     names, first = _reward_names(payload)
     size = first + 4 * n * len(names)
-    if payload[:4] == _MAGIC_WITH_PARTS:
-        return size
-    (length,) = _LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
-    return size + 4 * n + 8 * t + _LENGTH.size + length
+    if _KINDS[payload[:4]] == _MAGIC_WITH_SESSIONS:
+        (length,) = _LENGTH.unpack_from(payload, size + 4 * n + 8 * t)
+        size += 4 * n + 8 * t + _LENGTH.size + length
+    return size + (4 * t if has_temperatures(payload) else 0)
+
+
+def has_temperatures(payload: bytes) -> bool:
+    """Whether the last 4 T bytes are temperatures."""
+    return payload[:4] in _AND_TEMPERATURES.values()
 
 
 def _reward_names(payload: bytes) -> tuple[list[str], int]:
     """Names of the reward functions of a payload, and the offset of their scores."""
     n, t = payload_sizes(payload)
     start = _DATA + 13 * (n + t) + _LENGTH.size
-    if payload[:4] not in (_MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS):
+    if _KINDS[payload[:4]] not in (_MAGIC_WITH_PARTS, _MAGIC_WITH_SESSIONS):
         return [], start
     (length,) = _LENGTH.unpack_from(payload, start - _LENGTH.size)
     return json.loads(payload[start : start + length]), start + length
@@ -310,7 +310,7 @@ class PayloadHead(NamedTuple):
 
 
 def payload_head(payload: bytes) -> PayloadHead:
-    return PayloadHead(payload_sizes(payload)[1], _reward_names(payload)[0], payload[:4] == _MAGIC_WITH_SESSIONS)
+    return PayloadHead(payload_sizes(payload)[1], _reward_names(payload)[0], sessions_start(payload) is not None)
 
 
 def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int]) -> PayloadHead:
@@ -318,8 +318,9 @@ def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int
     segment, offset, _ = where
     start = reader.read((segment, offset, _DATA))
     n, t = payload_sizes(start)
-    has_sessions = start[:4] == _MAGIC_WITH_SESSIONS
-    if start[:4] != _MAGIC_WITH_PARTS and not has_sessions:
+    kind = _KINDS.get(start[:4])
+    has_sessions = kind == _MAGIC_WITH_SESSIONS
+    if kind != _MAGIC_WITH_PARTS and not has_sessions:
         return PayloadHead(t, [], has_sessions)
     names = offset + _DATA + 13 * (n + t)
     try:
@@ -331,7 +332,7 @@ def read_head(reader: PayloadReader, episode_id: int, where: tuple[int, int, int
 
 def sessions_start(payload: bytes) -> int | None:
     """The offset of the columns of sessions; None when the payload has none."""
-    if payload[:4] != _MAGIC_WITH_SESSIONS:
+    if _KINDS[payload[:4]] != _MAGIC_WITH_SESSIONS:
         return None
     names, first = _reward_names(payload)
     return first + 4 * payload_sizes(payload)[0] * len(names)

@@ -1,4 +1,4 @@
-"""The columns of a payload that say which trajectories are one session, and in which order its answers came."""
+"""Columns that few payloads have: which trajectories are one session, the order of its answers, temperatures."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +8,7 @@ import numpy as np
 
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.ledger.payload import (
+    has_temperatures,
     join_columns,
     payload_head,
     payload_sizes,
@@ -49,7 +50,8 @@ def session_columns(payload: bytes) -> SessionColumns | None:
     integers = np.frombuffer(payload, "<i4", n + t, start)
     rewards = np.frombuffer(payload, "<f4", t, start + integers.nbytes)
     text = start + integers.nbytes + rewards.nbytes + 4
-    return SessionColumns(integers[:n], integers[n:], rewards, payload[text:].decode())
+    end = len(payload) - (4 * t if has_temperatures(payload) else 0)
+    return SessionColumns(integers[:n], integers[n:], rewards, payload[text:end].decode())
 
 
 def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
@@ -58,6 +60,7 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
     names = payload_head(payload).reward_names
     parts = reward_parts([payload], names).tolist()
     baselines = np.frombuffer(join_columns([payload])["baselines"], "<f4").tolist()
+    sampled_at = temperatures([payload])
     trajectories: list[Trajectory] = []
     end = 0
     for row, size in enumerate(columns.lengths.tolist()):
@@ -77,5 +80,21 @@ def group_of_payload(episode_id: int, payload: bytes) -> TrajectoryGroup:
         if sessions is not None:
             turns, rewards = sessions.turns[span].tolist(), sessions.turn_rewards[span].tolist()
             one = replace(one, session=int(sessions.sessions[row]), turns=turns, turn_rewards=rewards)
+        if sampled_at.size:
+            one = replace(one, temperatures=sampled_at[span].tolist())
         trajectories.append(one)
     return TrajectoryGroup(trajectories=trajectories, record="" if sessions is None else sessions.record)
+
+
+def temperatures(payloads: Sequence[bytes]) -> np.ndarray:
+    """Temperatures of the tokens of several episodes, NaN = that of the run; empty = all are. -> [T] or [0] float32"""
+    if not any(map(has_temperatures, payloads)):
+        return np.zeros(0, np.float32)
+    rows: list[np.ndarray] = []
+    for payload in payloads:
+        t = payload_sizes(payload)[1]
+        is_given = has_temperatures(payload)
+        rows.append(
+            np.frombuffer(payload, "<f4", t, len(payload) - 4 * t) if is_given else np.full(t, np.nan, np.float32)
+        )
+    return np.concatenate(rows)

@@ -1,9 +1,10 @@
 """Chrome traces: one file of JSON lines per process, and the command that joins the files of a run.
 
-`python -m areal.observe.trace RUN -o trace.json` makes one file for chrome://tracing or ui.perfetto.dev.
+`areal trace RUN -o trace.json` makes one file for chrome://tracing or ui.perfetto.dev, and prints where the time goes.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -15,10 +16,13 @@ from typing import Any
 
 from areal.api.config import PerfTracerConfig
 from areal.api.errors import InputError
+from areal.observe.trace_table import time_tables
 from areal.system.process import run_main
 from areal.system.run_paths import RunPaths, run_folder
 
 _FLUSH_EVENTS = 1000
+_FLUSH_S = 2.0
+"""For processes without train steps."""
 
 
 class ChromeTracer:
@@ -30,6 +34,7 @@ class ChromeTracer:
         self._save_interval = save_interval
         self._steps = 0
         self._pid = os.getpid()
+        self._written_s = time.monotonic()
         self._wall_ns = time.time_ns() - time.perf_counter_ns()
         # A killed process may have left an incomplete line: start a new one.
         self._lines: list[str] = [""] if path.exists() and not path.read_bytes().endswith(b"\n") else []
@@ -41,6 +46,15 @@ class ChromeTracer:
         times = {"ts": (start_ns + self._wall_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
         thread = {"pid": self._pid, "tid": threading.get_native_id()}
         self._add({"name": name, "cat": "phase", "ph": "X"} | times | thread)
+
+    def add_part(self, kind: str, track: str, name: str, start_ns: int, end_ns: int) -> None:
+        """A part of concurrent work, on the row of `track`, between two readings of time.perf_counter_ns."""
+        event = {"name": name, "cat": kind, "id": track, "pid": self._pid, "tid": 0}
+        start_us, end_us = (start_ns + self._wall_ns) / 1e3, (end_ns + self._wall_ns) / 1e3
+        self._add(event | {"ph": "b", "ts": start_us, "args": {"us": end_us - start_us}})
+        self._add(event | {"ph": "e", "ts": end_us})
+        if time.monotonic() - self._written_s >= _FLUSH_S:
+            self.flush()
 
     def end_step(self) -> None:
         """A train step ended: write the buffered events every `save_interval` steps."""
@@ -63,6 +77,7 @@ class ChromeTracer:
             with open(self._path, "a") as file:
                 file.write("\n".join(self._lines) + "\n")
             self._lines = []
+        self._written_s = time.monotonic()
 
 
 def open_tracer(config: PerfTracerConfig | None, paths: RunPaths, process_name: str) -> ChromeTracer | None:
@@ -97,15 +112,30 @@ def join_traces(folder: Path) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"skipped_lines": skipped}}
 
 
-def run_command(words: Sequence[str], *, prog: str = "python -m areal.observe.trace") -> int:
-    """Join the traces of a run; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=prog, description="Join the traces of a run in one file for chrome://tracing")
+def run_command(words: Sequence[str]) -> int:
+    """`areal trace RUN [-o FILE] [--json]`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="areal trace",
+        description="Print where the time of train steps, episodes and server requests went, and join the traces of "
+        "all processes in one file for chrome://tracing. The run needs perf_tracer.enabled=true.",
+    )
     parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or its trace folder")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
+    parser.add_argument("--json", action="store_true", help="print the tables as JSON")
     arguments = parser.parse_args(words)
     # Not the run folder itself, which contains other .jsonl files.
     folder = arguments.run if arguments.run.name == "trace" else RunPaths(arguments.run).trace
-    arguments.output.write_text(json.dumps(join_traces(folder)))
+    trace = join_traces(folder)
+    arguments.output.write_text(json.dumps(trace))
+    tables = time_tables(trace["traceEvents"])
+    if arguments.json:
+        facts = {"output": str(arguments.output), "tables": [dataclasses.asdict(table) for table in tables]}
+        sys.stdout.write(json.dumps(facts) + "\n")
+    else:
+        lines = [line for table in tables for line in (*table.lines(), "")]
+        sys.stdout.write(
+            "\n".join([*lines, f"{arguments.output}: open it in chrome://tracing or ui.perfetto.dev"]) + "\n"
+        )
     return 0
 
 

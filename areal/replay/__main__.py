@@ -125,5 +125,11 @@ def replay(request: Request) -> int:
     return report.end()
 
 
+def run_command(words: Sequence[str]) -> int:
+    """`areal replay RUN [key=value ...]`, or `areal replay --run RUN`; returns the exit status."""
+    is_run = bool(words) and not words[0].startswith("-")
+    return replay(read_command_line(["--run", *words] if is_run else words, prog="areal replay"))
+
+
 if __name__ == "__main__":
     run_main(lambda: sys.exit(replay(read_command_line(sys.argv[1:]))))

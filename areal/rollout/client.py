@@ -47,6 +47,10 @@ CONTROLLER = "controller"
 _log = get_logger(__name__)
 
 
+class CheckpointWanted(Exception):
+    """The launcher requests a recovery checkpoint while a batch is not ready."""
+
+
 class RolloutClient:
     """The connection of one trainer rank. Each call opens its own connection. Not thread-safe."""
 
@@ -61,9 +65,11 @@ class RolloutClient:
         reconnect_s: float = 120.0,
         answer_s: float = ANSWER_S,
         silent_s: float = SILENT_S,
+        checkpoint_request: Path | None = None,
     ) -> None:
         """`run_id`: number of earlier starts of the trainer ranks in this launch. `ledger`: the folder from which
-        batches are read unless `transfer`, as in rollout.batch_transfer, is http."""
+        batches are read unless `transfer`, as in rollout.batch_transfer, is http. `checkpoint_request`: while this file
+        exists, the wait for a batch is interrupted once."""
         self._address = address
         self._known: str | None = None
         """The address of the last answer. It is looked up again only after a failure: the registry may be down."""
@@ -75,10 +81,19 @@ class RolloutClient:
         self._dp_rank, self._dp_size = 0, 1
         self._transfer = transfer
         self._payloads = PayloadReader(ledger) if ledger is not None and transfer != "http" else None
+        self._checkpoint_request = checkpoint_request
+        self._interrupted_at = -1
+        """The train step whose wait was interrupted for a checkpoint."""
 
     @classmethod
     def from_registry(
-        cls, registry: NameRegistry, config: InferenceEngineConfig, *, run_id: int = 0, ledger: Path | None = None
+        cls,
+        registry: NameRegistry,
+        config: InferenceEngineConfig,
+        *,
+        run_id: int = 0,
+        ledger: Path | None = None,
+        checkpoint_request: Path | None = None,
     ) -> Self:
         """A client that looks up the controller by name, so it also finds a restarted one at another port."""
 
@@ -92,6 +107,7 @@ class RolloutClient:
             ledger=ledger,
             transfer=config.batch_transfer,
             reconnect_s=config.setup_timeout,
+            checkpoint_request=checkpoint_request,
         )
 
     def attach(self, *, rank: int, world_size: int, dp_rank: int, dp_size: int, step: int, version: int) -> None:
@@ -107,7 +123,8 @@ class RolloutClient:
 
         Raises RequestError when it will never be ready, LedgerError when this host cannot read its payloads and
         rollout.batch_transfer=files, and WeightsNeeded when restarted servers lack the current weights, so that the
-        trainer must publish them again first.
+        trainer must publish them again first. Raises CheckpointWanted, once for each step, while the batch is not ready
+        and the launcher requests a checkpoint.
         """
         answer = self._batch(step, with_payloads=self._payloads is None)
         if self._payloads is None:
@@ -127,7 +144,14 @@ class RolloutClient:
         request = BatchRequest(
             run_id=self._run_id, step=step, dp_rank=self._dp_rank, dp_size=self._dp_size, with_payloads=with_payloads
         )
-        return self._call("/batch", request, f"for batch {step}")
+
+        def look() -> None:
+            is_new = self._interrupted_at != step
+            if is_new and self._checkpoint_request is not None and self._checkpoint_request.exists():
+                self._interrupted_at = step
+                raise CheckpointWanted
+
+        return self._call("/batch", request, f"for batch {step}", not_ready=look)
 
     def publish(self, update: WeightUpdate) -> None:
         """Return when every serving replica holds `update.version`. Raises WeightSyncError when that failed."""
@@ -174,8 +198,16 @@ class RolloutClient:
         except ServerUnavailable as error:
             _log.warning("the rollout controller has already exited: %s", error)
 
-    def _call(self, path: str, request: TrainerRequest | None, purpose: str, *, is_last: bool = False) -> bytes:
-        """`is_last`: give up soon, because the controller may have exited."""
+    def _call(
+        self,
+        path: str,
+        request: TrainerRequest | None,
+        purpose: str,
+        *,
+        is_last: bool = False,
+        not_ready: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """`is_last`: give up soon, because the controller may have exited. `not_ready`: called before a repetition."""
         reconnect_s, silent_s = (FINISH_S, 0.0) if is_last else (self._reconnect_s, self._silent_s)
         answered_s = reached_s = time.monotonic()
         while True:
@@ -199,6 +231,7 @@ class RolloutClient:
             if status != 204:
                 raise _error_of(path, status, answer)
             answered_s = reached_s = time.monotonic()
+            not_ready()
 
     def _exchange(self, path: str, request: TrainerRequest | None) -> tuple[int, bytes]:
         is_new = self._known is None

@@ -51,10 +51,8 @@ class Controller:
         accept: AcceptFn | None = None,
     ) -> None:
         size, options = config.train_dataset.batch_size, config.rollout
-        self._fleet = fleet
+        self._fleet, self._rows, self._ledger = fleet, rows, ledger
         self._workflows = list({id(found): found for found in [workflow, *(eval_workflows or {}).values()]}.values())
-        self._rows = rows
-        self._ledger = ledger
         self.shape = RunShape.of(config, total_steps=total_steps)
         self._failure: Exception | None = None
         self._ended, self._failure_reported = asyncio.Event(), asyncio.Event()
@@ -70,13 +68,15 @@ class Controller:
             producer=self._producer,
             on_fatal=self.fail,
         )
+        limits = GateLimits(
+            batch_size=size,
+            max_concurrent=config.max_concurrent_rollouts,
+            max_staleness=options.max_head_offpolicyness,
+            total_episodes=total_steps * size,
+        )
         self._executor = Executor(
-            limits=GateLimits(
-                batch_size=size,
-                max_concurrent=config.max_concurrent_rollouts,
-                max_staleness=options.max_head_offpolicyness,
-                total_episodes=total_steps * size,
-            ),
+            limits=limits,
+            temperature=config.gconfig.temperature,
             engine=fleet,
             workflow=workflow,
             rows=rows,

@@ -4,12 +4,14 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal.api.data import GenerationRequest, GenerationResponse, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.workflow import AcceptFn
-from areal.ledger.payload import EncodedEpisode, TrajectoryError, check_trajectory, encode_episode
+from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_episode
+from areal.ledger.trajectory_rules import check_trajectory
+from areal.observe.spans import span
 
 MAX_KEPT_ANSWERS = 16
 """Answers of one rejected or failed episode that are kept for readers."""
@@ -22,7 +24,7 @@ class EpisodeEngine:
     would answer is older than the episode; the weight update that ends this sets it.
     """
 
-    __slots__ = ("_count_answer", "_engine", "_may_send", "answers", "num_interruptions", "replicas")
+    __slots__ = ("_count_answer", "_engine", "_may_send", "_temperature", "answers", "num_interruptions", "replicas")
 
     def __init__(
         self,
@@ -31,8 +33,13 @@ class EpisodeEngine:
         *,
         may_send: asyncio.Event | None = None,
         keep_answers: bool = False,
+        temperature: float | None = None,
     ) -> None:
-        """`may_send` None: requests never wait. `keep_answers`: the newest answers stay in `answers`."""
+        """`may_send` None: requests never wait. `keep_answers`: the newest answers stay in `answers`.
+
+        `temperature`: that of the run, None = of every request.
+        """
+        self._temperature = temperature
         self.answers: deque[GenerationResponse] = deque(maxlen=MAX_KEPT_ANSWERS if keep_answers else 0)
         self._engine = engine
         self._count_answer = count_answer
@@ -47,12 +54,17 @@ class EpisodeEngine:
     async def agenerate(self, request: GenerationRequest) -> GenerationResponse:
         while True:
             if self._may_send is not None and not self._may_send.is_set():
-                await self._may_send.wait()
+                with span("wait for the trainer"):
+                    await self._may_send.wait()
             sent_at = self._engine.version
-            response = await self._engine.agenerate(request)
+            with span("generate"):
+                response = await self._engine.agenerate(request)
             self._count_answer(response)
             if self._may_send is None or min(response.output_versions, default=sent_at) >= sent_at:
                 break  # otherwise the trainer went back before the first token was generated: send the request again
+        own = request.gconfig.temperature
+        if self._temperature not in (None, own) and not request.gconfig.greedy:
+            response = replace(response, temperature=own)
         self.answers.append(response)
         self.num_interruptions += response.num_interruptions
         for name in response.replicas:

@@ -21,6 +21,7 @@ from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_answers
 from areal.ledger.state import REJECTED
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
+from areal.observe.spans import track
 from areal.rollout.episode import EpisodeEngine, Rejected, verdict_on
 from areal.rollout.gate import GateLimits, room, why_closed
 from areal.rollout.producer_stats import ProducerStats
@@ -55,6 +56,7 @@ class Executor:
         ledger: Ledger,
         accept: AcceptFn | None,
         options: InferenceEngineConfig,
+        temperature: float,
         producer: ProducerStats,
         on_accepted: Callable[[], None],
         on_fatal: Callable[[Exception], None],
@@ -68,6 +70,7 @@ class Executor:
         self._ledger = ledger
         self._accept = accept
         self._options = options
+        self._temperature = temperature
         self._producer = producer
         self._rejections = Rejections(
             batch_size=limits.batch_size,
@@ -147,11 +150,12 @@ class Executor:
             self._producer.count_answer,
             may_send=self._may_send,
             keep_answers=self._options.keep_rejected > 0,
+            temperature=self._temperature,
         )
         try:
             try:
                 row = dict(self._rows.row(episode_id))  # a workflow may change its row, not the dataset
-                with logged_metrics() as logged:
+                with track("episode", str(episode_id)), logged_metrics() as logged:
                     group = await self._workflow.arun_episode(engine, row)
                 check_format = self._options.check_trajectory_format
                 verdict = verdict_on(episode_id, group, accept=self._accept, check_format=check_format)

@@ -12,6 +12,7 @@ from areal.api.engine import InferenceFleet
 from areal.api.errors import ArealError
 from areal.ledger.ledger import Ledger
 from areal.observe.log import get_logger
+from areal.observe.spans import track
 
 _log = get_logger(__name__)
 
@@ -87,7 +88,8 @@ class FleetWeights:
         self._on_change()
         try:
             if not self._is_served(update):
-                await self._fleet.update_weights(update)
+                with track("weight update", str(update.version)):
+                    await self._fleet.update_weights(update)
             self._ledger.published(version=update.version, kind=update.kind, path=update.path)
             await self._ledger.durable()  # the trainer continues after the answer, so a restart must find this version
             self.has_published = True

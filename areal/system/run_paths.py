@@ -23,10 +23,11 @@ DEFAULT_FILEROOT = Path(ClusterSpecConfig().fileroot)
 
 
 def run_folder(text: str) -> Path:
-    """The folder that a command line names: a path, or else experiment_name/trial_name below the default fileroot."""
+    """The folder that a command line names: a path, or else experiment_name/trial_name below the default fileroot, or
+    below `runs`, the fileroot of the examples."""
     given = Path(text).expanduser()
-    named = DEFAULT_FILEROOT / text
-    return named if not given.exists() and named.is_dir() else given
+    named = [root / text for root in (DEFAULT_FILEROOT, Path("runs"))]
+    return given if given.exists() else next(filter(Path.is_dir, named), given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,15 +170,16 @@ def _decoupled(batch: TrainBatch, config: PPOActorConfig) -> Tensor:
     function records no separate scores: its rewards are that function's.
     """
     parts, names = batch.reward_parts, batch.reward_names
-    if parts is None and not config.gdpo_weights:
-        parts, names = batch.rewards.unsqueeze(1), ("reward",)
+    is_function = ["/" not in name for name in names]  # name/key: a further result of a function
+    if not any(is_function) and not config.gdpo_weights:
+        parts, names, is_function = batch.rewards.unsqueeze(1), ("reward",), [True]
     if parts is None or (config.gdpo_weights and not config.gdpo_weights.keys() & set(names)):
         raise InputError(
             f"actor.gdpo_weights names {', '.join(config.gdpo_weights)}, but the train batch has scores of "
             f"{', '.join(names) or 'no function'}: use the names of reward functions in the metrics",
             code="algorithm.no_reward_parts",
         )
-    weights = [config.gdpo_weights.get(name, 0.0) if config.gdpo_weights else 1.0 for name in names]
+    weights = [config.gdpo_weights.get(name, 0.0) for name in names] if config.gdpo_weights else is_function
     return decoupled_rewards(parts, weights, batch.group_ids)
 
 

@@ -4,9 +4,10 @@ Every rank calls it. Decisions are agreed by one reduction over all ranks, so th
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -117,6 +118,8 @@ class AfterStep:
             "evaluate": CadenceState(config.evaluator),
         }
         self._began_s = time.monotonic()
+        self._saved_step = first_step - 1
+        """Train steps done at the newest recovery checkpoint of this process."""
 
     @classmethod
     def of_run(
@@ -189,7 +192,7 @@ class AfterStep:
             self._saver.save(info.step + 1)
         is_end = info.is_last or ends or stopped_by is not None
         if "recover" in due or (self._config.recover.mode != "disabled" and is_end):
-            self._save_recovery(info, elapsed_s, goal_reached=self._config.evaluator.stop_at if ends else {})
+            self.save_recovery(info.step + 1, goal_reached=self._config.evaluator.stop_at if ends else {})
         if stopped_by is not None:
             raise alarm_stop(stopped_by, info.step + 1)
         return ends
@@ -221,12 +224,16 @@ class AfterStep:
             due.discard("recover")
         return due | {"evaluate"} if info.is_last else due
 
-    def _save_recovery(self, info: StepInfo, elapsed_s: float, *, goal_reached: dict[str, float]) -> None:
+    def save_recovery(self, steps_done: int, *, goal_reached: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Write the recovery checkpoint after `steps_done` train steps, unless it was just written; a collective."""
+        if steps_done == self._saved_step:
+            return
+        self._saved_step = steps_done
         point = RecoverPoint(
-            step=info.step + 1,
+            step=steps_done,
             cadence_s={name: state.last_fired_s for name, state in self._cadences.items()},
-            elapsed_s=elapsed_s,
-            goal_reached=goal_reached,
+            elapsed_s=time.monotonic() - self._began_s,
+            goal_reached=dict(goal_reached),
             actor=self._hooks.actor_state(),
         )
         for tracker in self._trackers:

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,8 +89,10 @@ def try_first_row(config: PPOConfig) -> FirstRow:
         prompt = trial.prompt() or EncodedPrompt("", [])
         found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
         _check_context(config, found)
-        if config.reward_fn or config.reward.names_functions:
+        has_rewards = bool(config.reward_fn or config.reward.names_functions)
+        if has_rewards:
             _try_rewards(trial, prompt, found)
+        _try_held_out(trial, found, has_rewards=has_rewards)
     except ArealError as error:
         found.problems += list(getattr(error, "problems", ())) or [ConfigProblem("row 0", str(error), error.code)]
     except Exception as error:  # noqa: BLE001 - the user's code: the run would end with the same error
@@ -142,6 +144,26 @@ def _try_rewards(trial: Trial, prompt: EncodedPrompt, found: FirstRow) -> None:
         result = parsed_result(value)
         if result["status"] != "ok":
             found.problems.append(ConfigProblem(str(term.function), result["message"], "reward.not_a_number"))
+
+
+def _try_held_out(trial: Trial, found: FirstRow, *, has_rewards: bool) -> None:
+    """Check row 0 of each held-out set with the workflow of evaluations: its columns may differ."""
+    config, valid = trial.config, trial.config.valid_dataset
+    if valid is None or found.problems:
+        return
+    settings = replace(config.eval_gconfig or config.gconfig, n_samples=1)
+    sets = {"valid_dataset": valid.path} | {
+        f"evaluator.sets.{name}": path for name, path in config.evaluator.sets.items()
+    }
+    for key, path in sets.items():
+        rows = load_rows(replace(valid, path=path), default_split="test", tokenizer=trial.tokenizer, first=1)[:1]
+        held_out = replace(trial, workflow=trial.workflow.for_evaluation(settings), row=rows[0])
+        try:
+            held_out.workflow.check_rows(rows)
+            if has_rewards:
+                _try_rewards(held_out, held_out.prompt() or EncodedPrompt("", []), found)
+        except ArealError as error:
+            found.problems.append(ConfigProblem(f"{key}, row 0", str(error), error.code))
 
 
 def _loaded(function: FunctionRef) -> tuple[LoadedReward | None, str]:

@@ -23,7 +23,7 @@ from areal.data.pack import to_train_batch
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
-from areal.rollout.client import RolloutClient, WeightsNeeded
+from areal.rollout.client import CheckpointWanted, RolloutClient, WeightsNeeded
 from areal.system.discovery import registry_of
 from areal.system.durable import write_atomic
 from areal.system.process import ProcessContext
@@ -67,12 +67,15 @@ class PPOLoop:
         progress: Progress,
         clock: PhaseClock,
         add_samples: Callable[[int, BatchShare], None] | None = None,
+        save: Callable[[int], None] = lambda steps_done: None,
     ) -> None:
         """`after_step` gets the metrics of a step and the seconds of its phases; True ends the training.
 
-        `add_samples` gets the number of steps done and the share of the last one, before `after_step`.
+        `save` writes a recovery checkpoint while the loop waits for a batch. `add_samples` gets the number of steps
+        done and the share of the last one, before `after_step`.
         """
         self._add_samples = add_samples
+        self._save = save
         self._roles = roles
         self._batches = batches
         self._channel = channel
@@ -128,7 +131,8 @@ class PPOLoop:
 
     def _next_share(self, step: int) -> BatchShare:
         question = partial(self._batches.next_batch, step)
-        return ask_controller(question, channel=self._channel, ranks=self._ranks, version=step)
+        save = partial(self._save, step)
+        return ask_controller(question, channel=self._channel, ranks=self._ranks, version=step, save=save)
 
     def _publish(self, step: int) -> None:
         checksum = self._channel.publish(step + 1)
@@ -181,8 +185,14 @@ def train_policy(config: PPOConfig, context: ProcessContext, length: TrainingLen
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(training_rank(config, context))
         roles = build_roles(config, rank.mesh, length)
+        paths = RunPaths.of(config)
+        wanted = None if config.recover.mode == "disabled" else paths.checkpoint_request
         client = RolloutClient.from_registry(
-            registry_of(config), config.rollout, run_id=context.run_id, ledger=RunPaths.of(config).ledger
+            registry_of(config),
+            config.rollout,
+            run_id=context.run_id,
+            ledger=paths.ledger,
+            checkpoint_request=wanted,
         )
         rank.heartbeat.doing("joins the run")
         steps_done = _join_run(config, rank, length, roles, client, stack, has_valid=has_valid).run()
@@ -234,10 +244,10 @@ def _join_run(
         # The policy version is the number of steps done.
         where = {"rank": mesh.rank, "world_size": mesh.world_size, "dp_rank": actor.dp_rank, "dp_size": actor.dp_size}
         client.attach(**where, step=start_step, version=start_step)
+    add_samples = _sample_tables(config, after_step) if mesh.rank == 0 else None
     announce_ready(registry_of(config), context)
     if config.evaluator.eval_before_train and point is None:
         after_step.before_first()
-    tables = SampleTables(config.stats_logger, config.tokenizer_path or config.actor.path, after_step.log_samples)
     return PPOLoop(
         roles=roles,
         batches=client,
@@ -246,8 +256,15 @@ def _join_run(
         after_step=after_step,
         progress=progress,
         clock=rank.clock,
-        add_samples=tables.add if mesh.rank == 0 else None,
+        add_samples=add_samples,
+        save=after_step.save_recovery,
     )
+
+
+def _sample_tables(config: PPOConfig, after_step: AfterStep) -> Callable[[int, BatchShare], None]:
+    """Made before the first step, because the tokenizer of a hub name may need many seconds."""
+    tokenizer = config.tokenizer_path or config.actor.path
+    return SampleTables(config.stats_logger, tokenizer, after_step.log_samples).add
 
 
 def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> None:
@@ -278,20 +295,35 @@ def build_weight_channel(
     )
 
 
-def ask_controller(question: Callable[[], Answer], *, channel: WeightChannel, ranks: Ranks, version: int) -> Answer:
+def ask_controller(
+    question: Callable[[], Answer],
+    *,
+    channel: WeightChannel,
+    ranks: Ranks,
+    version: int,
+    save: Callable[[], None] = lambda: None,
+) -> Answer:
     """Return the controller's answer to this rank, which holds the weights of `version`; a collective.
 
     A controller whose servers lost that version raises WeightsNeeded, on some ranks at least. Then all ranks publish it
-    again, and those without an answer repeat the question.
+    again, and those without an answer repeat the question. `save` is called on all ranks after CheckpointWanted on one.
     """
     answers: list[Answer] = []
     while True:
+        needs_weights = wants_save = False
         try:
             if not answers:
                 answers.append(question())
         except WeightsNeeded as reason:
             get_logger("trainer").warning("%s: publishing version %d again", reason, version)
-        has_answer = torch.tensor([float(bool(answers))], dtype=torch.float64)
-        if ranks.all_reduce(has_answer, "min").item():
+            needs_weights = True
+        except CheckpointWanted:
+            wants_save = True
+        flags = torch.tensor([not answers, needs_weights, wants_save], dtype=torch.float64)
+        is_missing, needs_weights, wants_save = map(bool, ranks.all_reduce(flags, "max").tolist())
+        if wants_save:
+            save()
+        if needs_weights:
+            channel.publish(version)
+        if not is_missing:
             return answers[0]
-        channel.publish(version)

@@ -13,29 +13,25 @@ from areal.observe.trackers import SampleRow
 
 
 class SampleTables:
-    """Gives the table of each due step to `log`. The tokenizer is loaded for the first one."""
+    """Gives the table of each due step to `log`."""
 
     def __init__(
         self, options: StatsLoggerConfig, tokenizer_path: str, log: Callable[[int, Sequence[SampleRow]], None]
     ) -> None:
         self._options = options
-        self._tokenizer_path = tokenizer_path
         self._log = log
         self._tokenizer: Tokenizer | None = None
-        self._is_off = options.samples_freq_steps is None
+        if options.samples_freq_steps is not None:
+            try:
+                self._tokenizer = load_tokenizer(tokenizer_path)
+            except InputError as error:
+                get_logger("trainer").warning("no tables of samples (stats_logger.samples_freq_steps): %s", error)
 
     def add(self, steps_done: int, share: BatchShare) -> None:
         """Log the table of the step, if one is due: the first step and every samples_freq_steps."""
         every = self._options.samples_freq_steps
-        if self._is_off or every is None or (steps_done != 1 and steps_done % every):
+        if self._tokenizer is None or every is None or (steps_done != 1 and steps_done % every):
             return
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = load_tokenizer(self._tokenizer_path)
-            except InputError as error:
-                get_logger("trainer").warning("no tables of samples (stats_logger.samples_freq_steps): %s", error)
-                self._is_off = True
-                return
         self._log(steps_done, sample_rows(share, self._tokenizer, self._options.samples))
 
 

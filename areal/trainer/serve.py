@@ -14,6 +14,8 @@ from areal.data.tokenizer import load_tokenizer
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.ledger.ledger import Ledger
+from areal.observe.spans import tracing
+from areal.observe.trace import open_tracer
 from areal.reward.answers import answer_function
 from areal.rollout.controller import Controller
 from areal.rollout.controller_process import run_serving
@@ -64,7 +66,8 @@ def serve_rollouts(
             accept=accept or resolve_accept_fn(config.rollout.should_accept_fn),
         )
 
-    run_serving(make_controller, context.host, registry)
+    with tracing(open_tracer(config.perf_tracer, RunPaths.of(config), context.name)):
+        run_serving(make_controller, context.host, registry)
 
 
 def held_out_options(config: PPOConfig) -> HeldOutOptions:

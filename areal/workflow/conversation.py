@@ -85,7 +85,12 @@ class Conversation:
         position, finished = self._end.end, response.stop_reason == "stop"
         self._texts.append((position, text))
         self._end = self._tree.add_generated(
-            self._end, str(len(self._answers)), response.output_ids, response.output_logprobs, response.output_versions
+            self._end,
+            str(len(self._answers)),
+            response.output_ids,
+            response.output_logprobs,
+            response.output_versions,
+            temperature=response.temperature,
         )
         self._answers.append(Answer(text=text, token_ids=response.output_ids, position=position, finished=finished))
         return text

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from areal.api.config import GenerationHyperparameters, RewardConfig
+from areal.api.config import GenerationHyperparameters
 from areal.api.data import Trajectory, TrajectoryGroup
 from areal.api.engine import InferenceEngine
 from areal.api.errors import RewardError
-from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length
+from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length, settings_of_row
 from areal.workflow.scored import ScoredWorkflow
 from areal.workflow.scoring import Score, Scorer
 
@@ -84,17 +83,6 @@ class ConversationWorkflow(ScoredWorkflow):
     A subclass writes `converse`, and `prompt` where the prompt is not the column `messages` or `prompt` of the row.
     """
 
-    def __init__(
-        self,
-        reward_fn: RewardFn | str,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Tokenizer,
-        *,
-        reward: RewardConfig | None = None,
-        enable_thinking: bool = False,
-    ) -> None:
-        super().__init__(reward_fn, gconfig, tokenizer, reward=reward, enable_thinking=enable_thinking)
-
     @abstractmethod
     async def converse(self, episode: Episode, conversation: Conversation) -> Score | float:
         """Hold one conversation, which begins with the prompt, and return its reward.
@@ -109,7 +97,7 @@ class ConversationWorkflow(ScoredWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         """One group of conversations on row `data`."""
         prompt = self.prompt(data)
-        episode = Episode(engine=engine, row=data, settings=self._settings, scorer=self._scorer)
+        episode = Episode(engine=engine, row=data, settings=settings_of_row(self._settings, data), scorer=self._scorer)
         conversations = [
             Conversation(
                 self.tokenizer, prompt, max_tokens=self._settings.max_tokens, enable_thinking=self.enable_thinking

@@ -12,7 +12,7 @@ from areal.api.workflow import RewardFn
 from areal.data.chat import EncodedPrompt, encode_prompt
 from areal.data.tokenizer import Tokenizer
 from areal.workflow.conversation import Conversation
-from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length
+from areal.workflow.sampling import gather_or_cancel, group_stats, new_request, settings_for_length, settings_of_row
 from areal.workflow.scored import ScoredWorkflow
 
 InputIdsFn = Callable[[dict[str, Any], Tokenizer, bool], list[int]]
@@ -46,7 +46,7 @@ class RLVRWorkflow(ScoredWorkflow):
         """One group of answers to the prompt of row `data`."""
         prompt = self.prompt(data)
         prompt_ids = prompt.token_ids
-        settings = settings_for_length(self._settings, len(prompt_ids), list(data))
+        settings = settings_for_length(settings_of_row(self._settings, data), len(prompt_ids), list(data))
         group_id = uuid4().hex
         each = [settings] * self._num_samples
         if self._greedy_baseline:

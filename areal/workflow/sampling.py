@@ -1,9 +1,9 @@
 """Functions that the workflows share: sampling settings, requests, statistics."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, Trajectory
@@ -37,6 +37,18 @@ def settings_for_length(
     if room >= settings.max_new_tokens:
         return settings
     return replace(settings, max_new_tokens=room, min_new_tokens=min(settings.min_new_tokens, room))
+
+
+def settings_of_row(settings: GenerationHyperparameters, row: Mapping[str, Any]) -> GenerationHyperparameters:
+    """Settings with the temperature of the row, if it has one (gconfig.temperature_key). InputError for a bad one."""
+    key = settings.temperature_key
+    value = row.get(key) if key else None
+    if value is None or settings.greedy:
+        return settings
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e6:
+        message = f"gconfig.temperature_key: a row's {key} is {value!r}, which is no number from 1e-6 to 1e6"
+        raise InputError(message, code="data.invalid_column")
+    return replace(settings, temperature=float(value))
 
 
 def new_request(

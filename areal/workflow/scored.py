@@ -10,7 +10,7 @@ from areal.api.workflow import RewardFn, RolloutWorkflow
 from areal.data.chat import EncodedPrompt
 from areal.data.row_check import require_prompts
 from areal.data.tokenizer import Tokenizer
-from areal.workflow.sampling import request_settings, settings_for_length
+from areal.workflow.sampling import request_settings, settings_for_length, settings_of_row
 from areal.workflow.scoring import Scorer
 
 
@@ -27,8 +27,8 @@ class ScoredWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Tokenizer,
         *,
-        reward: RewardConfig | None,
-        enable_thinking: bool,
+        reward: RewardConfig | None = None,
+        enable_thinking: bool = False,
     ) -> None:
         self._scorer = Scorer(reward_fn, reward or RewardConfig())
         self._owns_scorer = True
@@ -44,7 +44,7 @@ class ScoredWorkflow(RolloutWorkflow):
     def check_row(self, row: dict[str, Any]) -> None:
         """InputError when `row` has no prompt, no room for an answer, or no reward function."""
         self._scorer.check_row(row)
-        settings_for_length(self._settings, len(self.prompt(row).token_ids), list(row))
+        settings_for_length(settings_of_row(self._settings, row), len(self.prompt(row).token_ids), list(row))
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """InputError when the first row cannot be run, or any row has no usable prompt or no reward function."""

@@ -15,6 +15,7 @@ from areal.api.errors import InputError, RewardError
 from areal.api.functions import FunctionRef
 from areal.api.workflow import RewardFn
 from areal.observe.log import get_logger
+from areal.observe.spans import span
 from areal.reward.pool import RewardPool, RewardResult
 from areal.reward.sandbox_backends import log_reach
 from areal.reward.table import REWARD_FUNCTIONS, RewardTable, WeightedReward, reward_table
@@ -32,9 +33,9 @@ class Score:
     num_errors: int
     """Failed calls, which count 0 (reward.on_error=zero)."""
     parts: dict[str, float]
-    """The score of each function without weight; empty in the short form."""
-    metrics: Mapping[str, float]
     """The score of each function without weight (not in the short form), and its further results as name/key."""
+    metrics: Mapping[str, float]
+    """The same, also of a scaled score."""
 
     def scaled(self, factor: float) -> Score:
         """With rewards and parts times `factor`, for example a discount over turns. The metrics stay."""
@@ -107,7 +108,8 @@ class Scorer:
                     self._handle_failure(term.function, result)
             return results
 
-        columns = await gather_or_cancel([results_of(term) for term in terms])
+        with span("reward"):
+            columns = await gather_or_cancel([results_of(term) for term in terms])
         return [self._score(terms, results) for results in zip(*columns, strict=True)]
 
     def _score(self, terms: Sequence[WeightedReward], results: Sequence[RewardResult]) -> Score:
@@ -115,7 +117,6 @@ class Scorer:
         reward = filter_reward = 0.0
         num_errors = 0
         parts: dict[str, float] = {}
-        metrics: dict[str, float] = {}
         for term, result in zip(terms, results, strict=True):
             part = term.weight * result.value
             reward += part
@@ -123,10 +124,8 @@ class Scorer:
             num_errors += result.status != "ok"
             if self._table.is_weighted:
                 parts[term.metric] = result.value
-            if result.metrics:
-                metrics |= {f"{term.metric}/{name}": value for name, value in result.metrics.items()}
-        metrics = parts | metrics
-        return Score(reward=reward, filter_reward=filter_reward, num_errors=num_errors, parts=parts, metrics=metrics)
+            parts |= {f"{term.metric}/{name}": value for name, value in (result.metrics or {}).items()}
+        return Score(reward=reward, filter_reward=filter_reward, num_errors=num_errors, parts=parts, metrics=parts)
 
     def stats(self, row: Mapping[str, Any], scores: Sequence[Score], *, reward: float) -> dict[str, float]:
         """Mean of each metric over the scores that have it, and the `reward` of the group under its source."""

@@ -10,6 +10,7 @@ from areal.agent.tool_calls.json_styles import hermes
 from areal.agent.tool_calls.pieces import Broken, Call
 from areal.agent.tool_functions import Tool, call_function
 from areal.observe.episode_metrics import log_metric
+from areal.observe.spans import span
 from areal.workflow.conversation import Conversation
 from areal.workflow.conversing import Episode, generate
 
@@ -42,7 +43,8 @@ async def call_tool(call: ToolCall, tools: Sequence[Tool], *, timeout_s: float =
     """
     text, problem = "", call.problem
     if not problem:
-        text, problem = await call_function(call.name, call.arguments, tools, timeout_s=timeout_s)
+        with span(f"tool {call.name}"):
+            text, problem = await call_function(call.name, call.arguments, tools, timeout_s=timeout_s)
     log_metric("tool_errors", float(bool(problem)))
     return f"error: {problem}" if problem else text
 

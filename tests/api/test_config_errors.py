@@ -142,7 +142,7 @@ def test_a_wrong_option_names_where_it_was_given(problem, tmp_path: Path) -> Non
         ("not_a_choice", "evaluator.modes=[]", "evaluator.modes", ["[]"]),
         ("conflict", "evaluator.stop_at={greedy: 1}", "evaluator.stop_at", ["'greedy'"]),
         ("conflict", "train_dataset.type=sft", "train_dataset.type", ["sft", "rl"]),
-        ("missing_requirement", "recover.mode=auto", "recover.mode", ["freq_steps"]),
+        ("missing_requirement", "recover.freq_secs=null", "recover.mode", ["freq_steps"]),
         ("conflict", "native={context_length: 99, max_total_tokens: 98}", "native.max_total_tokens", ["98"]),
         # the command line itself
         ("bad_override", "seed", "seed", []),

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from areal.cli.benchmark import _values, benchmark
+from areal.api.config.benchmark import sweep_words
+from areal.cli.benchmark import benchmark
 from areal.cli.throughput import Hardware, throughput
 from tests.expect import raises_code
 from tests.test_end_to_end import folder
@@ -52,10 +53,13 @@ def test_a_run_with_fewer_steps_is_refused():
 
 def test_commas_inside_brackets_do_not_separate_values_of_a_sweep():
     word = "allocation_mode=native:d1+megatron:(attn:d1,x|ffn:d1),native:d2+fsdp:d1"
-    assert [value for _, value in _values(word)] == ["native:d1+megatron:(attn:d1,x|ffn:d1)", "native:d2+fsdp:d1"]
+    assert [text.partition("=")[2] for text in sweep_words(word)] == [
+        "native:d1+megatron:(attn:d1,x|ffn:d1)",
+        "native:d2+fsdp:d1",
+    ]
     for bad in ("seed", "seed=", "seed=1,,2"):
         with raises_code("config.bad_override"):
-            _values(bad)
+            sweep_words(bad)
 
 
 def test_bad_lengths_and_runs_without_rollouts_are_refused_before_anything_starts(folder):

@@ -24,6 +24,12 @@ def test_the_help_fits_one_screen_and_names_every_subcommand():
     assert [name for line in lines if line.startswith("  ") for name in line.split()[:1]] == [c.name for c in COMMANDS]
 
 
+def test_the_page_of_commands_has_a_row_for_each():
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    rows = [line.split("`")[1].split()[1] for line in page.splitlines() if line.startswith("| `areal ")]
+    assert sorted(rows) == sorted(command.name for command in COMMANDS)
+
+
 def test_the_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['areal', '--help']\n"
@@ -48,9 +54,7 @@ def test_every_subcommand_has_a_help(command, capsys):
     assert f"areal {command.name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command", [one for one in COMMANDS if one.name not in ("run", "trace")], ids=lambda command: command.name
-)
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.name != "run"], ids=lambda command: command.name)
 def test_every_subcommand_prints_json(command, capsys):
     with pytest.raises(SystemExit):
         run_command([command.name, "--help"])
@@ -93,6 +97,9 @@ def test_a_run_is_a_folder_or_a_name_below_the_default_fileroot(tmp_path, monkey
     (tmp_path / "experiment" / "trial").mkdir(parents=True)
     monkeypatch.setattr("areal.system.run_paths.DEFAULT_FILEROOT", tmp_path)
     assert run_folder("experiment/trial") == tmp_path / "experiment" / "trial"
+    (tmp_path / "runs" / "own" / "trial").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run_folder("own/trial") == Path("runs/own/trial")
 
 
 @pytest.mark.parametrize(

@@ -79,3 +79,21 @@ def test_the_launcher_counts_the_rows_of_the_mix(files):
 )
 def test_what_is_no_mix_is_refused(options, path):
     assert [problem[0] for problem in TrainDatasetConfig(**options).problems()] == [path]
+
+
+def test_a_curriculum_chooses_and_orders_the_rows_of_an_epoch(files, tmp_path):
+    (tmp_path / "order.py").write_text(
+        "def harder(rows): return sorted(rows, key=lambda row: row['prompt'], reverse=True) + rows[:1]\n"
+        "def broken(rows): return len(rows)\n"
+        "def failing(rows): return rows['x']\n"
+    )
+    chosen = {"path": files[1:], "shuffle": False}
+    config = TrainDatasetConfig(**chosen, curriculum=f"{tmp_path}/order.py:harder")
+    assert prompts(config) == ["c0", "b1", "b0", "b0"]
+    assert [row["prompt"] for row in load_rows(config, default_split="train", first=1)] == prompts(config)
+    for name in ("broken", "failing"):
+        with raises_code("data.curriculum_failed"):
+            prompts(TrainDatasetConfig(**chosen, curriculum=f"{tmp_path}/order.py:{name}"))
+    assert [path for path, _ in TrainDatasetConfig(path="x", curriculum="order.py:harder").problems()] == ["curriculum"]
+    sft = TrainDatasetConfig(path="x", type="sft", shuffle=False, curriculum="order.py:harder")
+    assert [path for path, _ in sft.problems()] == ["curriculum"]

@@ -194,6 +194,7 @@ def _checkpoints(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
     engine = make_engine(path, mesh, optimizer=ADAM)
     train(engine, mine, steps=2)
     engine.save(folder / "recover", with_optimizer=True)
+    save_file(weights_of(engine), folder / f"saved-{mesh.rank}")
     train(engine, mine, steps=2)
     save_file(weights_of(engine), folder / f"unbroken-{mesh.rank}")
     engine.save(folder / "export", with_optimizer=False)

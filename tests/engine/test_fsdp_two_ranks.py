@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.data.balance import balanced_parts
+from areal.engine.checkpoint import read_whole_weights
 from areal.system.durable import is_complete
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks
@@ -114,6 +115,17 @@ def test_export_of_two_ranks_is_a_checkpoint(folder):
     for rank in range(2):
         imported = load_file(folder / f"imported-{rank}")
         assert all(torch.equal(imported[name], value) for name, value in gathered.items())
+
+
+def test_the_recovery_checkpoint_of_two_ranks_exports_whole_weights(cases, folder, tmp_path):
+    """As `areal export --recover` does it, in one process."""
+    one = cases.make_engine(folder / "models" / "qwen2")
+    shapes = {spec.name: tuple(spec.shape) for spec in one.weight_specs()}
+    one.load_weights(read_whole_weights(folder / "recover", shapes))
+    one.save(tmp_path / "whole", with_optimizer=False)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    saved = load_file(folder / "saved-0")
+    assert all(torch.equal(exported[name], value) for name, value in saved.items())
 
 
 def test_random_weights_are_the_same_on_both_ranks(cases, folder):

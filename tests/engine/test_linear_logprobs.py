@@ -27,8 +27,9 @@ def inputs(dtype=torch.float64, *, tokens=T, width=H, vocabulary=V, seed=0):
 def slow(hidden, weight, bias, labels, temperature=1.0, clamp=0.0, ids=None):
     """Token by token, from all logits: log-probability, entropy, entropy of the most likely part, candidates."""
     rows = []
+    each = torch.as_tensor(temperature, dtype=hidden.dtype).expand(hidden.shape[0])
     for t in range(hidden.shape[0]):
-        logits = (weight @ hidden[t] + bias) / temperature
+        logits = (weight @ hidden[t] + bias) / each[t]
         logprobs = logits - torch.logsumexp(logits, 0)
         stay = torch.sort(logits, descending=True).values[: len(logits) - int(len(logits) * clamp)]
         part = stay - torch.logsumexp(stay, 0)
@@ -47,11 +48,13 @@ def weighted(tensors, seed=3):
 
 
 @pytest.mark.parametrize("max_logits", [None, 1, 7, 50, 200])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
 @pytest.mark.parametrize("whole_vocabulary", [False, True])
 def test_equals_a_softmax_over_all_logits(monkeypatch, max_logits, temperature, whole_vocabulary):
     monkeypatch.setattr("areal.engine.linear_logprobs.MAX_BLOCK_TOKENS", 5)
     hidden, weight, bias, labels = inputs()
+    if temperature == "each":
+        temperature = torch.linspace(0.4, 1.7, len(labels), dtype=torch.float64)
     ids = None if whole_vocabulary else torch.randint(0, V, (T, 4))  # with repetitions
     spec = OutputSpec(entropy_grad=True, entropy_clamp=0.3, candidates=0)
     for clamp in (0.0, 0.3):

@@ -125,7 +125,7 @@ def test_a_completed_run_is_not_overwritten(folder):
     assert found["peak_rss_gib"] > 0.01
     assert 0 < found["seconds"] < lasted_s
     assert json.loads((folder / "runs" / "e" / "t" / "plan.json").read_text())["numbers"]["samples_per_step"] == 2
-    again = launch(folder)
+    again = launch(folder, "recover.mode=disabled")
     assert again.returncode == 2
     assert "(metrics.jsonl)" in again.stderr
     assert "[launch.earlier_run]" in again.stderr

@@ -22,6 +22,7 @@ from areal.api.config import (
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import preflight
 from areal.launcher.preflight import (
+    check_not_complete,
     check_run_folder,
     count_rows,
     disk_problem,
@@ -165,6 +166,20 @@ def test_an_earlier_run_is_not_overwritten(tmp_path, name, mode):
         check_run_folder(sft_config(tmp_path, **recover), paths)
     assert error.value.code == "launch.earlier_run"
     check_run_folder(sft_config(tmp_path, mode="auto", freq_steps=1), paths)
+
+
+def test_a_complete_run_is_not_trained_again_and_other_options_are_refused(tmp_path):
+    paths, config = RunPaths(tmp_path / "run"), sft_config(tmp_path)
+    (paths.recover / "next").mkdir(parents=True)
+    (paths.recover / "next" / "state.json").write_text('{"point": {"goal_reached": {}}}')
+    publish_folder(paths.recover / "next", paths.recover / "step-000008")
+    assert check_not_complete(config, paths, total_steps=8, changes=[]) == ""  # it has not ended
+    paths.summary.write_text('{"status": "completed"}')
+    assert "--overwrite" in check_not_complete(config, paths, total_steps=8, changes=[])
+    assert check_not_complete(config, paths, total_steps=9, changes=["seed: 1 -> 2"]) == ""
+    with pytest.raises(ConfigError) as error:
+        check_not_complete(config, paths, total_steps=8, changes=["seed: 1 -> 2"])
+    assert error.value.code == "launch.earlier_run"
 
 
 def test_a_launch_that_ended_before_the_first_episode_may_be_repeated(tmp_path):

@@ -9,6 +9,8 @@ def test_the_command_that_continues_is_that_of_the_run(tmp_path):
     text = how_to_continue(tmp_path / "step-000012", "auto", COMMAND)
     assert text.endswith("python -m areal run --config 'my file.yaml' seed=3")
     assert "step-000012" in text
+    script = ["/opt/env/bin/python", "/opt/env/bin/areal", "run", "--config", "a.yaml"]
+    assert how_to_continue(None, "auto", script).endswith(": areal run --config a.yaml")
     assert how_to_continue(None, "fault", COMMAND).endswith("seed=3 recover.mode=auto")
     assert "hunter2" not in how_to_continue(None, "auto", ["x", "stats_logger.wandb.wandb_api_key=hunter2"])
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.rollout import client as client_module
-from areal.rollout.client import RolloutClient, WeightsNeeded
+from areal.rollout.client import CheckpointWanted, RolloutClient, WeightsNeeded
 from areal.system.network import bind_socket, http_address
 from tests.run_token import TOKEN
 
@@ -114,6 +114,24 @@ def test_a_call_is_repeated_while_the_answer_is_not_ready():
             "reward": 1.0
         }
     assert len(asked) == 21
+
+
+def test_a_wait_for_a_batch_is_interrupted_once_for_a_checkpoint(tmp_path):
+    wanted = tmp_path / "checkpoint"
+    wanted.touch()
+    refused = (400, b'{"error": "x", "code": "request.invalid_field"}')
+    with answering((204, b""), (204, b""), refused, (204, b""), refused) as (address, asked):
+        client = RolloutClient(address, token=TOKEN, checkpoint_request=wanted)
+        with pytest.raises(CheckpointWanted):
+            client.next_batch(2)
+        with pytest.raises(RequestError):
+            client.next_batch(2)  # the checkpoint is written: it waits
+        with pytest.raises(CheckpointWanted):
+            client.next_batch(3)
+        wanted.unlink()
+        with pytest.raises(RequestError):
+            client.next_batch(4)
+    assert len(asked) == 5
 
 
 @pytest.mark.parametrize("ask", [lambda client: client.next_batch(2), lambda client: client.evaluate(2, "greedy")])

@@ -11,11 +11,11 @@ from areal.api.errors import RequestError
 from areal.ledger.payload import (
     TrajectoryError,
     check_payload,
-    check_trajectory,
     encode_episode,
     join_columns,
     payload_sizes,
 )
+from areal.ledger.trajectory_rules import check_trajectory
 from areal.observe.episode_metrics import log_metric
 from areal.rollout.episode import verdict_on
 from areal.rollout.share_codec import decode_share

@@ -202,6 +202,8 @@ def test_gdpo_equals_verl(toolbox):
     found = advantages(batch, gdpo_weights={"exact": 1.0, "length": 2.0})
     assert found == pytest.approx([x / std for x in sums], abs=1e-4)
     # "format" scores another data source, of which this batch has no row
+    mapping = replace(one_group, reward_names=("exact/a", "exact/b"))  # numbers of one function: the reward counts
+    assert advantages(mapping) == advantages(replace(one_group, reward_parts=None, reward_names=()))
     exact_only = advantages(one_group, gdpo_weights={"exact": 1.0, "format": 2.0})
     assert exact_only == pytest.approx([half, -half], abs=1e-4)
     with pytest.raises(InputError) as caught:

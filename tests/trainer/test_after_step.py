@@ -96,7 +96,7 @@ def run(after, steps):
 def test_the_last_step_is_exported_and_evaluated_without_any_cadence(toolbox, tmp_path):
     asked = []
     hooks = no_hooks(evaluate=lambda done: asked.append(done) or {"eval/sampled/reward": 0.5})
-    after, _, _, records = make(toolbox.RankGroup(1), 0, tmp_path, hooks)
+    after, _, _, records = make(toolbox.RankGroup(1), 0, tmp_path, hooks, recover=RecoverConfig(mode="disabled"))
     assert run(after, range(6)) == 6
     assert asked == [6]
     assert [path.name for path in (tmp_path / "checkpoints" / "actor").iterdir()] == ["step-000006"]

@@ -6,12 +6,14 @@ import pytest
 
 from areal.api.config import (
     ClusterSpecConfig,
+    EvaluatorConfig,
     GenerationHyperparameters,
     NativeServerConfig,
     PPOActorConfig,
     PPOConfig,
     RewardConfig,
     TrainDatasetConfig,
+    ValidDatasetConfig,
 )
 from areal.trainer import first_row
 from areal.trainer.first_row import try_first_row
@@ -127,3 +129,17 @@ def test_a_model_that_the_hub_does_not_have_is_a_problem(config_of, monkeypatch)
     found = try_first_row(config_of(model="no-such-owner/no-such-model"))
     assert [problem.code for problem in found.problems] == ["model.not_found"]
     assert "actor.path" in found.problems[0].message
+
+
+def test_a_held_out_set_without_the_columns_of_the_reward_is_refused(config_of, tmp_path):
+    usable, other = tmp_path / "usable.jsonl", tmp_path / "other.jsonl"
+    usable.write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
+    other.write_text(json.dumps({"prompt": "2+2=", "solution": "4"}) + "\n")
+    config = config_of(valid_dataset=ValidDatasetConfig(path=str(usable)))
+    assert codes_of(config) == []
+    config = config_of(
+        valid_dataset=ValidDatasetConfig(path=str(usable)), evaluator=EvaluatorConfig(sets={"hard": str(other)})
+    )
+    (problem,) = try_first_row(config).problems
+    assert problem.path == "evaluator.sets.hard, row 0"
+    assert [problem.code] == codes_of(config_of(rows=[{"prompt": "2+2=", "solution": "4"}]))

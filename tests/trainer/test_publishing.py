@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal.api.config import GRPOConfig
-from areal.rollout.client import WeightsNeeded
+from areal.rollout.client import CheckpointWanted, WeightsNeeded
 from areal.system.process import ProcessContext
 from areal.trainer import ppo_loop
 from areal.trainer.ppo_loop import ask_controller
@@ -53,6 +53,25 @@ def test_all_ranks_publish_again_when_the_servers_lost_the_weights_of_some(toolb
         return answer, channel.published, len(asked)
 
     assert group.run(rank) == [("answer 0", [7, 7], 1), ("answer 1", [7, 7], 3)]
+
+
+def test_all_ranks_save_when_one_is_asked_to_while_it_waits(toolbox):
+    group = toolbox.RankGroup(2)
+
+    def rank(index):
+        channel, saved, asked = Channel(), [], []
+
+        def question():
+            asked.append(index)
+            if index == 1 and len(asked) == 1:  # rank 0 has its answer at once
+                raise CheckpointWanted
+            return f"answer {index}"
+
+        ranks = FakeRanks(index, group)
+        answer = ask_controller(question, channel=channel, ranks=ranks, version=7, save=lambda: saved.append(7))
+        return answer, channel.published, saved
+
+    assert group.run(rank) == [("answer 0", [], [7]), ("answer 1", [], [7])]
 
 
 def test_an_empty_answer_is_an_answer():

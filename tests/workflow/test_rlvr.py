@@ -1,11 +1,16 @@
 import asyncio
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.errors import InputError, RewardError
+from areal.data.pack import to_train_batch
+from areal.ledger.payload import encode_episode, to_columns
+from areal.rollout.batching import SharePart, build_share
+from areal.rollout.episode import EpisodeEngine
 from areal.workflow.accept import mixed_rewards
 from areal.workflow.rlvr import RLVRWorkflow
 
@@ -17,7 +22,9 @@ async def workflow_of(tokenizer):
     made = []
 
     def make(n_samples=1, *, reward_fn=LENGTH_REWARD, **options):
-        gconfig = {key: options.pop(key) for key in ("max_tokens", "max_new_tokens") if key in options}
+        gconfig = {
+            key: options.pop(key) for key in ("max_tokens", "max_new_tokens", "temperature_key") if key in options
+        }
         gconfig = GenerationHyperparameters(n_samples=n_samples, **gconfig)
         made.append(RLVRWorkflow(reward_fn, gconfig, tokenizer, **options))
         return made[-1]
@@ -196,3 +203,37 @@ async def test_evaluation_uses_one_sample_and_the_same_pool(workflow_of, engine_
 def test_no_process_is_started_before_the_first_answer(tokenizer):
     workflow = RLVRWorkflow("exact", GenerationHyperparameters(), tokenizer)
     assert workflow._scorer._pool is None
+
+
+async def test_the_temperature_of_a_row_is_requested_recorded_with_its_tokens_and_reaches_the_trainer(
+    workflow_of, engine_of
+):
+    workflow = workflow_of(2, temperature_key="heat")
+    groups = []
+    for answers, row in ((["4<e>", "5<e>"], ROW | {"heat": 0.5}), (["6<e>", "7<e>"], ROW), (["8<e>", "9"], ROW)):
+        scripted = engine_of(answers)
+        engine = EpisodeEngine(scripted, lambda answer: None, temperature=1.0)
+        groups.append(await workflow.arun_episode(engine, row))
+        assert {request.gconfig.temperature for request in scripted.requests} == {row.get("heat", 1.0)}
+    assert groups[0].trajectories[0].temperatures == pytest.approx([math.nan] * 4 + [0.5] * 2, nan_ok=True)
+    assert groups[1].trajectories[0].temperatures == []
+    payloads = [encode_episode(place, group).payload for place, group in enumerate(groups)]
+    for place, payload in enumerate(payloads):
+        assert to_columns(place, payload).lengths.tolist() == [6, 6 if place < 2 else 5]
+    part = SharePart([0, 1], [], False)
+    share = build_share(payloads[:2], part, step=0, version=0, mask_before=0)
+    batch = to_train_batch(share)
+    sampled = batch.loss_mask
+    assert batch.temperatures is not None
+    assert batch.temperatures[sampled][:4].tolist() == [0.5] * 4
+    assert batch.temperatures[sampled][4:].isnan().all()
+    assert batch.temperatures[~sampled].isnan().all()
+    plain = build_share(payloads[1:], part, step=0, version=0, mask_before=0)
+    assert to_train_batch(plain).temperatures is None
+
+
+@pytest.mark.parametrize("value", ["hot", 0, -1.0, True, float("inf")])
+def test_a_row_with_an_impossible_temperature_is_refused(workflow_of, value):
+    with pytest.raises(InputError) as error:
+        workflow_of(temperature_key="heat").check_row(ROW | {"heat": value})
+    assert error.value.code == "data.invalid_column"

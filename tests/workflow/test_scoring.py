@@ -82,6 +82,15 @@ async def test_the_source_of_a_row_chooses_its_functions(scorer_of):
     assert scorer.stats({"origin": "quiet"}, other, reward=3.0) == {"reward/length": 3.0, "reward_by_source/quiet": 3.0}
 
 
+async def test_the_numbers_of_a_mapping_are_parts_of_each_answer(scorer_of, tmp_path):
+    file = tmp_path / "mapped.py"
+    file.write_text("def graded(prompt, completion, *ids, **row): return {'score': 1.0, 'form': len(completion)}")
+    short = await score(scorer_of(f"{file}:graded"), "a", "bcd")
+    assert [found.parts for found in short] == [{"graded/form": 1.0}, {"graded/form": 3.0}]
+    (weighted,) = await score(scorer_of(fns={f"{file}:graded": 2.0}), "a")
+    assert weighted.parts == weighted.metrics == {"graded": 1.0, "graded/form": 1.0}
+
+
 async def test_a_row_whose_source_has_no_function_is_named(scorer_of):
     scorer = scorer_of(by_source={"a": {LENGTH: 1.0}, "b": {BANGS: 1.0}})
     with pytest.raises(InputError, match=r"'c'.*\(a, b\)") as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from areal.api.config.fields import Problem, Problems, number
 from areal.api.config.relevance import unless
+from areal.api.errors import ConfigError
 
 _FORMS = {"": 1, "uniform": 2, "lognormal": 3}
 """Name of a rule -> its numbers."""
@@ -78,3 +79,21 @@ class BenchmarkConfig:
         except ValueError:
             text = f"{self.length!r} is not a length: use N, uniform(low,high) or lognormal(median,sigma,high)"
             yield Problem("length", text, "config.not_a_choice")
+
+
+def sweep_words(word: str) -> list[str]:
+    """The overrides key=value of a word key=value,value of --sweep. Commas inside brackets do not separate values.
+
+    Raises ConfigError when there is no key, or an empty value.
+    """
+    key, equals, rest = word.partition("=")
+    values, depth = [""], 0
+    for letter in rest:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += letter
+    if not (key and equals and all(values)):
+        raise ConfigError(f"--sweep {word}: write KEY=VALUE,VALUE,...", code="config.bad_override")
+    return [f"{key}={value}" for value in values]

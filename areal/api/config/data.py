@@ -51,6 +51,8 @@ class TrainDatasetConfig(DatasetConfig):
 
     weights: list[float] = section(list[float], relevant=_SEVERAL)
     """Part of each dataset of `path` in the mix, any scale; small ones are repeated, none is cut; [] = by size."""
+    curriculum: str = ""
+    """Function f(rows) -> rows of an epoch in the order of training (file.py:function); empty = as in the data."""
     batch_size: int = number(1, low=1, also="verl: data.train_batch_size; ROLL: rollout_batch_size")
     """Rows per train step, over all ranks."""
     shuffle: bool = option(True, also="verl: data.shuffle")
@@ -67,6 +69,10 @@ class TrainDatasetConfig(DatasetConfig):
             )
         if any(weight <= 0 for weight in self.weights):
             yield "weights", "has a number that is not above 0: remove that dataset from path, or weight it"
+        if self.curriculum and self.shuffle:
+            yield "curriculum", "sets the order of the rows, which shuffle=true would change: set shuffle: false"
+        if self.curriculum and self.type != "rl":
+            yield "curriculum", f"orders rows of type rl, and type is {self.type}: order the file"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,14 @@ class EvaluatorConfig(Cadence):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig(Cadence):
-    """Recovery checkpoints: all state that a restarted run needs; one is always written at the end of a run."""
+    """Recovery checkpoints: all state that a restarted run needs. The newest two are kept.
 
-    mode: str = choice("disabled", "disabled", "auto", "fault", "resume", also="verl: trainer.resume_mode")
+    One is also written at the end of a run and after the first Ctrl-C.
+    """
+
+    freq_secs: int | None = number(600, low=1)
+    """Interval in seconds, which bounds the share of time for checkpoints; null = no interval in seconds."""
+    mode: str = choice("auto", "auto", "disabled", "fault", "resume", also="verl: trainer.resume_mode")
     """disabled = off; auto = recover if possible; fault = only trainers that failed; resume = require a checkpoint."""
     retries: int = number(3, low=0)
     """Maximum restarts of one process (all trainer ranks count as one) without a new train step in between."""
@@ -163,7 +168,7 @@ class StatsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PerfTracerConfig:
-    """Chrome traces of the phases of every trainer rank."""
+    """Chrome traces: phases of the trainer ranks; episodes with requests, rewards and tools; requests of servers."""
 
     enabled: bool = False
     """Write trace/{process}.jsonl in the run folder."""

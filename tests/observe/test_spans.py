@@ -1,0 +1,81 @@
+"""Spans of concurrent work, and the tables of where the time goes."""
+
+import asyncio
+import json
+
+import pytest
+
+from areal.observe.spans import add_span, span, tracing, track
+from areal.observe.trace import ChromeTracer, join_traces, run_command
+from areal.observe.trace_table import time_tables
+
+
+def part(kind, track, name, start, end):
+    return {"name": name, "cat": kind, "id": track, "pid": 1, "ph": "b", "ts": start, "args": {"us": end - start}}
+
+
+def test_spans_of_tasks_belong_to_the_track_that_started_them(tmp_path):
+    async def answer():
+        with span("generate"):
+            await asyncio.sleep(0)
+
+    async def episode(name):
+        with track("episode", name):
+            await asyncio.gather(answer(), answer())
+
+    async def run():
+        await asyncio.gather(episode("1"), episode("2"))
+
+    with tracing(ChromeTracer(tmp_path / "controller.jsonl", "controller")):
+        asyncio.run(run())
+    events = join_traces(tmp_path)["traceEvents"]
+    found = sorted((event["id"], event["name"]) for event in events if event["ph"] == "b")
+    assert found == [(one, name) for one in "12" for name in ("episode", "generate", "generate")]
+    assert sum(event["ph"] == "e" for event in events) == 6
+
+
+def test_without_a_tracer_nothing_is_recorded():
+    with tracing(None), track("episode", "1"), span("generate"):
+        add_span("late", 0, 5)
+
+
+def test_parts_that_overlap_count_once_and_the_rest_is_other():
+    events = [
+        {"ph": "M", "pid": 1, "args": {"name": "controller"}},
+        part("episode", "1", "episode", 0, 10e6),
+        part("episode", "1", "generate", 0, 4e6),
+        part("episode", "1", "generate", 2e6, 6e6),
+        part("episode", "1", "reward", 5e6, 7e6),
+        part("episode", "2", "episode", 15e6, 20e6),
+    ]
+    (table,) = time_tables(events)
+    assert (table.kind, table.process, table.count, table.mean_s, table.longest_s) == (
+        "episode",
+        "controller",
+        2,
+        7.5,
+        10,
+    )
+    assert table.parts == {"generate": 3.0, "reward": 1.0, "other": 4.0}
+    assert table.busy_share == 0.75
+
+
+def test_a_step_lasts_until_the_next_one_begins():
+    spans = [("rollout", 0, 1), ("update", 1, 3), ("rollout", 4, 5), ("update", 5, 8)]
+    events = [{"ph": "X", "pid": 7, "name": name, "ts": a * 1e6, "dur": (b - a) * 1e6} for name, a, b in spans]
+    (table,) = time_tables(events)
+    assert (table.kind, table.count, table.mean_s) == ("step", 2, 4.0)
+    assert table.parts == pytest.approx({"rollout": 1.0, "update": 2.5, "other": 0.5})
+
+
+def test_the_command_prints_the_tables_and_writes_the_joined_trace(tmp_path, capsys):
+    (tmp_path / "trace").mkdir()
+    lines = [part("request", "a", "request", 0, 2e6), part("request", "a", "queued", 0, 5e5)]
+    (tmp_path / "trace" / "server-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "joined.json"
+    assert run_command([str(tmp_path), "-o", str(out), "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert (table["kind"], table["parts"]) == ("request", {"queued": 0.5, "other": 1.5})
+    assert len(json.loads(out.read_text())["traceEvents"]) == 2
+    assert run_command([str(tmp_path), "-o", str(out)]) == 0
+    assert "queued" in capsys.readouterr().out
