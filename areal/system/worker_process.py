@@ -39,7 +39,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(os.getpid()), orjson.dumps(sys.path).decode()],
                 stdin=theirs.fileno(),
-                env={name: value for name, value in (_environment() | env).items() if name not in without},
+                env={name: value for name, value in {**_environment(), **env}.items() if name not in without},
                 process_group=0,  # killed together with the processes that the user's function starts
             )
 
