@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from areal.agent.agent_watch import AgentWatch, place_of
 from areal.agent.environment import run_environment
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.functions import FunctionRef, load_function
@@ -40,6 +40,8 @@ class AgentJob:
     """A class that implements Environment."""
     tools: tuple[FunctionRef, ...] = ()
     """Functions that answer the tool calls of the policy, with or without an environment."""
+    watch: bool = False
+    """Report what the agent leaves behind and the last error in its file. For one run at a time in a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,10 @@ class AgentOutcome:
     """Further named numbers."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What the agent logged with log_metric."""
+    leaks: list[str] = field(default_factory=list[str])
+    """Tasks and processes that the agent left behind. Of an agent in Python only when its job has `watch`."""
+    last_error: str = ""
+    """The last error in the agent's file, with its line; only when its job has `watch`."""
 
 
 class AgentSession:
@@ -96,15 +102,19 @@ class LoadedAgents:
         if job.command:
             return await run_command(job)
         try:
-            function = self._function(job)
+            function: Any = self._function(job)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
             return AgentOutcome(status="unusable", message=described(error))
         session = AgentSession(job)
-        with logged_metrics() as logged:
+        client = self._openai(session)
+        watch = AgentWatch(function.__code__) if job.watch else None
+        with logged_metrics() as logged, nullcontext() if watch is None else watch.following():
             try:
-                found = outcome_of(await function(job.row, self._openai(session), session), session)
+                found = outcome_of(await function(job.row, client, session), session)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: it fails this session
                 found = AgentOutcome(status="error", message=described(error))
+        if watch is not None:
+            found = replace(found, leaks=await watch.leaks(), last_error=watch.last_error)
         return replace(found, metrics=logged.means())
 
     def _function(self, job: AgentJob) -> Callable[..., Any]:
@@ -181,16 +191,20 @@ async def run_command(job: AgentJob) -> AgentOutcome:
         )
     except OSError as error:
         return AgentOutcome(status="unusable", message=f"cannot start {argv[0]}: {error.strerror or error}")
+    leaks = list[str]()
     try:
         output, _ = await process.communicate()
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+            leaks.append(f"a process that {argv[0]} started")  # its group is not empty
         await process.wait()
     if process.returncode == 0:
-        return AgentOutcome(status="ok")
+        return AgentOutcome(status="ok", leaks=leaks)
     last = output.decode("utf-8", "replace").strip()[-_OUTPUT_CHARS:]
-    return AgentOutcome(status="error", message=f"{argv[0]} ended with exit code {process.returncode}: {last}")
+    return AgentOutcome(
+        status="error", message=f"{argv[0]} ended with exit code {process.returncode}: {last}", leaks=leaks
+    )
 
 
 def with_columns(text: str, row: Mapping[str, Any]) -> str:
@@ -209,10 +223,8 @@ def client_variables(job: AgentJob) -> dict[str, str]:
 
 
 def described(error: BaseException) -> str:
-    """One line for an exception: type, text and the last line of code outside of installed packages."""
+    """One line for an exception: type, text and its last line outside of packages and of the standard library."""
     if isinstance(error, ArealError):
         return str(error)
-    places = traceback.extract_tb(error.__traceback__)
-    own = [place for place in places if "site-packages" not in place.filename and "/areal/agent/" not in place.filename]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    place = f" ({found})" if (found := place_of(error.__traceback__)) else ""
     return " ".join(f"{type(error).__name__}: {error}{place}".split())[: 2 * _OUTPUT_CHARS]

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from areal.agent.agent_run import AgentJob, AgentOutcome, LoadedAgents
+from areal.agent.agent_watch import place_of
 from areal.api.functions import FunctionRef
 from areal.system.worker_process import enter_worker
 
@@ -30,8 +31,8 @@ async def serve(channel: socket.socket) -> None:
     async def run(number: int, job: AgentJob) -> None:
         try:
             outcome = await agents.run(job)
-        except asyncio.CancelledError:
-            outcome = AgentOutcome(status="timeout")
+        except asyncio.CancelledError as error:
+            outcome = AgentOutcome(status="timeout", message=place_of(error.__traceback__))
         send({"number": number, "outcome": outcome})
 
     send({"ready": os.getpid()})

@@ -56,7 +56,8 @@ class _Worker:
             self.process.kill()
             return AgentOutcome(status="timeout", message=f"{message} and blocked its process")
         if outcome.status == "timeout":
-            return dataclasses.replace(outcome, message=message)
+            place = f" ({outcome.message})" if outcome.message else ""
+            return dataclasses.replace(outcome, message=message + place)
         return outcome  # it ended just in time
 
     def _cancel(self, number: int) -> None:

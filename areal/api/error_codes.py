@@ -32,6 +32,8 @@ agent.no_route: A request to the session server has an unknown path or method.
     Use the base URL of the session; docs/agent_http.md has the routes.
 agent.no_server: No server was available for a turn of a session (503).
     Repeat the request, as the SDKs do; look at the logs of the servers if it stays so.
+agent.not_startable: The agent of a rehearsal cannot be imported or started.
+    Correct what the message names; areal rehearse takes file.py:function, module:function or --command.
 agent.plain_prompt: A session that takes messages or token ids got a prompt of text.
     Send messages, or token ids.
 agent.prompt_too_long: The prompt of a turn leaves no room for an answer within gconfig.max_tokens.
