@@ -138,9 +138,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_HEAVY_LIMIT_S))
 
 
+@functools.cache
+def _steady_loop(limit_s: float) -> Callable[[], SteadyLoop]:
+    """Equal for equal limits: pytest makes the fixtures of a module again for a test with an unequal factory."""
+    return functools.partial(SteadyLoop, limit_s)
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
     """The event loop of every async test."""
     mark = item.get_closest_marker("timeout")
     given = config.getoption("timeout")
     limit_s = float(mark.args[0] if mark else config.getini("timeout") if given is None else given)
-    return {"steady": functools.partial(SteadyLoop, limit_s or math.inf)}
+    return {"steady": _steady_loop(limit_s or math.inf)}

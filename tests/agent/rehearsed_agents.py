@@ -7,10 +7,11 @@ import sys
 from typing import Any
 
 import httpx
-from openai import APIConnectionError, APIStatusError, BadRequestError
+from openai import APIConnectionError, APIStatusError, BadRequestError, _base_client
 
 from tests.agent.calculator_agents import calculator
 
+_base_client.INITIAL_RETRY_DELAY = 0.01  # this file is imported in a worker process only
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string", "examples": ["6*7"]}}}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": SCHEMA}}
 
