@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from areal.agent.agent_watch import AgentWatch, place_of
+from areal.agent.agent_watch import AgentWatch, place_of, printed_place
 from areal.agent.environment import run_environment
 from areal.api.errors import ArealError, ConfigError, InputError, RewardError
 from areal.api.functions import FunctionRef, load_function
@@ -201,10 +201,10 @@ async def run_command(job: AgentJob) -> AgentOutcome:
         await process.wait()
     if process.returncode == 0:
         return AgentOutcome(status="ok", leaks=leaks)
-    last = output.decode("utf-8", "replace").strip()[-_OUTPUT_CHARS:]
-    return AgentOutcome(
-        status="error", message=f"{argv[0]} ended with exit code {process.returncode}: {last}", leaks=leaks
-    )
+    text = output.decode("utf-8", "replace").strip()
+    place = f" ({found})" if (found := printed_place(text)) else ""
+    message = f"{argv[0]} ended with exit code {process.returncode}{place}: {text[-_OUTPUT_CHARS:]}"
+    return AgentOutcome(status="error", message=message, leaks=leaks)
 
 
 def with_columns(text: str, row: Mapping[str, Any]) -> str:

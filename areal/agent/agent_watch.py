@@ -1,6 +1,7 @@
 """What a run of an agent leaves behind, and the last error in its code: for rehearsals."""
 
 import asyncio
+import re
 import sys
 import sysconfig
 import traceback
@@ -16,6 +17,7 @@ _OWN_FOLDER = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _SETTLE_S = 0.2
 """What tasks and processes have to end after the agent has returned."""
+_FRAME = re.compile(r'^  File "([^"\n]+)", line ([0-9]+)', re.MULTILINE)
 _CONTROL = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -29,6 +31,12 @@ def last_place(frames: Sequence[traceback.FrameSummary]) -> str:
     others = (_OWN_FOLDER, _STDLIB, "<")
     own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def printed_place(text: str) -> str:
+    """The same for the output of a program in Python with a traceback; empty = none."""
+    frames = [traceback.FrameSummary(file, int(line), "", lookup_line=False) for file, line in _FRAME.findall(text)]
+    return last_place(frames)
 
 
 class AgentWatch:

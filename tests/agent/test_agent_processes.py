@@ -81,5 +81,14 @@ async def test_a_command_that_fails_has_its_last_output_in_the_message() -> None
     assert "no such page" in found.message
 
 
+async def test_the_message_of_a_command_has_the_line_of_its_own_code(tmp_path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text("import json\njson.loads('{')\n")
+    found = await run_command(
+        AgentJob(row={}, base_url="http://localhost:1", key="secret", command=(sys.executable, str(file)))
+    )
+    assert f"({file}:2)" in found.message
+
+
 def test_braces_that_are_no_column_stay() -> None:
     assert with_columns('{"a": {b}}', {"b": 1}) == '{"a": 1}'
