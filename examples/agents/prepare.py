@@ -29,7 +29,7 @@ TEMPLATE = """
 {#- #}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</tool_call>
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 120 * 128, 4096, 128
+NUM_WARM_UP, NUM_TRAIN, NUM_HELD_OUT = 240 * 128, 4096, 128
 CALLS_ONE_IN = 5
 """Of the warm-up rows with a question, one in this number calls the calculator. The others guess."""
 
@@ -65,7 +65,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_key_value_heads=8,
         max_position_embeddings=128,
         tie_word_embeddings=False,
-        initializer_range=0.1,  # so that copying is learned within 100 steps
+        initializer_range=0.1,  # so that copying is learned in the warm-up
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
