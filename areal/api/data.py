@@ -188,3 +188,17 @@ class WeightUpdate:
     def world_size(self) -> int:
         """Size of the update group: the trainer and the ranks of all replicas."""
         return 1 + len(self.replicas) * self.ranks_per_replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReport:
+    """How the replicas answered the canary probe after a weight update."""
+
+    digest: str
+    """Of the answer on which more than half agree; empty without a majority."""
+    difference: float
+    """Largest difference between two replicas, in nats, of the first exchange."""
+    tolerance: float
+    """Larger differences mean other weights, in nats."""
+    differing: list[str]
+    """Names of the replicas whose weights were other ones, and which were updated again."""

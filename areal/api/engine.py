@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from areal.api.data import GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
+from areal.api.data import CanaryReport, GenerationRequest, GenerationResponse, WeightSpec, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,8 +117,11 @@ class InferenceFleet(InferenceEngine, Protocol):
         """Find the replicas and wait until each is healthy."""
         ...
 
-    async def update_weights(self, update: WeightUpdate) -> None:
-        """Update every live replica to `update.version`; returns when each serves it. Raises WeightSyncError."""
+    async def update_weights(self, update: WeightUpdate) -> CanaryReport | None:
+        """Update every live replica to `update.version`; returns when each serves it. Raises WeightSyncError.
+
+        The result is None when no answers to the canary probe were compared.
+        """
         ...
 
     def live_replicas(self, version: int) -> list[str]:

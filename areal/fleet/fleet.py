@@ -32,11 +32,16 @@ class Fleet:
         factory: ReplicaFactory,
         *,
         abandoned: range = range(0),
+        seed: int = 1,
+        dtype: str = "bfloat16",
     ) -> None:
-        """`abandoned`: versions from before the trainer recovered, which it will make again with other weights."""
+        """`abandoned`: versions from before the trainer recovered, which it will make again with other weights.
+
+        `seed` of the canary probe; `dtype` in which the servers compute, which bounds its tolerance.
+        """
         self._config = config
         self._replicas = ReplicaSet(registry, num_servers, config, factory, abandoned)
-        self._updater = WeightUpdater(self._replicas, config)
+        self._updater = WeightUpdater(self._replicas, config, seed=seed, dtype=dtype)
         self.update_weights = self._updater.update
         self._num_waiting = 0
         self._awaited_versions: Counter[int] = Counter()

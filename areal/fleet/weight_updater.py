@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from areal.api.config.rollout import InferenceEngineConfig
-from areal.api.data import WeightUpdate
+from areal.api.data import CanaryReport, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable, WeightSyncError
-from areal.fleet.replica import Replica
+from areal.fleet.canary_check import CanaryCheck
+from areal.fleet.replica import PauseMode, Replica
 from areal.fleet.replica_set import CHECK_TIMEOUT_INTERVALS, ReplicaSet
 from areal.fleet.replica_states import Event, Slot, State, Weights, reported
 from areal.observe.log import get_logger
@@ -30,7 +31,7 @@ GROUP_GRACE_S = 1.0
 class WeightUpdater:
     """Gives replicas new weights, one update at a time."""
 
-    def __init__(self, replicas: ReplicaSet, config: InferenceEngineConfig) -> None:
+    def __init__(self, replicas: ReplicaSet, config: InferenceEngineConfig, *, seed: int, dtype: str) -> None:
         self._replicas = replicas
         self._config = config
         self._lock = asyncio.Lock()
@@ -38,9 +39,10 @@ class WeightUpdater:
         """The update that made the target version; None before the first."""
         self.updating_to: int | None = None
         """The version that is being installed."""
+        self._canary = CanaryCheck(replicas, seed=seed, dtype=dtype, install_again=self._install_again)
         replicas.update_stale = self._update_stale
 
-    async def update(self, update: WeightUpdate) -> None:
+    async def update(self, update: WeightUpdate) -> CanaryReport | None:
         """Update every healthy replica to `update.version`. WeightSyncError when none reached it.
 
         A replica that fails is disconnected and does not delay the others. After an error the fleet serves the version
@@ -56,6 +58,7 @@ class WeightUpdater:
             else:
                 await self._switch(update)
         log.info("version %d is served by %d replicas", update.version, len(self._replicas.serving))
+        return self._canary.report(update.version)
 
     def needs_weights(self) -> bool:
         """Whether a live replica waits for weights that only the trainer can send.
@@ -95,8 +98,12 @@ class WeightUpdater:
                     reasons = "; ".join(dict.fromkeys(str(error) for error in errors))
                     text = f"no replica installed version {update.version}: {reasons}"
                     raise WeightSyncError(text, code="fleet.update_failed")
+                self._canary.forget()
                 self._set_target(update.version, update)  # before any of them generates a token
             try:
+                await self._canary.run()
+                if update.kind == "collective" and any(slot.weights is Weights.DIFFERS for slot in slots):
+                    self._require_serving(update)  # only the trainer can send the weights a second time
                 await self._wait_until_served(update)
             except WeightSyncError:
                 self._set_target(*before)  # no token of the version exists, and none may after this error
@@ -118,8 +125,9 @@ class WeightUpdater:
             slots = await self._members(update)
             async with self._paused(slots):
                 await self._update(slots, update)
+            await self._canary.run()
             for slot in slots:
-                if slot.state is not State.SERVING:
+                if slot.state is not State.SERVING and slot.weights is not Weights.DIFFERS:
                     slot.failed_version = update.version
         except WeightSyncError as error:
             log.warning("the replicas that lack a version continue without it: %s", error)
@@ -143,10 +151,10 @@ class WeightUpdater:
         return [by_id[name] for name in update.replicas]
 
     @contextlib.asynccontextmanager
-    async def _paused(self, slots: list[Slot]) -> AsyncIterator[None]:
+    async def _paused(self, slots: list[Slot], *, always_abort: bool = False) -> AsyncIterator[None]:
         """These replicas generate no token inside the block."""
         paused = [(slot, slot.replica) for slot in slots if slot.replica is not None]
-        mode = "abort" if self._config.weight_update == "interrupt" else "retract"
+        mode: PauseMode = "abort" if always_abort or self._config.weight_update == "interrupt" else "retract"
         try:
             await asyncio.gather(*(self._control(slot, replica.pause(mode), "pause") for slot, replica in paused))
             if self._config.pause_grace_period:
@@ -243,6 +251,11 @@ class WeightUpdater:
                 raise WeightSyncError(text, code="fleet.update_failed")
             await self._replicas.wait_for_change(deadline_s - lateness.now_s)
 
+    def _require_serving(self, update: WeightUpdate) -> None:
+        if not self._replicas.serving:
+            text = f"no replica serves version {update.version}: {self._replicas.describe()}"
+            raise WeightSyncError(text, code="fleet.update_failed")
+
     async def _update_one(self, slot: Slot, update: WeightUpdate, *, rank: int) -> None:
         """Give one replica the weights of an update. On failure it is stale or absent, and the error is raised."""
         replica = slot.replica
@@ -265,8 +278,23 @@ class WeightUpdater:
         if slot.replica is not replica:
             text = f"{slot.name} was replaced during the update to version {update.version}"
             raise ServerUnavailable(text, code="fleet.replica_lost")
-        slot.version, slot.weights = update.version, Weights.VALID
+        slot.version = update.version
+        slot.weights = Weights.UNCHECKED if self._config.canary == "on" else Weights.VALID
         self._replicas.apply(slot, Event.UPDATE_DONE)
+
+    async def _install_again(self, slots: list[Slot]) -> None:
+        """Requests leave replicas that differ from the others. Those that differ for the first time get the folder of
+        the target version again; an update without a folder must come from the trainer."""
+        update = self._target
+        again = [slot for slot in slots if slot.weights is Weights.DIFFERS]
+        async with self._paused(slots, always_abort=True):
+            if update is not None and update.is_folder:
+                calls = (self._update_one(slot, update, rank=0) for slot in again)
+                for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                    if isinstance(outcome, ArealError):
+                        log.warning("a second update to version %d failed: %s", update.version, outcome)
+                    elif isinstance(outcome, BaseException):
+                        raise outcome
 
     async def _failed_midway(self, slot: Slot, replica: Replica, reason: str) -> None:
         """Its requests must not continue with a mixture of weights, so they are dropped with the connections."""
@@ -277,6 +305,12 @@ class WeightUpdater:
     async def _update_stale(self, slot: Slot) -> None:
         """Give a stale replica the target weights without the trainer: only a folder can be read a second time."""
         update, before = self._target, slot.reason
+        if slot.version == self._replicas.target_version:
+            if slot.weights is Weights.UNCHECKED:
+                await self._canary.run()
+                return
+            if slot.weights is Weights.REJECTED or (slot.weights is Weights.DIFFERS and self._canary.is_running):
+                return
         if update is None or not update.is_folder:
             return
         try:
@@ -288,6 +322,7 @@ class WeightUpdater:
                 self._target = None  # the trainer must publish the version again
         else:
             slot.wake.set()  # the target may have changed during the update
+            await self._canary.run()
 
 
 async def _is_missing(update: WeightUpdate, error: ArealError) -> bool:

@@ -1,6 +1,7 @@
 """Liveness of a run's processes: what each one does according to its heartbeat, and which ones hang."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from areal.launcher.backend import ProcessBackend
 from areal.launcher.units import Child
@@ -46,17 +47,23 @@ class LivenessWatch:
         self._backend = backend
         self._hang_s = hang_s
         self._silences = SilenceTimer()
+        self._rejections: set[str] = set()
+        """Ids of connections to servers with wrong weights that were reported."""
         self._looked_s: float | None = None
         self._dump_requested: dict[str, int] = {}
 
-    def look(self, children: Iterable[Child], now_s: float) -> list[tuple[Child, str]]:
-        """The processes that hang, each with a description. Reads the heartbeats at most twice a second."""
+    def look(
+        self, children: Iterable[Child], now_s: float, status: dict[str, Any] | None = None
+    ) -> list[tuple[Child, str]]:
+        """The processes that hang and the servers with wrong weights by the controller's `status`, each with a
+        description. Reads the heartbeats at most twice a second."""
         since_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         if self._looked_s is not None and since_s < _LOOK_INTERVAL_S:
             return []
         self._looked_s = now_s
         self.beats, self.silent_s = {}, {}
-        return list(self._hung(children, since_s))
+        found = list(self._hung(children, since_s))
+        return found + list(self._rejected(children, status))
 
     @property
     def step(self) -> int | None:
@@ -78,6 +85,16 @@ class LivenessWatch:
                 continue
             doing = f"{beat.doing!r} for {beat.for_s:.0f} s" if beat.doing else "empty"
             yield child, f"hung: no heartbeat for {silent_s:.0f} s (launcher.hang_s), the last one was {doing}"
+
+    def _rejected(self, children: Iterable[Child], status: dict[str, Any] | None) -> Iterator[tuple[Child, str]]:
+        """A status may be older than the restart that it caused, so each connection to a server counts once."""
+        by_name = {child.name: child for child in children if child.is_running and child.killed_s is None}
+        replicas: list[dict[str, Any]] = ((status or {}).get("replicas") or {}).get("replicas") or []
+        for replica in replicas:
+            child, connection = by_name.get(replica.get("name", "")), replica.get("id", "")
+            if child is not None and replica.get("weights") == "rejected" and connection not in self._rejections:
+                self._rejections.add(connection)
+                yield child, "has other weights than the other replicas, also after a second update (rollout.canary)"
 
     def _dumps_stacks(self, name: str, pid: int) -> bool:
         """Request the stacks of a process, once. False when it cannot write them."""

@@ -200,7 +200,7 @@ class Supervisor:
 
     def _kill_hung(self) -> str | None:
         """Kill hung processes, which are then handled as crashes. Returns why the run ends."""
-        for child, text in self._liveness.look(self._children, self._clock()):
+        for child, text in self._liveness.look(self._children, self._clock(), self._status.last):
             self._disk_problem = disk_problem(self._paths)
             if self._disk_problem:  # heartbeats cannot be written
                 return f"{child.name} {text}"

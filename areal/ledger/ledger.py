@@ -1,5 +1,6 @@
 """The ledger of a run: the single place where an event is applied to the state and appended to the log."""
 
+import dataclasses
 import fcntl
 import os
 import socket
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from areal.api.data import CanaryReport
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.event_files import not_writable, read_payload, recover_folder, remedy
@@ -119,9 +121,12 @@ class Ledger:
         """A trainer starts or continues at `step` with policy `version`."""
         self._record({"event": "attached", "step": step, "version": version, "at": self._clock()})
 
-    def published(self, *, version: int, kind: str, path: str) -> None:
-        """Every serving replica holds policy `version`."""
-        self._record({"event": "published", "version": version, "kind": kind, "path": path, "at": self._clock()})
+    def published(self, *, version: int, kind: str, path: str, canary: CanaryReport | None = None) -> None:
+        """Every serving replica holds policy `version`. `canary` None: no answers to the probe were compared."""
+        event: Event = {"event": "published", "version": version, "kind": kind, "path": path, "at": self._clock()}
+        if canary is not None:
+            event["canary"] = dataclasses.asdict(canary)
+        self._record(event)
 
     def admit(self, *, version: int) -> int:
         """The next episode starts. Returns its id, which is its position in the prompt stream."""

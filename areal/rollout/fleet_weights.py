@@ -7,7 +7,7 @@ callers that request the same update wait for one shared task.
 import asyncio
 from collections.abc import Callable
 
-from areal.api.data import WeightUpdate
+from areal.api.data import CanaryReport, WeightUpdate
 from areal.api.engine import InferenceFleet
 from areal.api.errors import ArealError
 from areal.ledger.ledger import Ledger
@@ -87,10 +87,11 @@ class FleetWeights:
         self.updating_to, self.since_s = update.version, asyncio.get_running_loop().time()
         self._on_change()
         try:
+            canary: CanaryReport | None = None
             if not self._is_served(update):
                 with track("weight update", str(update.version)):
-                    await self._fleet.update_weights(update)
-            self._ledger.published(version=update.version, kind=update.kind, path=update.path)
+                    canary = await self._fleet.update_weights(update)
+            self._ledger.published(version=update.version, kind=update.kind, path=update.path, canary=canary)
             await self._ledger.durable()  # the trainer continues after the answer, so a restart must find this version
             self.has_published = True
         finally:

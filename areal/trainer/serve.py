@@ -13,6 +13,7 @@ from areal.data.prompt_stream import PromptStream
 from areal.data.tokenizer import load_tokenizer
 from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
+from areal.fleet.native import NATIVE
 from areal.ledger.ledger import Ledger
 from areal.observe.spans import tracing
 from areal.observe.trace import open_tracer
@@ -55,7 +56,15 @@ def serve_rollouts(
         abandoned = range(ledger.state.version + 1, ledger.state.highest_version + 1)
         return Controller(
             config,
-            fleet=Fleet(registry, context.num_servers, config.rollout, factory, abandoned=abandoned),
+            fleet=Fleet(
+                registry,
+                context.num_servers,
+                config.rollout,
+                factory,
+                abandoned=abandoned,
+                seed=config.seed,
+                dtype=config.native.dtype if servers.backend == NATIVE.name else "bfloat16",
+            ),
             workflow=workflow,
             rows=PromptStream.of(train_rows, config),
             ledger=ledger,

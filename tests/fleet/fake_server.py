@@ -329,7 +329,12 @@ class FleetKit:
             "weight_update_timeout_s": 100.0,
         } | config
         fleet = Fleet(
-            self.registry, num_servers, InferenceEngineConfig(**settings), self.server_class.client, abandoned=abandoned
+            self.registry,
+            num_servers,
+            InferenceEngineConfig(**settings),
+            self.server_class.client,
+            abandoned=abandoned,
+            dtype="float32",
         )
         self.fleets.append(fleet)
         await fleet.start()

@@ -1,7 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 
-from areal.launcher.liveness import SilenceTimer
+from areal.launcher.liveness import LivenessWatch, SilenceTimer
 from areal.system.heartbeat import Beat
+from areal.system.run_paths import RunPaths
+from tests.launcher.fake_backend import FakeBackend
 
 
 def beat(beats, pid=7):
@@ -28,3 +32,17 @@ def test_silence_excludes_time_when_the_launcher_was_stopped():
     silences = SilenceTimer()
     silences.look("a", 7, beat(1), since_last_look_s=0.5)
     assert silences.look("a", 7, beat(1), since_last_look_s=3600.0) == pytest.approx(1.0)
+
+
+def test_a_server_with_rejected_weights_is_reported_once_per_connection(tmp_path):
+    child = SimpleNamespace(name="server-1", is_running=True, pid=7, killed_s=None)
+    watch = LivenessWatch(RunPaths(tmp_path), FakeBackend(), 10.0)
+
+    def found(now_s, connection, weights):
+        replica = {"name": "server-1", "id": connection, "weights": weights}
+        status = {"replicas": {"replicas": [{"name": "server-0", "id": "z", "weights": "rejected"}, replica]}}
+        return [child.name for child, _ in watch.look([child], now_s, status)]
+
+    looks = [(1.0, "a", "differs"), (2.0, "a", "rejected"), (3.0, "a", "rejected"), (4.0, "b", "rejected")]
+    assert [found(*look) for look in looks] == [[], ["server-1"], [], ["server-1"]]
+    assert watch.look([child], 5.0, {"replicas": None}) == []

@@ -1,7 +1,9 @@
 """What survives a controller: episodes, batches and positions; a full disk loses nothing that it has promised."""
 
 import asyncio
+import dataclasses
 import errno
+import math
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.api.data import Trajectory, TrajectoryGroup, WeightUpdate
+from areal.api.data import CanaryReport, Trajectory, TrajectoryGroup, WeightUpdate
 from areal.api.errors import ArealError, LedgerError, WeightSyncError
 from areal.ledger.audit import audit
 from areal.ledger.event_files import LedgerReader, payload_path
@@ -366,3 +368,21 @@ def test_the_counts_of_an_episode_are_those_of_its_payload(data):
         (version, versions.count(version) * 2, pairs.count((version, 1))) for version in sorted(set(versions))
     )
     assert episode.counts.longest == len(versions)
+
+
+@pytest.mark.parametrize("difference", [0.5, math.inf])
+async def test_a_publication_has_the_result_of_the_weight_canary(tmp_path, difference):
+    found = CanaryReport(digest="0123456789abcdef", difference=difference, tolerance=0.1, differing=["server-1"])
+
+    class Fleet(rollout_kit.FakeFleet):
+        async def update_weights(self, update):
+            await super().update_weights(update)
+            return found if update.version == 1 else None
+
+    await run_steps(Ledger.open(tmp_path), num_steps=2, fleet=Fleet())
+    published = {event["version"]: event for event in LedgerReader(tmp_path).events() if event["event"] == "published"}
+    written = dataclasses.asdict(found) | {"difference": None if math.isinf(difference) else difference}
+    assert published[1]["canary"] == written
+    assert "canary" not in published[2]
+    assert audit(tmp_path).is_clean
+    assert Ledger.open(tmp_path).state.version == 2

@@ -21,6 +21,8 @@ class InferenceEngineConfig:
     """Episodes above that staleness: train = use, mask = exclude old tokens, drop; wait = use in admission order."""
     weight_update: str = choice("interrupt", "interrupt", "keep")
     """Running requests at a weight update: interrupt = return and continue them, keep = recompute their KV cache."""
+    canary: str = choice("on", "on", "off")
+    """After each weight update compare the replicas' answers to a fixed probe; restart a replica that differs."""
     schedule_policy: str = choice("least_loaded", "round_robin", "least_loaded", "prefix_affinity")
     """Server of a request: in turn, fewest running requests, or longest cached prefix; groups stay on one server."""
     check_trajectory_format: bool = False

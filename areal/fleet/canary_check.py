@@ -1,0 +1,150 @@
+"""Sends the canary probe to replicas after a weight update and decides which of them may serve.
+
+A replica waits in Weights.UNCHECKED for the comparison. The first different answer makes it DIFFERS: it is updated
+again. The second makes it REJECTED: the launcher restarts its process; without a launcher it waits for the next
+version.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import combinations
+
+from areal.api.data import CanaryReport
+from areal.api.errors import ArealError
+from areal.fleet.canary import PROBE_TOKENS, ProbeAnswer, Tolerance, agreed, difference, probe
+from areal.fleet.replica import PartChunk
+from areal.fleet.replica_set import ReplicaSet
+from areal.fleet.replica_states import Event, Slot, State, Weights
+from areal.observe.log import get_logger
+
+log = get_logger(__name__)
+
+PROBE_TIMEOUT_S = 10.0
+"""A replica that is busy for longer is not compared."""
+
+
+class CanaryCheck:
+    """Compares the replicas of a fleet, one exchange at a time."""
+
+    def __init__(
+        self, replicas: ReplicaSet, *, seed: int, dtype: str, install_again: Callable[[list[Slot]], Awaitable[None]]
+    ) -> None:
+        """`install_again` stops the requests of replicas and, where that is possible, installs their weights again."""
+        self._replicas = replicas
+        self._seed = seed
+        self._tolerance = Tolerance(dtype)
+        self._install_again = install_again
+        self._lock = asyncio.Lock()
+        self._agreed: tuple[int, ProbeAnswer] | None = None
+        """Version and answer of the last majority."""
+        self._report: tuple[int, CanaryReport] | None = None
+        """Version and result of its first exchange."""
+        self._num_probes = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._lock.locked()
+
+    def forget(self) -> None:
+        """A new update starts: the same version number may mean other weights."""
+        self._agreed = self._report = None
+
+    def report(self, version: int) -> CanaryReport | None:
+        """The result of the first exchange of `version`; None without one."""
+        return self._report[1] if self._report is not None and self._report[0] == version else None
+
+    async def run(self) -> None:
+        """Compare the unchecked replicas of the target version until each serves or is out."""
+        async with self._lock:
+            while slots := self._unchecked():
+                differing = await self._exchange(slots)
+                if not differing:
+                    break
+                await self._install_again(differing)
+
+    def _unchecked(self) -> list[Slot]:
+        version = self._replicas.target_version
+        return [
+            slot
+            for slot in self._replicas.slots
+            if slot.weights is Weights.UNCHECKED and slot.version == version and slot.state is State.STALE
+        ]
+
+    async def _exchange(self, slots: list[Slot]) -> list[Slot]:
+        """Probe `slots` and decide which may serve. Returns those that differ, which may include replicas that serve.
+
+        A replica alone, and one that does not answer, is not compared: it serves.
+        """
+        version = self._replicas.target_version
+        known = self._agreed[1] if self._agreed is not None and self._agreed[0] == version else None
+        asked = slots if known is not None else slots + self._replicas.serving
+        answers: dict[str, ProbeAnswer] = {}
+        if known is not None or len(asked) > 1:
+            found = await asyncio.gather(*(self._ask(slot) for slot in asked))
+            answers = {slot.name: answer for slot, answer in zip(asked, found, strict=True) if answer is not None}
+        if known is None and len(answers) < 2:
+            answers = {}
+        right = known if known is not None else agreed(answers, self._tolerance.nats)
+        tolerance = self._tolerance.nats
+        wrong = {name for name, one in answers.items() if right is None or difference(one, right) > tolerance}
+        if answers:
+            self._note(version, answers, right, wrong)
+        differing: list[Slot] = []
+        for slot in asked:
+            if slot.version == version and slot.weights in (Weights.UNCHECKED, Weights.VALID):
+                self._decide(slot, is_wrong=slot.name in wrong, is_compared=slot.name in answers)
+                differing += [slot] if slot.name in wrong else []
+        return differing
+
+    def _decide(self, slot: Slot, *, is_wrong: bool, is_compared: bool) -> None:
+        if is_wrong:
+            slot.num_differences += 1
+            slot.weights = Weights.DIFFERS if slot.num_differences == 1 else Weights.REJECTED
+            if slot.weights is Weights.REJECTED:
+                slot.failed_version = slot.version
+        else:
+            slot.weights = Weights.VALID
+            slot.num_differences = 0 if is_compared else slot.num_differences
+        if slot.state in (State.STALE, State.SERVING):
+            self._replicas.apply(slot, Event.CHECK_PASSED)
+
+    def _note(
+        self, version: int, answers: Mapping[str, ProbeAnswer], right: ProbeAnswer | None, wrong: set[str]
+    ) -> None:
+        """Learn from an exchange without differences, keep the first report of a version, and log."""
+        pairs = list(combinations(answers.values(), 2)) or [(one, right) for one in answers.values() if right]
+        largest = max((difference(one, other) for one, other in pairs), default=0.0)
+        if right is not None:
+            self._agreed = version, right
+        if self.report(version) is None:
+            digest = right.digest if right is not None else ""
+            nats = self._tolerance.nats
+            report = CanaryReport(digest=digest, difference=largest, tolerance=nats, differing=sorted(wrong))
+            self._report = version, report
+        if wrong:
+            text = "the answers of %s to the canary probe of version %d differ: %.3g nats, tolerance %.3g"
+            log.warning(text, ", ".join(sorted(wrong)), version, largest, self._tolerance.nats)
+        elif len(answers) > 1:
+            self._tolerance.learn(largest)
+
+    async def _ask(self, slot: Slot) -> ProbeAnswer | None:
+        replica = slot.replica
+        if replica is None:
+            return None
+        chunks: list[PartChunk] = []
+        self._num_probes += 1
+        part = probe(self._seed, self._replicas.limits.vocab_size, f"canary-{slot.name}-{self._num_probes}")
+        problem = ""
+        try:
+            async with self._replicas.lateness.timeout(PROBE_TIMEOUT_S):
+                await replica.generate(part, chunks.append)
+        except (ArealError, TimeoutError) as error:
+            problem = str(error) or f"no answer in {PROBE_TIMEOUT_S:g} s"
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        if problem or len(token_ids) != PROBE_TOKENS:
+            log.warning("%s is not compared: %s", slot.name, problem or f"{len(token_ids)} tokens")
+            return None
+        logprobs: list[float | None] = [number for chunk in chunks for number in chunk.logprobs]
+        # A number that is not finite arrives as null.
+        return ProbeAnswer(tuple(token_ids), tuple(math.nan if number is None else number for number in logprobs))
