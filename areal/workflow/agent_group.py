@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from areal.agent.agent_run import AgentOutcome
-from areal.agent.credit import turn_values
 from areal.agent.samples import Cut, trajectories
 from areal.agent.session import BUDGET_CODES, Session
 from areal.agent.session_directory import SessionReward
@@ -177,3 +176,18 @@ def _stats(found: Sequence[FinishedSession], usable: Sequence[FinishedSession]) 
         for name, value in {**one.outcome.parts, **one.reported.parts}.items():
             named.setdefault(f"reward/{name}", []).append(value)
     return stats | {name: mean(values) for name, values in named.items()}
+
+
+def turn_values(
+    turns: Sequence[str], reward: float, rewards: Mapping[str, float], *, discount: float
+) -> dict[str, float]:
+    """Turn id -> its own reward plus, with `discount` per later turn, those of the later turns.
+
+    `turns`: in order. `reward`: of the whole session; it belongs to the last turn.
+    """
+    values: dict[str, float] = {}
+    following = reward
+    for index, turn_id in enumerate(reversed(turns)):
+        following = rewards.get(turn_id, 0.0) + (following if index == 0 else discount * following)
+        values[turn_id] = following
+    return values

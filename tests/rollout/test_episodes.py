@@ -15,9 +15,8 @@ from areal.ledger.payload import (
     join_columns,
     payload_sizes,
 )
-from areal.ledger.trajectory_rules import check_trajectory
 from areal.observe.episode_metrics import log_metric
-from areal.rollout.episode import verdict_on
+from areal.rollout.episode import check_trajectory, verdict_on
 from areal.rollout.share_codec import decode_share
 from tests.rollout import rollout_kit
 

@@ -3,7 +3,7 @@ import pytest
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationResponse
 from areal.api.errors import InputError, RewardError
-from areal.ledger.trajectory_rules import check_trajectory
+from areal.rollout.episode import check_trajectory
 from areal.workflow import Conversation, ConversationWorkflow, chat_prompt, generate, score
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}

@@ -1,6 +1,6 @@
 """The dialect of `/v1/chat/completions` (OpenAI)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal.agent.delivered import answer_message
@@ -24,11 +24,22 @@ from areal.agent.dialects.dialect import (
     openai_error,
     openai_error_event,
 )
-from areal.agent.dialects.fields import Fields, FieldTable, Json
+from areal.agent.dialects.fields import Fields, FieldTable, Json, Kind
 from areal.agent.turns import TurnAnswer, TurnRequest, TurnSettings
 
 _RUN = "the configuration of the run decides"
 _CONSTRAINED = "answers are not constrained to a format"
+NO_EFFECT: Mapping[str, tuple[Kind, str]] = {
+    "user": ("text", "metadata"),
+    "safety_identifier": ("text", "metadata"),
+    "store": ("flag", "nothing is stored outside of the run"),
+    "service_tier": ("text", "there is one tier"),
+    "prompt_cache_key": ("text", "the cache needs no hint"),
+    "prompt_cache_retention": ("text", "the cache needs no hint"),
+    "prompt_cache_options": ("object", "the cache needs no hint"),
+    "parallel_tool_calls": ("flag", "the policy decides how many tools it calls"),
+}
+"""Fields that chat completions and responses accept and that change nothing."""
 FIELDS = FieldTable(
     read={
         "messages": "roles system, developer (read as system), user, assistant, tool; content is text or text parts, "
@@ -49,17 +60,7 @@ FIELDS = FieldTable(
         "tools": "of type `function`; `strict` has no effect",
         "tool_choice": "auto, none, required, or one function",
     },
-    ignored={
-        "user": ("text", "metadata"),
-        "safety_identifier": ("text", "metadata"),
-        "metadata": ("object", "metadata"),
-        "store": ("flag", "nothing is stored outside of the run"),
-        "service_tier": ("text", "there is one tier"),
-        "prompt_cache_key": ("text", "the cache needs no hint"),
-        "prompt_cache_retention": ("text", "the cache needs no hint"),
-        "prompt_cache_options": ("object", "the cache needs no hint"),
-        "parallel_tool_calls": ("flag", "the policy decides how many tools it calls"),
-    },
+    ignored={**NO_EFFECT, "metadata": ("object", "metadata")},
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
         "presence_penalty": ((0, 0.0), "is not supported: use 0, or frequency_penalty"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from areal.agent.dialects.chat_completions import token_logprobs
+from areal.agent.dialects.chat_completions import NO_EFFECT, token_logprobs
 from areal.agent.dialects.chat_messages import MAX_TOKENS, checked_choice, tool_name
 from areal.agent.dialects.dialect import KEEP_ALIVE, Asked, Attempt, Dialect, Sent, named_event, openai_error
 from areal.agent.dialects.fields import Fields, FieldTable, Json, invalid, unsupported
@@ -29,16 +29,7 @@ FIELDS = FieldTable(
         "tool_choice": "auto, none, required, or one function",
         "metadata": "repeated in the reply",
     },
-    ignored={
-        "user": ("text", "metadata"),
-        "safety_identifier": ("text", "metadata"),
-        "store": ("flag", "nothing is stored outside of the run"),
-        "service_tier": ("text", "there is one tier"),
-        "prompt_cache_key": ("text", "the cache needs no hint"),
-        "prompt_cache_retention": ("text", "the cache needs no hint"),
-        "prompt_cache_options": ("object", "the cache needs no hint"),
-        "parallel_tool_calls": ("flag", "the policy decides how many tools it calls"),
-    },
+    ignored=NO_EFFECT,
     only={
         "top_logprobs": ((0,), "only the log-probability of the sampled token is known: use 0"),
         "truncation": (("disabled",), "a prompt is never shortened"),
