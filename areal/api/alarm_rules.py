@@ -134,7 +134,7 @@ ALARM_RULES: tuple[AlarmRule, ...] = (
     AlarmRule(
         code="alarm.slow_replica",
         value="lowest `rollout/replica_tokens_per_s/REPLICA` as a share of the median of the others, "
-        "means over 5 steps",
+        "means over 5 steps; the first 5 steps of a replica do not count",
         side="below",
         limit=0.5,
         steps=5,

@@ -20,6 +20,7 @@ from areal.api.errors import ConfigError, InputError
 from areal.cli.throughput import Hardware, Throughput, table_lines, throughput
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import write_atomic
+from areal.system.process import run_to_its_end
 from areal.system.run_paths import RunPaths
 
 _PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0}
@@ -110,9 +111,11 @@ def _measure(command: Sequence[str], config: PPOConfig, *, trial: str, launcher:
     paths = RunPaths(Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / trial)
     if options.length:
         words += _synthetic(config, paths.root.with_name(f"{trial}-rows.jsonl"), num_steps=total)
-    done = subprocess.run([sys.executable, "-m", "areal.launcher", *launcher, *words], stdout=2, check=False)
-    if done.returncode:
-        message = f"the run ended with status {done.returncode}, see above: {paths.root}"
+    status = run_to_its_end([sys.executable, "-m", "areal.launcher", *launcher, *words])
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        message = f"the run ended with status {status}, see above: {paths.root}"
         raise InputError(message, code="benchmark.run_failed")
     rows = [json.loads(line) for line in paths.metrics.read_text(encoding="utf-8").splitlines()]
     plan, summary = json.loads(paths.plan.read_bytes()), json.loads(paths.summary.read_bytes())

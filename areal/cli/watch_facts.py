@@ -56,7 +56,7 @@ class WatchedProcess:
     memory_gib: float | None
     """Resident memory, of an ended process in its last step."""
     silent_s: float | None
-    """Seconds since the newest heartbeat; None without one."""
+    """Seconds from the newest heartbeat to the newest sign of the run; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,7 @@ class Watched:
         self._source: StatusSource | None = None
         self._token = ""
         self._last_status: dict[str, Any] | None = None
+        self._clock = RunClock()
 
     def look(self) -> RunView:
         """Read what is new, and ask the controller of a running run."""
@@ -175,6 +176,7 @@ class Watched:
         total = (status or {}).get("total_steps") or plan.get("numbers", {}).get("total_steps")
         step, step_s = int(last.get("step", 0)), _step_s(rows)
         samples_step, samples = _samples(paths)
+        now_s = self._clock.now_s(newest_s(paths), time.monotonic())
         return RunView(
             run=str(paths.root),
             state="running" if is_running else summary.get("status", "dead"),
@@ -197,7 +199,7 @@ class Watched:
             samples=samples,
             samples_step=samples_step,
             restarts=summary.get("restarts", {}),
-            processes=[_process(paths, process, last) for process in plan.get("processes", ())],
+            processes=[_process(paths, process, last, now_s) for process in plan.get("processes", ())],
         )
 
     def _status(self, plan: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -303,12 +305,37 @@ def _samples(paths: RunPaths) -> tuple[int | None, list[dict[str, Any]]]:
     return int(newest.stem.removeprefix("step-")), [rows[place] for place in places]
 
 
-def _process(paths: RunPaths, planned: Mapping[str, Any], last: Mapping[str, Any]) -> WatchedProcess:
+def newest_s(paths: RunPaths) -> float:
+    """When the newest file that running processes write was written, by the clock of the file system; 0 without one."""
+    found = [0.0]
+    for path in (paths.metrics, paths.ledger, *paths.alive.glob("[!.]*.json"), *paths.logs.glob("*.log")):
+        with suppress(OSError):
+            found.append(path.stat().st_mtime)
+    return max(found)
+
+
+class RunClock:
+    """The time of a run by the clock of its files, because the clock of this machine may be another one."""
+
+    def __init__(self) -> None:
+        self._newest_s = self._seen_s = 0.0
+
+    def now_s(self, newest_s: float, local_s: float) -> float:
+        """The time of the newest file, and the local seconds since it was first seen.
+
+        Of a run whose processes all hang, only the time since the first look counts.
+        """
+        if newest_s > self._newest_s:
+            self._newest_s, self._seen_s = newest_s, local_s
+        return self._newest_s + local_s - self._seen_s
+
+
+def _process(paths: RunPaths, planned: Mapping[str, Any], last: Mapping[str, Any], now_s: float) -> WatchedProcess:
     path = paths.alive_of(planned["name"])
     beat, silent_s = read_beat(path), None
     in_metrics: float | None = last.get(f"memory/{planned['name']}")
     with suppress(OSError):  # it has ended
-        silent_s = max(0.0, time.time() - path.stat().st_mtime)
+        silent_s = max(0.0, now_s - path.stat().st_mtime)
     return WatchedProcess(
         name=planned["name"],
         node=beat.node if beat and beat.node else planned["host"]["node"],

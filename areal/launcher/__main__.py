@@ -11,7 +11,7 @@ from areal.system.process import run_main
 LAUNCHERS = ("local", "ray", "slurm", "ssh")
 USAGE = """usage: areal run [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run]
                  [--launcher local|ray|slurm|ssh] [options of the launcher]
-       areal run --attach RUN --add-replica | --remove-replica NAME
+       areal run --attach RUN --add-replica | --remove-replica NAME [--json]
 
 Runs a configuration and waits for the end of the run. SCRIPT.py runs in the
 controller and in every trainer rank; without one the configuration names all
@@ -20,8 +20,8 @@ configured, 130 it was interrupted.
 
   --config FILE    configuration; several files are merged in order
   key.sub=value    replaces an option of the file; `areal config KEY` explains it
-  --dry-run        checks everything, prints the plan, starts nothing; with --json,
-                   the plan is one line of JSON
+  --dry-run        checks everything, prints the plan, starts nothing
+  --json           prints the plan, or at the end of the run its summary, as JSON
   --overwrite      deletes an earlier run of this name
   --launcher NAME  default: launcher.type; if that is auto, ssh with --hosts, else
                    local. `areal run --launcher NAME --help` lists more options

@@ -6,6 +6,7 @@ The command writes a request, waits for the answers of the run's launcher, shows
 import argparse
 import json
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -90,11 +91,20 @@ class RequestBox:
         return self._folder / f"{request_id}{kind}"
 
 
+def run_command(words: Sequence[str]) -> int:
+    """`areal run --attach RUN ... [--json]`: make the change, print its result, return the exit status."""
+    paths, request = read_command_line([word for word in words if word != "--json"])
+    text = ask(paths, request, StatusLine())
+    facts = {"run": str(paths.root), "action": request.action, "state": "done", "text": text}
+    sys.stdout.write((json.dumps(facts) if "--json" in words else text) + "\n")
+    return 0
+
+
 def read_command_line(argv: Sequence[str]) -> tuple[RunPaths, Request]:
     """The run and the request. ConfigError when RUN is not a run folder."""
     parser = argparse.ArgumentParser(
         prog="areal run",
-        usage="%(prog)s --attach RUN (--add-replica | --remove-replica NAME)\n       "
+        usage="%(prog)s --attach RUN (--add-replica | --remove-replica NAME) [--json]\n       "
         "%(prog)s --launcher slurm --attach RUN",
         description="Change a running run; with --launcher slurm: follow its job. Exit status: 0 done, 2 refused or "
         "no answer.",

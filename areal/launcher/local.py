@@ -60,12 +60,13 @@ from areal.system.network import TOKEN_VARIABLE, Host, new_token, required_token
 from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
-USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run [--json]]
-       python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME
+USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run] [--json]
+       python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME [--json]
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
-configuration names all parts. --dry-run prints the plan and the first prompt (--json: as one line of JSON) and starts
-nothing. --overwrite deletes an earlier run in the run folder. --attach changes a running run (see --attach --help).
+configuration names all parts. --dry-run prints the plan and the first prompt and starts nothing. --json prints the
+plan, or at the end of a run its summary, as one line of JSON. --overwrite deletes an earlier run in the run folder.
+--attach changes a running run (see --attach --help).
 AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as rollout.server_addrs does;
 AREAL_SERVER_TOKEN contains their token or API key. The first Ctrl-C saves a recovery checkpoint where recover.mode
 allows; the second ends the run at once.
@@ -87,7 +88,7 @@ class Launch:
     overwrite: bool = False
     """Delete an earlier run in the run folder."""
     as_json: bool = False
-    """The dry run prints one JSON object."""
+    """Print one JSON object: the plan of a dry run, else the summary of the run at its end."""
 
 
 def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
@@ -107,9 +108,6 @@ def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine
         path = Path(script)
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    if "--json" in argv and "--dry-run" not in argv:
-        message = "--json prints the plan of --dry-run; the facts of a run are printed by `areal watch RUN --json`"
-        raise ConfigError(message, code="config.bad_override")
     flags = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
     return Launch(config=config, extras=extras, script=script, **flags)
 
@@ -234,7 +232,7 @@ def _launch(request: Launch, cluster: Cluster) -> int:
             changes = changes_text(before, saved_tree(config, request.extras))
             if complete := check_not_complete(config, paths, total_steps=numbers.total_steps, changes=changes):
                 line.say(f"areal: {complete}")
-                return 0
+                return _print_summary(request, paths, json.loads(paths.summary.read_bytes()))
         secrets = {**save_config(config, paths.config, extra=request.extras), TOKEN_VARIABLE: token}
         write_atomic(paths.token, token.encode(), mode=0o600)
         began_s, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -268,7 +266,15 @@ def _launch(request: Launch, cluster: Cluster) -> int:
                 line.say(f"areal: {paths.summary} was not written: {error.strerror or error}")
         if outcome.status == "interrupted" and interruptions.may_wait and config.recover.mode != "disabled":
             line.say(how_to_continue(newest_checkpoint(paths), config.recover.mode, sys.orig_argv))
+        _print_summary(request, paths, summary)
         return _report(outcome, paths, line)
+
+
+def _print_summary(request: Launch, paths: RunPaths, summary: Mapping[str, Any]) -> int:
+    """Print the summary for --json. Returns the exit status of a complete run."""
+    if request.as_json:
+        sys.stdout.write(json.dumps({"run": str(paths.root), **summary}) + "\n")
+    return 0
 
 
 def _run(
@@ -348,8 +354,7 @@ def counted_interruptions() -> Iterator[Interruptions]:
 def run_command(words: Sequence[str]) -> int:
     """Run the words of a command line; returns the exit status."""
     if "--attach" in words:
-        sys.stdout.write(attach.ask(*attach.read_command_line(words), StatusLine()) + "\n")
-        return 0
+        return attach.run_command(words)
     return launch(read_command_line(words), LocalCluster(this_machine()))
 
 

@@ -68,6 +68,9 @@ def submit(requests: Sequence[Launch], paths: RunPaths, *, at_once: int, detach:
     if first.dry_run:
         sys.stdout.write(_dry_run_text(first, needs, script))
         return 0
+    if first.as_json:
+        message = "--json prints the plan of --dry-run; the facts of a run are printed by `areal watch RUN --json`"
+        raise ConfigError(message, code="config.bad_override")
     _check_grace(first.config, slurm.kill_wait_s())
     variables = dict[str, str]()
     for request, run in zip(requests, runs, strict=True):

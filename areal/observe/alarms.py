@@ -21,7 +21,7 @@ SOLVED = 0.95
 """Share of the highest reward from which on a low entropy is expected."""
 REWARD_MEAN, MIN_BEST_REWARD = 5, 0.05
 MEMORY_PART, MEMORY_START, MIN_GROWTH = 10, 5, 0.05
-SPEED_MEAN = 5
+REPLICA_START, SPEED_MEAN = 5, 5
 MEMORY, REPLICA_SPEED = "memory/", "rollout/replica_tokens_per_s/"
 
 
@@ -203,14 +203,15 @@ def uniform_groups(rows: Sequence[Row]) -> float | None:
 
 
 def slowest_replica(rows: Sequence[Row]) -> float | None:
-    """The speed of the slowest replica as a share of the median of the others."""
+    """The speed of the slowest replica as a share of the median of the others, without those that just joined."""
     speeds: dict[str, list[float]] = {}
-    for row in rows[-SPEED_MEAN:]:
+    for row in rows:
         for name, value in row.items():
             if name.startswith(REPLICA_SPEED):
                 speeds.setdefault(name, []).append(value)
-    means = sorted(fmean(values) for name, values in speeds.items() if name in rows[-1])
-    if len(rows) < SPEED_MEAN or len(means) < 2 or (others := median(means[1:])) == 0:
+    warm = [values for name, values in speeds.items() if name in rows[-1] and len(values) >= REPLICA_START + SPEED_MEAN]
+    means = sorted(fmean(values[-SPEED_MEAN:]) for values in warm)
+    if len(means) < 2 or (others := median(means[1:])) == 0:
         return None
     return means[0] / others
 

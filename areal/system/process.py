@@ -199,6 +199,31 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> subpro
         raise LaunchError(f"cannot start {argv[0]}: {error.strerror or error}", code="process.cannot_start") from error
 
 
+def run_to_its_end(argv: Sequence[str], *, cwd: Path | None = None) -> int:
+    """Run a command that handles Ctrl-C and SIGTERM itself, and wait for its end. Returns its exit status.
+
+    Its output goes to standard error. The terminal sends Ctrl-C to both processes; this one ignores it, because
+    `subprocess.run` would kill a launcher that saves. SIGTERM and SIGHUP are passed on.
+    """
+    with subprocess.Popen(argv, cwd=cwd, stdout=2) as child:
+
+        def pass_on(number: int) -> None:
+            if number != signal.SIGINT:
+                child.send_signal(number)
+
+        before = {
+            number: signal.signal(number, lambda received, _: pass_on(received))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            status = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
 def tied_to_this_process() -> Callable[[], None]:
     """A `preexec_fn` by which a child dies with the thread that starts it. It does nothing except on Linux."""
     parent = os.getpid()

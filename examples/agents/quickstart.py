@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from areal.system.process import run_to_its_end
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -24,8 +25,7 @@ REPOSITORY = HERE.parent.parent
 def run(*argv: str) -> None:
     """Run one stage from the repository's root. A stage that fails ends the quickstart."""
     print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
-    code = subprocess.run([sys.executable, *argv], cwd=REPOSITORY, stdout=sys.stderr, check=False).returncode
-    if code:
+    if code := run_to_its_end([sys.executable, *argv], cwd=REPOSITORY):
         sys.exit(code)
 
 

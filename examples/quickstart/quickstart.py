@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from areal.system.process import run_to_its_end
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -26,8 +27,7 @@ def run(*argv: str) -> float:
     """Run one stage from the repository's root; returns its seconds. A stage that fails ends the quickstart."""
     print("$ python " + " ".join(argv), file=sys.stderr, flush=True)
     began = time.monotonic()
-    code = subprocess.run([sys.executable, *argv], cwd=REPOSITORY, stdout=sys.stderr, check=False).returncode
-    if code:
+    if code := run_to_its_end([sys.executable, *argv], cwd=REPOSITORY):
         sys.exit(code)
     return time.monotonic() - began
 

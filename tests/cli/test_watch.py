@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from areal.api.errors import InputError
+from areal.cli import watch_facts
 from areal.cli.main import run_command
 from areal.cli.watch_facts import Watched
 from areal.cli.watch_view import view
@@ -119,6 +120,27 @@ def test_a_running_run_has_what_it_waits_for_and_an_eta(run, monkeypatch):
         run.metrics.write_text(json.dumps(row(1)) + "\n")
         assert watched.look().curves["reward"].steps == [1]
     assert watched.look().state == "dead"
+
+
+def test_silence_is_measured_with_the_times_of_the_files(run, monkeypatch):
+    """The clock of this machine is hours from that of the file system."""
+    local_s = [50.0]
+    monkeypatch.setattr(watch_facts.time, "monotonic", lambda: local_s[0])
+    monkeypatch.setattr(watch_facts.time, "time", lambda: pytest.fail("the local clock was read"))
+    for name, written_s in (("server-0", 9000.0), ("controller", 9030.0)):
+        Heartbeat(run.alive_of(name), "").beat()
+        os.utime(run.alive_of(name), (written_s, written_s))
+    os.utime(run.metrics, (9020.0, 9020.0))
+    watched = Watched(run.root)
+
+    def silences():
+        return {one.name: one.silent_s for one in watched.look().processes if one.silent_s is not None}
+
+    assert silences() == {"server-0": 30.0, "controller": 0.0}
+    local_s[0] += 2.0  # nothing new
+    assert silences() == {"server-0": 32.0, "controller": 2.0}
+    os.utime(run.alive_of("server-0"), (9033.0, 9033.0))
+    assert silences()["server-0"] == 0.0
 
 
 def test_without_a_terminal_the_picture_is_printed_once(run, capsys):

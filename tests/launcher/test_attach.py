@@ -1,5 +1,6 @@
 """Replicas that join and leave a running run, asked for by another command."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -70,7 +71,7 @@ class Session:
                     return error
 
 
-def test_a_replica_joins_and_another_leaves(run):
+def test_a_replica_joins_and_another_leaves(run, capsys):
     state = {}
 
     def look():
@@ -81,7 +82,14 @@ def test_a_replica_joins_and_another_leaves(run):
         state["left"] = sorted(path.name for path in (run.names / "servers").iterdir())
         state["alive"] = alive(state["pid"])
 
-    session = Session(run, [ADD, look, ["--remove-replica", "server-0"], look_again])
+    def leave():
+        words = ["--attach", str(run.folder), "--remove-replica", "server-0", "--json"]
+        assert attach.run_command(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["run"], found["action"], found["state"]) == (str(run.folder), "remove-replica", "done")
+        return found["text"]
+
+    session = Session(run, [ADD, look, leave, look_again])
     joined, _, left, _ = session()
     assert in_order(joined, "server-1")
     assert state["servers"] == ["0.json", "1.json"]

@@ -160,13 +160,21 @@ def speeds(*values):
 
 def test_a_replica_with_less_than_half_of_the_speed_of_the_others_raises_an_alarm():
     assert first_alarm("slow_replica", [speeds(100.0, 50.0)] * 20) is None
-    assert first_alarm("slow_replica", [speeds(100.0, 49.0)] * 20) == 9
-    assert first_alarm("slow_replica", [speeds(49.0, 100.0, 120.0)] * 20) == 9  # the median of the others is 110
+    assert first_alarm("slow_replica", [speeds(100.0, 49.0)] * 20) == 14
+    assert first_alarm("slow_replica", [speeds(49.0, 100.0, 120.0)] * 20) == 14  # the median of the others is 110
     assert first_alarm("slow_replica", [speeds(49.0)] * 20) is None
-    one_slow_step = [speeds(100.0, 100.0)] * 9 + [speeds(100.0, 1.0)] + [speeds(100.0, 100.0)] * 9
+    one_slow_step = [speeds(100.0, 100.0)] * 14 + [speeds(100.0, 1.0)] + [speeds(100.0, 100.0)] * 9
     assert first_alarm("slow_replica", one_slow_step) is None
-    removed = [speeds(100.0, 100.0)] * 5 + [speeds(100.0)] * 9
+    removed = [speeds(100.0, 49.0)] * 13 + [speeds(100.0)] * 9
     assert first_alarm("slow_replica", removed) is None
+
+
+def test_a_replica_that_joins_is_not_compared_before_it_is_warm():
+    alone = [speeds(100.0)] * 20
+    assert first_alarm("slow_replica", [*alone, *[speeds(100.0, 1.0)] * 5, *[speeds(100.0, 100.0)] * 20]) is None
+    assert first_alarm("slow_replica", [*alone, *[speeds(100.0, 1.0)] * 20]) == 20 + 14
+    while_it_starts = [speeds(100.0, 100.0)] * 20 + [speeds(100.0, 100.0, 5.0)] * 9 + [speeds(100.0, 100.0, 90.0)] * 20
+    assert first_alarm("slow_replica", while_it_starts) is None
 
 
 def test_limit_steps_and_action_of_one_rule_can_be_changed():

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from areal.api.errors import LaunchError
-from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, spawn
+from areal.system.process import AREAL_PROCESS, ProcessContext, kill_trees, run_to_its_end, spawn
 
 CONTEXT = ProcessContext(
     role="trainer",
@@ -197,3 +197,39 @@ def test_spawn_appends_to_the_log_and_names_a_missing_program(tmp_path):
     with pytest.raises(LaunchError, match="/no/such") as error:
         spawn(["/no/such"], os.environ, log)
     assert error.value.code == "process.cannot_start"
+
+
+SAVES = """
+import signal, sys
+from pathlib import Path
+folder, count = Path(sys.argv[1]), 0
+def note(number, frame):
+    global count
+    count += 1
+    (folder / f"{signal.Signals(number).name}-{count}").touch()
+    if number == signal.SIGTERM or count == 3:
+        sys.exit(7)
+signal.signal(signal.SIGINT, note)
+signal.signal(signal.SIGTERM, note)
+(folder / "ready").touch()
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT] * 3, [signal.SIGTERM]])
+def test_a_command_that_saves_at_ctrl_c_is_waited_for(tmp_path, numbers):
+    code = "import sys; from areal.system.process import run_to_its_end; sys.exit(run_to_its_end(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, sys.executable, "-c", SAVES, str(tmp_path)]
+    parent = subprocess.Popen(argv, process_group=0)
+    until((tmp_path / "ready").exists)
+    for count, number in enumerate(numbers, start=1):
+        if number == signal.SIGINT:
+            os.killpg(parent.pid, number)  # as a terminal does
+        else:
+            parent.send_signal(number)
+        until((tmp_path / f"{number.name}-{count}").exists)
+    assert parent.wait(200) == 7
+
+
+def test_the_status_of_a_killed_command_is_that_of_a_shell():
+    assert run_to_its_end([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137
