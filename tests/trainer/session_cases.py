@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -58,6 +59,7 @@ def session(seed: int) -> Transcript:
     return transcript
 
 
+@functools.cache
 def batch_of(cut: str, *, seed: int = 0, with_turn_rewards: bool = False, mask_before: int = 0) -> TrainBatch:
     """Three groups of three sessions and one row that is no session, in float64."""
     payloads = []

@@ -28,6 +28,15 @@ CUSTOM = {"custom_advantage": {"path": "areal.algorithm.custom_advantage:median_
 OF_LOSS = {"topr": {"topr": {"ratio": "token"}}, "kimi15": {"kimi15": {"ratio": "token"}}}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """On tensors of some dozens of numbers the threads of torch cost five times the computation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def config_of(actor: dict, *, workflow: str = "agent", critic: dict | None = None, ref: bool = False):
     """-> (configuration, problems)"""
     tree = {
