@@ -235,7 +235,7 @@ class Session:
             self.counts.refused[error.code] += 1
 
     async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
-        context = self.transcript.context(request)
+        context = self.transcript.context(request, self._forced(request))
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
         turn_ids = [f"{self.session_id}.{first + number}" for number in range(request.num_answers)]
@@ -264,6 +264,18 @@ class Session:
         turn = next(turn for turn in self._turns[request.fingerprint] if turn.task is asyncio.current_task())
         self._by_answer |= {answer.turn_id: turn for answer in found}
         return found
+
+    def _forced(self, request: TurnRequest) -> list[int]:
+        """The tokens that make an answer call the tool that the request requires. TurnRefused where none are known."""
+        if request.tool_choice in ("auto", "none"):
+            return []
+        start = self.transcript.call_start(request)
+        if start is not None:
+            found = split_answer(start.example, (), self._setup.style, tools=request.tools, turn_id="")
+            if [call.name for call in found.tool_calls] == [start.name]:
+                return start.token_ids
+        text = "tool_choice: with this chat template and agent.tool_parser the beginning of a call is not known"
+        raise TurnRefused(f"{text}: use auto", code="agent.unsupported_field", status=400, param="tool_choice")
 
     async def _generate(
         self, turn_ids: Sequence[str], context: Context, settings: GenerationHyperparameters, seed: int | None
@@ -321,13 +333,15 @@ class Session:
         self.budget.num_tokens += len(ids)
         has_end = ids[-1:] and ids[-1] in self._setup.settings.stop_token_ids
         decode, style = self._setup.tokenizer.decode, self._setup.style
+        num_asked = len(context.token_ids) - context.num_forced
+        prompt, forced = context.token_ids[:num_asked], context.token_ids[num_asked:]
         found = split_answer(
-            decode(ids[:-1] if has_end else ids),
+            decode([*forced, *(ids[:-1] if has_end else ids)]),
             ids,
             style,
             tools=() if request.tool_choice == "none" else request.tools,
             turn_id=turn_id,
-            in_reasoning=request.prompt is None and style.opens_reasoning(decode(context.token_ids[-_END_TOKENS:])),
+            in_reasoning=request.prompt is None and style.opens_reasoning(decode(prompt[-_END_TOKENS:])),
         )
         finish: FinishReason = "stop" if response.stop_reason == "stop" else "length"
         if finish == "length":

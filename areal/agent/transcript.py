@@ -3,10 +3,10 @@
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from areal.agent.bridge import BridgeGap, PromptBridge
+from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
 from areal.agent.token_tree import EqualSpan, TokenNode, TokenTree, align, path_to, tokens_to
 from areal.agent.turns import Message, TurnRefused, TurnRequest
 from areal.api.data import GenerationResponse
@@ -33,6 +33,8 @@ class Context:
     is_drift: bool = False
     """The messages extend an earlier answer, the rendered tokens do not."""
     realigned: "Realignment | None" = None
+    num_forced: int = 0
+    """Tokens at the end of the prompt that the answer begins with: they are delivered with it, and not trained."""
     keys: tuple[Hashable, ...] = ()
     """The tools and each message of the request, in a form that can be compared."""
 
@@ -112,9 +114,15 @@ class Transcript:
         """Number of contexts that have an answer."""
         return len(self._numbers)
 
-    def context(self, request: TurnRequest) -> Context:
-        """The prompt of a request. Changes nothing. TurnRefused on drift with `reject`, and when it is too long."""
+    def context(self, request: TurnRequest, forced: Sequence[int] = ()) -> Context:
+        """The prompt of a request. Changes nothing. TurnRefused on drift with `reject`, and when it is too long.
+
+        `forced`: tokens that the answer begins with.
+        """
         context = self._plain_context(request.prompt) if request.prompt is not None else self._chat_context(request)
+        if forced:
+            token_ids, new_ids = [*context.token_ids, *forced], [*context.new_token_ids, *forced]
+            context = replace(context, token_ids=token_ids, new_token_ids=new_ids, num_forced=len(forced))
         if self._max_tokens is not None and len(context.token_ids) >= self._max_tokens:
             raise TurnRefused(
                 f"the prompt has {len(context.token_ids)} tokens, and a prompt with its answer may have "
@@ -123,6 +131,11 @@ class Transcript:
                 status=400,
             )
         return context
+
+    def call_start(self, request: TurnRequest) -> CallStart | None:
+        """What an answer to a request begins with that calls the required tool; None: it cannot be forced."""
+        name = "" if request.tool_choice == "required" else request.tool_choice
+        return self._bridge.call_start(request.messages, request.tools, name)
 
     def add_answer(self, context: Context, turn_id: str, response: GenerationResponse, message: Message) -> None:
         """Store an answer to a context; several answers to one context are several leaves.

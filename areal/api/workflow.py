@@ -39,6 +39,10 @@ class RolloutWorkflow(ABC):
         for row in rows[:1]:
             self.check_row(row)
 
+    def notice(self) -> str:
+        """A line that is printed before a run starts; empty: none."""
+        return ""
+
     async def aclose(self) -> None:  # noqa: B027 - optional
         """Release the resources of the workflow (worker pools, sandboxes). The controller calls it once."""
 

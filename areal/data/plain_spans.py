@@ -48,14 +48,14 @@ class PlainSpans:
         ids = self._tokenizer.encode(pieces[0], add_special_tokens=False)
         for index, piece in enumerate(pieces[1:], start=1):
             if piece:
-                ids += self._plain(piece) if index % 2 else self._inner(piece)
+                ids += self._plain(piece) if index % 2 else self.inner(piece)
         return ids
 
     def _plain(self, control: str) -> list[int]:
         """A control token as plain text: none of its parts is a token that the tokenizer finds in text."""
-        return [token for character in control for token in self._inner(character)]
+        return [token for character in control for token in self.inner(character)]
 
-    def _inner(self, text: str) -> list[int]:
+    def inner(self, text: str) -> list[int]:
         """Ids of text that is not at the beginning, where some tokenizers insert a space."""
         before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)

@@ -24,6 +24,7 @@ class TriedRow:
     num_tokens: int = 0
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     warnings: list[str] = field(default_factory=list[str])
+    notice: str = ""
 
 
 def tried_row(config: PPOConfig) -> TriedRow:

@@ -160,8 +160,9 @@ def _tried(request: Launch, line: StatusLine) -> TriedRow:
     if not isinstance(config, PPOConfig) or request.script is not None:
         return TriedRow()
     tried = tried_row(config)
-    for warning in tried.warnings:
-        line.say(f"areal: warning: {warning}")
+    for text in (tried.notice, *(f"warning: {warning}" for warning in tried.warnings)):
+        if text:
+            line.say(f"areal: {text}")
     return tried
 
 

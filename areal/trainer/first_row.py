@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +44,8 @@ class FirstRow:
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     """Each of them fails every episode."""
     warnings: list[str] = field(default_factory=list[str])
+    notice: str = ""
+    """What the workflow says before the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ def try_first_row(config: PPOConfig) -> FirstRow:
     try:
         _require_models(config)
         trial = Trial.of(config, 0)
+        found.notice = trial.workflow.notice()
         prompt = trial.prompt() or EncodedPrompt("", [])
         found.prompt, found.num_tokens = prompt.text, len(prompt.token_ids)
         _check_context(config, found)
@@ -191,8 +194,7 @@ def main(argv: Sequence[str]) -> None:
         found = try_first_row(config)
     except ArealError as error:
         found = FirstRow(problems=[ConfigProblem("row 0", str(error), error.code)])
-    problems = [problem._asdict() for problem in found.problems]
-    facts = {"prompt": found.prompt, "num_tokens": found.num_tokens, "problems": problems, "warnings": found.warnings}
+    facts = asdict(found) | {"problems": [problem._asdict() for problem in found.problems]}
     with os.fdopen(answer, "wb") as out:
         out.write(orjson.dumps(facts))
 

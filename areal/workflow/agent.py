@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.bridge import TemplateScenario, template_bridge
+from areal.agent.bridge.proof import summary
 from areal.agent.directory import Entry, Place
 from areal.agent.load_blame import LoadBlame
 from areal.agent.serving import AgentServices
@@ -214,6 +215,10 @@ class AgentWorkflow(RolloutWorkflow):
         columns = row | {"messages": messages}
         (found,) = await scorer.score(self.tokenizer.decode(context_ids), context_ids, texts, columns)
         return found
+
+    def notice(self) -> str:
+        """What the chat template does between turns, before the first one."""
+        return summary(self._bridge.table(max_answers=2), self._config.on_drift)
 
     def check_row(self, row: dict[str, Any]) -> None:
         if self._scorer is not None:

@@ -1,6 +1,7 @@
 """Agents for tests: they use the plain openai SDK."""
 
 import asyncio
+import functools
 import json
 import os
 import time
@@ -95,6 +96,19 @@ class Guessing:
         return [{"role": "user", "content": "no"}], float(is_right), is_right or not self.left
 
 
-async def slow_under_load(row: dict[str, Any], client: Any, session: Any) -> float:
-    await ask(row, client)
-    return 0.0 if row["is_loaded"] else 1.0
+@functools.cache
+def lookup_places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """A service that answers two requests at the same time."""
+    return asyncio.Semaphore(2)
+
+
+async def with_lookup(row: dict[str, Any], client: Any, session: Any) -> float:
+    """A tool of the agent takes 5 ms, and the agent waits 30 ms for it; a time-out looks like a wrong answer."""
+    found = "yes"
+    try:
+        async with asyncio.timeout(0.03), lookup_places(asyncio.get_running_loop()):
+            await asyncio.sleep(0.005)
+    except TimeoutError:
+        found = ""
+    answer = await ask(row, client)
+    return float(bool(found) and answer.choices[0].message.content == row["answer"])

@@ -1,6 +1,7 @@
 """`workflow: agent` with the real openai SDK and a scripted policy."""
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from areal.api.alarm_rules import ALARM_RULES
 from areal.api.config import AgentConfig, GenerationHyperparameters
 from areal.api.errors import RewardError
 from areal.workflow.agent import AgentWorkflow
@@ -143,12 +145,29 @@ async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_
     assert late.status_code == 409
 
 
-async def test_zeros_of_sessions_that_the_load_timed_out_are_blamed_on_the_load(make) -> None:
-    """The time-out of this environment bites only when many sessions are open."""
-    engine = ScriptedEngine(lambda prompt: "42")
-    workflow = make("slow_under_load", n_samples=2)
-    for number in range(24):
-        load = 1 if number % 2 else 8
-        rows = [{**ROW, "is_loaded": load > 1} for _ in range(load)]
-        groups = await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows))
-    assert groups[-1].stats["zeros_by_load"] > 0.1  # the limit of the alarm
+@pytest.mark.parametrize(
+    ("rows_at_once", "policy", "is_blamed"),
+    [
+        ((1,) * 16 + (16,), ["42"], True),
+        ((1,) * 8, ["42"], False),
+        ((1,) * 8, ["42", "41"], False),
+        ((1, 2) * 4, ["42", "41"], False),
+    ],
+    ids=["load", "no load", "a bad policy", "a bad policy and load that the tool serves"],
+)
+async def test_zeros_are_blamed_on_the_load_only_where_a_time_out_bites_under_it(
+    make, caplog, rows_at_once, policy, is_blamed
+) -> None:
+    """The agent's tool serves two sessions at the same time: beyond that its real time-out ends some of them."""
+    answers = itertools.cycle(policy)
+    engine, workflow = ScriptedEngine(lambda prompt: next(answers)), make("with_lookup", n_samples=2)
+    zeros = []
+    with caplog.at_level("WARNING", logger="areal"):
+        for count in rows_at_once:
+            groups = await asyncio.gather(*(workflow.arun_episode(engine, dict(ROW)) for _ in range(count)))
+            zeros += [group.stats["zero_reward"] for group in groups]
+    found = groups[-1].stats["zeros_by_load"]
+    limit = next(rule.limit for rule in ALARM_RULES if rule.name == "zeros_by_load")
+    assert found > 2 * limit if is_blamed else found == 0
+    assert len([one for one in caplog.records if one.name == "areal.workflow.agent"]) == is_blamed
+    assert (sum(zeros[:8]) == 0) == (policy == ["42"]), "the tool serves few sessions in time"

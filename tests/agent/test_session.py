@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from areal.agent.bridge import template_bridge
+from areal.agent.delivered import answer_message
+from areal.agent.samples import trajectories
 from areal.agent.session import Session, SessionBudget, SessionLimits, SessionSetup
 from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
@@ -17,7 +19,7 @@ from tests.agent.policies import ScriptedEngine, tool_tokenizer
 QUESTION = {"role": "user", "content": "2+2?"}
 
 
-def session_of(engine, *, limits=None, sampling="client", events=None) -> Session:
+def session_of(engine, *, limits=None, sampling="client", events=None, style="hermes") -> Session:
     tokenizer = tool_tokenizer()
     bridge = template_bridge(tokenizer)
     gconfig = GenerationHyperparameters(
@@ -29,7 +31,7 @@ def session_of(engine, *, limits=None, sampling="client", events=None) -> Sessio
         limits=limits or SessionLimits(),
         sampling=sampling,
         new_transcript=lambda: Transcript(bridge, max_tokens=500),
-        style=style_of("hermes", tokenizer.chat_template),
+        style=style_of(style, tokenizer.chat_template),
     )
     return Session("s1", setup, engine, events=events)
 
@@ -170,3 +172,49 @@ async def test_the_journal_has_the_stages_of_each_turn_in_order(tmp_path) -> Non
 def test_a_budget_of_tokens_is_shared_by_the_answers_of_a_turn() -> None:
     budget = SessionBudget(limits=SessionLimits(max_tokens=10), opened_s=0.0)
     assert budget.begin_turn(0.0, 2) == 5
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced", "rest"),
+    [
+        ("required", '<tool_call>{"name": "', 'add", "arguments": {"a": 1}}</tool_call>'),
+        ("add", '<tool_call>{"name": "add", "arguments":', ' {"a": 1}}</tool_call>'),
+    ],
+)
+async def test_a_required_call_is_begun_by_tokens_that_are_not_trained(choice, forced, rest) -> None:
+    engine = ScriptedEngine(lambda prompt: rest if prompt.endswith("assistant\n" + forced) else "no")
+    session = session_of(engine)
+    (answer,) = await session.answer(request(tools=(ADD,), tool_choice=choice))
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
+    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+    result = {"role": "tool", "tool_call_id": answer.tool_calls[0].call_id, "content": "1"}
+    dialogue = ({"role": "user", "content": "2+2?"}, answer_message(answer), result)
+    await session.answer(TurnRequest(messages=dialogue, tools=(ADD,), fingerprint="2"))
+    assert session.transcript.num_forks == 0
+    (row,) = trajectories(session.transcript, cut="tree", reward=1.0, session=0)
+    decode = tool_tokenizer().decode
+    trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
+    assert decode(trained) == f"{rest}<|im_end|>no<|im_end|>"
+    assert f"{forced}{rest}<|im_end|>" in decode(row.token_ids)
+
+
+async def test_a_forced_call_that_the_policy_does_not_complete_is_text_and_counted() -> None:
+    session = session_of(ScriptedEngine(lambda prompt: "no"))
+    (answer,) = await session.answer(request(tools=(ADD,), tool_choice="required"))
+    assert (answer.text, answer.tool_calls) == ('<tool_call>{"name": "no', ())
+    assert session.counts.malformed_calls == 1
+
+
+async def test_a_required_call_is_refused_where_the_style_reads_no_call() -> None:
+    session = session_of(ScriptedEngine(lambda prompt: "no"), style="none")
+    with pytest.raises(TurnRefused) as caught:
+        await session.answer(request(tools=(ADD,), tool_choice="required"))
+    assert (caught.value.code, caught.value.status, caught.value.param) == (
+        "agent.unsupported_field",
+        400,
+        "tool_choice",
+    )
+    assert session.counts.refused["agent.unsupported_field"] == 1

@@ -93,5 +93,35 @@ def batch_of(cut: str, *, seed: int = 0, with_turn_rewards: bool = False, mask_b
     return batch.mapped(token=double, sequence=double, cu_seqlens=batch.cu_seqlens, sequence_index=batch.sequence_index)
 
 
+def batch_of_two(cut: str) -> TrainBatch:
+    """A session with answers of 2 and 3 tokens, and one of 1 token in a fork; and one with an answer of 2 tokens."""
+    first, second = Transcript(DigitBridge()), Transcript(DigitBridge())
+    question = {"role": "user", "content": "1"}
+    _say(first, (question,), "22")
+    _say(first, (question, {"role": "assistant", "content": "22"}, question), "333")
+    _say(first, ({"role": "user", "content": "4"},), "0")
+    _say(second, (question,), "22")
+    sessions = [trajectories(one, cut=cut, reward=1.0, session=i) for i, one in enumerate((first, second))]
+    payload = encode_episode(0, TrajectoryGroup(trajectories=[*sessions[0], *sessions[1]])).payload
+    (part,) = share_parts([payload_head(payload)], 1)
+    return to_train_batch(build_share([payload], part, step=0, version=2, mask_before=0))
+
+
+def _say(transcript: Transcript, messages, digits: str) -> None:
+    """Add an answer of digits."""
+    ids = [int(digit) for digit in digits]
+    response = GenerationResponse(
+        request_id="",
+        input_ids=[],
+        output_ids=ids,
+        output_logprobs=[-1.0] * len(ids),
+        output_versions=[1] * len(ids),
+        stop_reason="stop",
+    )
+    message = {"role": "assistant", "content": digits}
+    context = transcript.context(TurnRequest(messages=messages))
+    transcript.add_answer(context, f"t{len(transcript.turns)}", response, message)
+
+
 def gradient_weights(size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

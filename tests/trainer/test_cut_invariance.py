@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from areal.algorithm.aggregate import local_denominator, loss_scale, loss_weights
 from areal.algorithm.estimators import _RECIPES
 from areal.algorithm.losses import LOSSES
 from areal.api.batch import TokenOutputs
@@ -13,6 +14,7 @@ from areal.api.config import GRPOConfig
 from areal.api.config.load import read
 from areal.api.config.loss_assembly import AGGREGATIONS
 from areal.api.metrics import merge_metrics, metric_values
+from areal.data.sessions import with_session_tokens
 from areal.trainer.actor import PPOActor
 from areal.trainer.batch_metrics import batch_metrics
 from areal.trainer.critic import Critic
@@ -21,7 +23,7 @@ from areal.trainer.reduce import reduce_metrics
 from areal.trainer.reference import Reference
 from areal.trainer.teacher import Teacher
 from tests.trainer import test_combinations
-from tests.trainer.session_cases import CUTS, VOCABULARY, batch_of
+from tests.trainer.session_cases import CUTS, VOCABULARY, batch_of, batch_of_two
 
 ESTIMATORS = ("gae", *_RECIPES)
 CUSTOM = {"custom_advantage": {"path": "areal.algorithm.custom_advantage:median_baseline", "args": {"scale": 2.0}}}
@@ -170,6 +172,30 @@ class TestEachOption:
         config, _ = config_of({"loss_aggregation": "seq-mean-token-mean", "loss_unit": "row"})
         tables = [train(toolbox, config, cut)[0] for cut in ("tree", "per_turn")]
         assert not torch.allclose(*tables, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [  # 6 and 2 trained tokens, 2 sessions, L = 4
+        ("token-mean", [6 / 8, 2 / 8]),
+        ("token-sum", [6 / 4, 2 / 4]),
+        ("seq-mean-token-mean", [1 / 2, 1 / 2]),
+        ("seq-mean-token-sum", [6 / 2, 2 / 2]),
+        ("seq-mean-token-sum-norm", [6 / (4 * 2), 2 / (4 * 2)]),
+    ],
+)
+def test_the_weight_of_a_session_does_not_depend_on_its_rows(aggregation, weights, cut):
+    """The table of docs/agents.md."""
+    batch = batch_of_two(cut)
+    assert batch.num_sequences == (4 if cut == "per_turn" else 3)
+    batch = with_session_tokens(batch, batch.loss_mask)
+    places = batch.loss_mask, batch.sequence_index, batch.num_sequences, aggregation
+    denominator = float(local_denominator(*places, 4, batch.session_tokens))
+    scale = loss_scale(aggregation, denominator, 4) / denominator
+    of_token = loss_weights(*places, batch.session_tokens).double() * scale
+    owners = torch.unique(batch.session_ids, return_inverse=True)[1][batch.sequence_index]
+    assert torch.zeros(2, dtype=torch.float64).index_add(0, owners, of_token).tolist() == pytest.approx(weights)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from areal.agent.bridge.call_start import CallStart, start_text
 from areal.agent.bridge.probe import TemplateFacts, control_texts, probe
 from areal.agent.bridge.proof import Row, Scope, next_of, shape_of, table
 from areal.agent.turns import Message
@@ -15,7 +16,7 @@ from areal.data.chat_template import ChatTemplate
 from areal.data.plain_spans import PlainSpans
 from areal.data.tokenizer import Tokenizer
 
-__all__ = ["BridgeGap", "PromptBridge", "TemplateBridge", "TemplateScenario", "template_bridge"]
+__all__ = ["BridgeGap", "CallStart", "PromptBridge", "TemplateBridge", "TemplateScenario", "template_bridge"]
 
 _LOCAL_GAPS = ("tail_differs", "no_prompt", "no_stop")
 """Reasons that a check of one dialogue at run time does not find."""
@@ -54,6 +55,13 @@ class PromptBridge(Protocol):
         `history` ends with the assistant message as delivered to the client; `new_messages` follow it. The caller
         leaves out the first token when the policy generated it. An answer that ends with another of `stop_token_ids`
         is not what the template writes: its next prompt is the full rendering.
+        """
+        ...
+
+    def call_start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str) -> CallStart | None:
+        """What an answer begins with that calls the tool `name`, or any tool if `name` is empty.
+
+        None: the template writes no such answer after the prompt of these messages.
         """
         ...
 
@@ -104,6 +112,14 @@ class TemplateBridge:
         if token_ids[0] not in self.stop_token_ids:  # text of a message that looks like an end token
             return BridgeGap(reason="no_stop", detail="no end token follows the answer")
         return token_ids
+
+    def call_start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], name: str) -> CallStart | None:
+        found = start_text(self.template, messages, tools, name)
+        if found is None:
+            return None
+        text, example, called = found
+        end = min((place for stop in self.facts.stops if (place := example.find(stop, len(text))) >= 0), default=None)
+        return CallStart(token_ids=self._spans.inner(text), example=example[:end], name=called)
 
     def table(self, *, max_answers: int = 3, scope: Scope = "all") -> tuple[Row, ...]:
         """The proof over all dialogues of up to `max_answers` answers."""

@@ -116,6 +116,23 @@ def table(template: ChatTemplate, facts: TemplateFacts, *, max_answers: int, sco
     )
 
 
+def summary(rows: Sequence[Row], on_drift: str) -> str:
+    """One line about a table: which turns extend a session, and what happens to the others."""
+    broken = [f"{row.shape} {row.following} ({row.gap.reason})" for row in rows if row.gap is not None]
+    if not broken:
+        return f"the chat template keeps earlier tokens: all {len(rows)} kinds of turns are proved to extend them"
+    extending = ", ".join(f"{row.shape} {row.following}" for row in rows if row.gap is None) or "none"
+    then = {
+        "fork": "start a fork",
+        "realign": "overwrite up to 64 tokens or start a fork",
+        "reject": "are refused",
+    }[on_drift]
+    return (
+        f"the chat template changes earlier tokens: turns of the kind {', '.join(broken)} {then} "
+        f"(agent.on_drift={on_drift}); those that extend them: {extending}. areal prove-template shows the dialogues"
+    )
+
+
 def pairs_of(template: ChatTemplate, facts: TemplateFacts, scope: Scope) -> list[tuple[Shape, Next]]:
     """The kinds of answers of the declared scenario, with what follows them."""
     thinks = template.enable_thinking and facts.takes_reasoning

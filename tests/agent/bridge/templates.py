@@ -54,6 +54,15 @@ LAST_TURN_DIFFERS = chatml(thought="{% if loop.last %}<think>\n\n</think>\n\n{% 
 EMPTY_THOUGHT = chatml(
     prompt=PROMPT.replace("{% endif %}", "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
 )
+OPEN_THOUGHT = chatml(
+    thought="<think>\n{{ m.reasoning_content }}\n</think>\n\n",
+    prompt=PROMPT.replace("{% endif %}", "<think>\n{% endif %}"),
+)
+XML_CALLS = chatml(
+    calls="{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function>"
+    "</tool_call>{% endfor %}"
+)
 MOVED_TOOLS = chatml(
     before=LAST_QUESTION,
     head="",
@@ -84,6 +93,7 @@ HEADER_ENDS = (
 ONE_CALL = chatml(
     calls="{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + CALLS
 )
+FORBIDDEN_CALLS = chatml(calls="{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}")
 NO_USER_AFTER_TOOL = chatml(
     user="{% if not loop.first and messages[loop.index0 - 1].role == 'tool' %}"
     "{{ raise_exception('no user after a tool') }}{% endif %}" + USER

@@ -193,3 +193,27 @@ def _tokenizer(name):
     if name not in _TOKENIZERS:
         _TOKENIZERS[name] = template_tokenizer(getattr(templates, name))
     return _TOKENIZERS[name]
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "start"),
+    [
+        (templates.CHATML, False, '<tool_call>{"name": "lookup", "arguments":'),
+        (templates.ARGUMENTS_MAPPING, False, '<tool_call>{"name": "lookup", "arguments":'),
+        (templates.OPEN_THOUGHT, True, '\n</think>\n\n<tool_call>{"name": "lookup", "arguments":'),
+        (templates.XML_CALLS, False, "<tool_call>\n<function=lookup>"),
+        (templates.MOVED_TOOLS, False, '<tool_call>{"name": "lookup", "arguments":'),
+        (templates.EMPTY_THOUGHT, False, None),
+        (templates.FORBIDDEN_CALLS, False, None),
+    ],
+)
+def test_a_forced_call_begins_as_the_template_writes_it(template, thinking, start):
+    tokenizer = template_tokenizer(template)
+    bridge = TemplateBridge(tokenizer, TemplateScenario(enable_thinking=thinking))
+    named, any_tool = (bridge.call_start([QUESTION], TOOLS, name) for name in ("lookup", ""))
+    if start is None:
+        assert (named, any_tool) == (None, None)
+        return
+    assert tokenizer.decode(named.token_ids) == start
+    assert tokenizer.decode(any_tool.token_ids) == start.partition("lookup")[0]
+    assert named.example.startswith(start)

@@ -6,6 +6,7 @@ import pytest
 
 from areal.agent.bridge import TemplateBridge, TemplateScenario
 from areal.agent.bridge.dialogues import compare
+from areal.agent.bridge.proof import summary
 from areal.data.template_tokenizer import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code
@@ -141,3 +142,13 @@ def test_a_template_without_an_end_token_is_refused():
         tokenizer = template_tokenizer("{% for m in messages %}{{ m.content }};{% endfor %}")
         tokenizer.eos_token = None
         TemplateBridge(tokenizer, TemplateScenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "broken_row"),
+    [("CHATML", ""), ("THINKING_STRIPPED", "A(r,c) U (answer_edited)"), ("NO_PROMPT", "A(r,c) U")],
+)
+def test_a_line_says_before_the_run_which_turns_extend_a_session(name, broken_row):
+    text = summary(bridge_of(getattr(templates, name), enable_thinking=True).table(max_answers=2), "reject")
+    assert broken_row in text
+    assert ("agent.on_drift=reject" in text) == bool(broken_row)
