@@ -1,0 +1,128 @@
+"""Real runs of agents in worker processes: the controller with its session server, the agents or the connections of
+their clients are struck at every stage of a turn. Each turn is trained on once or never, and no turn is lost."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal.ledger.event_files import PayloadReader
+from areal.ledger.payload import read_columns
+from tests.faults.driver import ROOT, Run
+from tests.faults.ledger_proof import check_episodes, check_steps, check_versions, raw_events
+from tests.faults.struck_agent import STAGES, TURNS
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = 2
+CONFIG = """
+experiment_name: agents
+trial_name: TARGET
+seed: 3
+allocation_mode: native:d1+fsdp:d1
+cluster: {fileroot: RUNS, n_gpus_per_node: 0}
+total_train_epochs: 1
+total_train_steps: 24
+train_dataset: {path: DATA/train.jsonl, batch_size: 4}
+workflow: WORKFLOW:StruckAgent
+workflow_args: {agent: "WORKFLOW:run", target: TARGET, folder: RUNS/strikes}
+agent: {workers: 1}
+gconfig: {n_samples: 2, max_new_tokens: 40, max_tokens: 128, min_new_tokens: 20}
+rollout: {max_head_offpolicyness: 2}
+native: {dtype: float32, max_running_requests: 64, context_length: 128}
+actor:
+  path: DATA/model
+  dtype: float32
+  ppo_n_minibatches: 1
+  use_decoupled_loss: true
+  weight_update_mode: MODE
+  optimizer: {lr: 1.0e-3, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}
+recover: {mode: auto, freq_steps: 3, retries: 9}
+"""
+MODES = {"controller": "xccl", "agent": "disk", "connection": "http"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """The random model and the data of the agent examples."""
+    folder = tmp_path_factory.mktemp("agents") / "data"
+    subprocess.run([sys.executable, "examples/agents/prepare.py", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+def journal_of(run: Run) -> list[dict]:
+    lines = [line for path in sorted((run.folder / "turns").glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def check_turns(run: Run) -> None:
+    """From the raw lines of journal and ledger, and the payloads: shares no rule with the audit."""
+    ledger, journal = run.folder / "ledger", journal_of(run)
+    generated = {line["turn"]: line["tokens"] for line in journal if line["event"] == "generated"}
+    accepted = [event for event in raw_events(ledger) if event["event"] == "accepted"]
+    adopted = Counter(turn for event in accepted for turn in event["turns"])
+    assert set(adopted.values()) == {1}, "a turn is trained on twice"
+    assert set(adopted) <= set(generated), "a turn is trained on that was never generated"
+    with PayloadReader(ledger) as payloads:
+        for event in accepted:
+            sessions = Counter(turn.partition(".")[0] for turn in event["turns"])
+            assert list(sessions.values()) == [TURNS] * SAMPLES, "a turn of an accepted episode is lost"
+            columns = read_columns(payloads, event)
+            assert int(np.sum(columns.loss_mask)) == sum(generated[turn] for turn in event["turns"])
+
+
+def versions_in_answers(run: Run) -> set[int]:
+    """How many policy versions generated one answer, over all adopted answers."""
+    found: set[int] = set()
+    with PayloadReader(run.folder / "ledger") as payloads:
+        for event in raw_events(run.folder / "ledger"):
+            if event["event"] == "accepted":
+                columns = read_columns(payloads, event)
+                mask = np.concatenate(([0], columns.loss_mask, [0]))
+                edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
+                found |= {len(set(columns.output_versions[low:high].tolist())) for low, high in edges}
+    return found
+
+
+@pytest.mark.parametrize("target", MODES)
+def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
+    config = CONFIG.replace("MODE", MODES[target]).replace("TARGET", target)
+    config = config.replace("WORKFLOW", str(ROOT / "tests/faults/struck_agent.py"))
+    (tmp_path / "config.yaml").write_text(config.replace("DATA", str(data)).replace("RUNS", str(tmp_path)))
+    run = Run(
+        arguments=["--config", str(tmp_path / "config.yaml")],
+        folder=tmp_path / "agents" / target,
+        log_path=tmp_path / "launcher.log",
+    )
+    run.start()
+    try:
+        assert run.wait_for_the_end(280) == 0, run.log_path.read_text()[-3000:]
+    finally:
+        run.abandon()
+    struck = sorted(path.name for path in (tmp_path / "strikes").iterdir())
+    assert struck == [f"{number}-{stage}" for number, stage in enumerate(STAGES)]
+    audited = subprocess.run(
+        [sys.executable, "-m", "areal.ledger", "audit", str(run.folder)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert audited.returncode == 0, audited.stdout
+    events = raw_events(run.folder / "ledger")
+    counts = check_episodes(events)
+    assert [*counts.problems, *check_steps(events), *check_versions(events)] == []
+    assert (counts.lost, counts.twice, counts.failed, counts.rejected) == (0, 0, 0, 0)
+    check_turns(run)
+    assert run.left_behind() == []
+
+    sessions = [line for line in journal_of(run) if line["event"] == "ended"]
+    assert {line["status"] for line in sessions} == {"ok"}
+    assert not any(line["refused"] for line in sessions), "a weight update or a strike reached the agent"
+    assert max(versions_in_answers(run)) > 1, "no weight update was made in the middle of an answer"
+    if target == "connection":
+        retried = [line for line in sessions if line["retries"]]
+        assert len(retried) >= 2
+        assert {line["turns"] for line in retried} == {TURNS}, "a retry was sampled again"
+    starts = sum(event["event"] == "started" for event in events)
+    assert starts == (len(STAGES) + 1 if target == "controller" else 1)
