@@ -4,7 +4,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal.data.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ def facts_of(
     made = [version for version in sample.versions if version >= 0]
     spans = [
         {"generated": generated, "text": _text(sample.token_ids[first:end], tokenizer)}
+        | ({"turn": sample.turns[first]} if sample.turns and sample.turns[first] >= 0 else {})
         for generated, first, end in sample.spans()
     ]
     answers = [ids for generated, *edges in sample.spans() if generated for ids in [sample.token_ids[slice(*edges)]]]
@@ -53,6 +54,9 @@ def facts_of(
         "answer": _text(answers[-1], tokenizer, plain=True) if answers else "",
         "spans": spans,
     }
+    if sample.session is not None:
+        facts["session"] = _session(sample.session)
+        facts["without_reward"] = [_session(one) for one in sample.without_reward]
     if tokens:
         columns = zip(sample.token_ids, sample.in_loss, sample.logprobs, sample.versions, strict=True)
         facts["tokens"] = [
@@ -66,6 +70,19 @@ def facts_of(
             for token, mask, logprob, version in columns
         ]
     return facts
+
+
+def _session(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the session of an agent: each tool call with its result, where the dialogue has one."""
+    results = {one["tool_call_id"]: one.get("content") for one in recorded["messages"] if one.get("role") == "tool"}
+    turns = [
+        {
+            "reward": turn["reward"],
+            "calls": [{**one["function"], "result": results.get(one["id"])} for one in turn["calls"]],
+        }
+        for turn in recorded["turns"]
+    ]
+    return {name: value for name, value in recorded.items() if name != "messages"} | {"turns": turns}
 
 
 def _text(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, plain: bool = False) -> str:
@@ -89,13 +106,44 @@ def sample_lines(facts: dict[str, Any]) -> Iterator[str]:
         yield ""
         return
     yield f"   {_scored(facts)}"
+    if session := facts.get("session"):
+        yield f"   {safe(_session_text(session))}"
     if "tokens" in facts:
         yield from _token_lines(facts["tokens"])
     else:
         for place, span in enumerate(facts["spans"]):
-            yield _paint("-- answer" if span["generated"] else "-- inserted" if place else "-- prompt", 2)
+            title = _turn_title(facts, span) if span["generated"] else "inserted" if place else "prompt"
+            yield _paint(f"-- {safe(title)}", 2)
             yield safe(span["text"])
+    for other in facts.get("without_reward", ()):
+        yield f"   without a reward: {safe(_session_text(other))}"
     yield ""
+
+
+def _session_text(session: Mapping[str, Any]) -> str:
+    """How the session of an agent went."""
+    num_calls = sum(len(turn["calls"]) for turn in session["turns"])
+    counts = {
+        "malformed tool calls": session["malformed_calls"],
+        "retries": session["retries"],
+        "forks": session["forks"],
+        "drifts": session["drifts"],
+        **{f"refused as {code}": count for code, count in session["refused"].items()},
+    }
+    found = [f"turns {len(session['turns'])}", f"tool calls {num_calls}"]
+    found += [f"{name} {count}" for name, count in counts.items() if count]
+    why = f"; {session['status']}: {session['message']}" if session["message"] else ""
+    return f"session {session['session']}: {', '.join(found)}{why}"
+
+
+def _turn_title(facts: Mapping[str, Any], span: Mapping[str, Any]) -> str:
+    """The heading of generated tokens. Of an agent: the number of the turn, its reward, its tool calls and results."""
+    if "turn" not in span or "session" not in facts:
+        return "answer"
+    turn = facts["session"]["turns"][span["turn"]]
+    reward = "" if turn["reward"] is None else f", reward {turn['reward']:g}"
+    calls = "; ".join(f"{one['name']}({one['arguments']}) = {one['result']}"[:MAX_COLUMN] for one in turn["calls"])
+    return f"turn {span['turn']}{reward}" + (f": {calls}" if calls else "")
 
 
 def _scored(facts: dict[str, Any]) -> str:

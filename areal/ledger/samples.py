@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orjson
 
 from areal.api.errors import LedgerError
 from areal.data.prompt_stream import PromptStream
@@ -15,6 +17,7 @@ from areal.ledger.event_files import PayloadReader, open_reader
 from areal.ledger.kept import read_kept
 from areal.ledger.payload import payload_head, reward_parts, to_columns
 from areal.ledger.reading_progress import Progress
+from areal.ledger.session_columns import session_columns
 from areal.ledger.state import Event, row_stream
 
 
@@ -55,11 +58,18 @@ class Sample:
     logprobs: Sequence[float]
     versions: Sequence[int]
     """Policy version of each token; -1 = not generated."""
+    turns: Sequence[int] = ()
+    """Of a session of an agent: the turn of each token, from 0; -1 = not in the loss. Else empty."""
+    session: Mapping[str, Any] | None = None
+    """What the workflow recorded of the session of an agent."""
+    without_reward: Sequence[Mapping[str, Any]] = ()
+    """Of the first trajectory: what it recorded of the sessions of the episode that have no trajectory."""
 
     def spans(self) -> Iterator[tuple[bool, int, int]]:
-        """Consecutive tokens that are all generated or all not: (generated, first, end)."""
+        """Consecutive tokens that are all generated, in one turn, or all not: (generated, first, end)."""
         made = np.asarray(self.versions) >= 0
-        edges = [0, *(np.flatnonzero(made[1:] != made[:-1]) + 1).tolist(), len(made)]
+        kind = np.where(made, np.asarray(self.turns) if len(self.turns) else -1, -2)
+        edges = [0, *(np.flatnonzero(kind[1:] != kind[:-1]) + 1).tolist(), len(made)]
         for first, end in itertools.pairwise(edges):
             yield bool(made[first]), first, end
 
@@ -176,6 +186,9 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     columns = to_columns(record.episode, payload)
     names = payload_head(payload).reward_names
     parts = reward_parts([payload], names)
+    sessions = session_columns(payload)
+    recorded = _recorded("" if sessions is None else sessions.record)
+    numbers = [] if sessions is None else sessions.sessions.tolist()
     samples: list[Sample] = []
     end = 0
     for number, size in enumerate(columns.lengths.tolist()):
@@ -192,6 +205,14 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
                 in_loss=columns.loss_mask[begin:end].tolist(),
                 logprobs=columns.rollout_logprobs[begin:end].tolist(),
                 versions=columns.output_versions[begin:end].tolist(),
+                turns=() if sessions is None else sessions.turns[begin:end].tolist(),
+                session=recorded[numbers[number]] if recorded else None,
+                without_reward=recorded[max(numbers) + 1 :] if number == 0 and recorded else (),
             )
         )
     return samples
+
+
+def _recorded(record: str) -> list[Mapping[str, Any]]:
+    """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
+    return orjson.loads(record).get("sessions", []) if record else []

@@ -121,7 +121,7 @@ async def _scores(
 
 
 async def _scores_of(scorer: Scorer, tokenizer: Tokenizer, row: dict[str, Any], group: TrajectoryGroup) -> list[Score]:
-    messages: list[Any] = json.loads(group.record)["messages"] if group.record else []
+    messages = [one["messages"] for one in json.loads(group.record)["sessions"]] if group.record else []
     calls: list[Any] = []
     for rows in _sessions(group.trajectories):
         context_ids, answer_ids = last_answer(rows)

@@ -94,6 +94,26 @@ class FinishedSession:
             "refused": dict(counts.refused),
         }
 
+    def recorded(self) -> dict[str, Any]:
+        """For readers of the episode, JSON-ready: what is known besides the tokens. `turns` is in the order of time."""
+        counts, transcript, rewards = self.session.counts, self.session.transcript, self.turn_rewards
+        turns = [
+            {"reward": rewards.get(turn_id), "calls": turn.message.get("tool_calls") or []}
+            for turn_id, turn in transcript.turns.items()
+        ]
+        return {
+            "session": self.session.session_id,
+            "status": self.outcome.status,
+            "message": self.outcome.message,
+            "turns": turns,
+            "malformed_calls": counts.malformed_calls,
+            "drifts": transcript.num_drifts,
+            **{
+                name: value for name, value in self.facts().items() if name in ("reward", "retries", "forks", "refused")
+            },
+            "messages": self.session.last_messages,
+        }
+
 
 def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> TrajectoryGroup:
     """The group of the sessions of one row. Rejected when a session has no reward (agent.missing_reward).
@@ -119,7 +139,7 @@ def agent_group(found: Sequence[FinishedSession], config: AgentConfig) -> Trajec
         stats=_stats(found, usable),
         rejected=rejected,
         turn_ids=[turn_id for one in usable for turn_id in one.session.transcript.turns],
-        record=json.dumps({"messages": [one.session.last_messages for one in usable]}),
+        record=json.dumps({"sessions": [one.recorded() for one in sorted(found, key=lambda one: not one.is_usable)]}),
     )
 
 

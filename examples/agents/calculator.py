@@ -6,9 +6,11 @@ import json
 import re
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 MAX_TURNS = 4
+BUDGET_CODES = ("agent.turn_budget", "agent.token_budget", "agent.prompt_too_long")
+"""Codes of HTTP 400 after which the policy has used what it may. Any other error is one of this program."""
 
 
 def calculator(expression: str) -> str:
@@ -39,11 +41,15 @@ def result_of(call: Any) -> dict[str, str]:
 async def run(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> float:
     """One episode: 1 for the right answer, else 0."""
     messages: list[Any] = [{"role": "user", "content": row["question"]}]
-    for _ in range(MAX_TURNS):
-        completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-        answer = completion.choices[0].message
-        if not answer.tool_calls:
-            return float((answer.content or "").strip() == row["answer"])
-        messages.append(answer)
-        messages += [result_of(call) for call in answer.tool_calls]
+    try:
+        for _ in range(MAX_TURNS):
+            completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            answer = completion.choices[0].message
+            if not answer.tool_calls:
+                return float((answer.content or "").strip() == row["answer"])
+            messages.append(answer)
+            messages += [result_of(call) for call in answer.tool_calls]
+    except BadRequestError as error:
+        if error.code not in BUDGET_CODES:
+            raise
     return 0.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from pathlib import Path
 
 import httpx
@@ -54,6 +55,9 @@ async def test_a_session_with_a_tool_call_is_one_trajectory_with_both_answers(ma
     assert group.stats["forks"] == 0
     assert len(group.turn_ids) == 4
     assert not group.rejected
+    session, _ = json.loads(group.record)["sessions"]
+    assert [len(turn["calls"]) for turn in session["turns"]] == [1, 0]
+    assert [one["role"] for one in session["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
 async def test_rewards_of_turns_and_parts_become_metrics(make) -> None:
@@ -77,6 +81,7 @@ async def test_sessions_without_reward_can_be_left_out_of_the_group(make) -> Non
     assert not group.rejected
     assert [one.reward for one in group.trajectories] == [1.0, 1.0]
     assert group.stats["no_reward"] == pytest.approx(1 / 3)
+    assert [one["reward"] for one in json.loads(group.record)["sessions"]] == [1.0, 1.0, None]
 
 
 async def test_an_agent_that_always_fails_fails_its_episode_with_its_line(make) -> None:

@@ -172,3 +172,60 @@ def test_wrong_questions_have_codes(run, tmp_path):
         with pytest.raises(SystemExit) as ended:
             run_command(["show", str(tmp_path), *words])
         assert ended.value.code == 2
+
+
+def recorded(**changes):
+    """What a workflow records of a session without a turn."""
+    session = {"session": "s0", "status": "ok", "message": "", "reward": 1.0, "turns": [], "messages": []}
+    return session | {"malformed_calls": 0, "retries": 0, "forks": 0, "drifts": 0, "refused": {}} | changes
+
+
+@pytest.fixture
+def agent_run(run):
+    """Episode 3 with one session: a tool call, its result, the answer; and one session that failed."""
+    call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    turns = [{"reward": 0.25, "calls": [call]}, {"reward": None, "calls": []}]
+    messages = [{"role": "tool", "tool_call_id": "c0", "content": "5"}]
+    facts = {"retries": 1, "forks": 2, "drifts": 3, "refused": {"agent.turn_budget": 4}, "malformed_calls": 5}
+    trajectory = Trajectory(
+        token_ids=[ord(letter) for letter in "Q<a>R5"],
+        loss_mask=[0, 1, 1, 1, 0, 1],
+        rollout_logprobs=[-0.5] * 6,
+        output_versions=[-1, 0, 0, 0, -1, 0],
+        reward=1.25,
+        reward_parts={"form": 0.5},
+        finished=True,
+        session=0,
+        turns=[-1, 0, 0, 0, -1, 1],
+        turn_rewards=[0.0, 1.25, 1.25, 1.25, 0.0, 1.0],
+    )
+    failed = recorded(session="s1", status="error", message="LookupError: no page (agent.py:3)", reward=None)
+    sessions = [recorded(turns=turns, messages=messages, **facts), failed]
+    run.answers[6] = TrajectoryGroup(trajectories=[trajectory], record=json.dumps({"sessions": sessions}))
+    run.admitted(6)
+    run.accepted(6)
+    run.write()
+
+
+def test_the_session_of_an_agent_has_its_turns_calls_results_and_what_happened(agent_run, shown):
+    (sample,) = shown("--episode", "6")["samples"]
+    assert [(span["text"], span.get("turn")) for span in sample["spans"]] == [
+        ("Q", None),
+        ("<a>", 0),
+        ("R", None),
+        ("5", 1),
+    ]
+    first, second = sample["session"]["turns"]
+    assert first == {"reward": 0.25, "calls": [{"name": "add", "arguments": '{"a": 2}', "result": "5"}]}
+    assert second == {"reward": None, "calls": []}
+    names = ("malformed_calls", "retries", "forks", "drifts", "refused")
+    assert [sample["session"][name] for name in names] == [5, 1, 2, 3, {"agent.turn_budget": 4}]
+    assert [one["session"] for one in sample["without_reward"]] == ["s1"]
+    assert sample["reward_parts"] == {"form": 0.5}
+
+
+def test_the_text_of_a_session_names_turns_calls_budget_stops_and_failed_sessions(agent_run, capsys, tmp_path):
+    assert run_command(["show", str(tmp_path), "--episode", "6"]) == 0
+    text = capsys.readouterr().out
+    for part in ('turn 0, reward 0.25: add({"a": 2}) = 5', "-- turn 1", "agent.turn_budget 4", "s1", "agent.py:3"):
+        assert part in text
