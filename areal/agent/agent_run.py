@@ -1,14 +1,17 @@
 """One run of an agent: the job, the session as the agent's code sees it, and what comes out."""
 
 import asyncio
+import inspect
 import math
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from areal.agent.agent_watch import AgentWatch, place_of, printed_place
@@ -41,7 +44,13 @@ class AgentJob:
     tools: tuple[FunctionRef, ...] = ()
     """Functions that answer the tool calls of the policy, with or without an environment."""
     watch: bool = False
-    """Report what the agent leaves behind and the last error in its file. For one run at a time in a process."""
+    """Report what the agent leaves behind and the last error in its files. For one run at a time in a process."""
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The source files of its code."""
+        refs = [ref for ref in (self.agent, self.environment, *self.tools) if ref is not None]
+        return frozenset(inspect.getsourcefile(load_function(ref)) or "" for ref in refs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +72,7 @@ class AgentOutcome:
     leaks: list[str] = field(default_factory=list[str])
     """Tasks and processes that the agent left behind. Of an agent in Python only when its job has `watch`."""
     last_error: str = ""
-    """The last error in the agent's file, with its line; only when its job has `watch`."""
+    """The last error in the agent's files, with its line; only when its job has `watch`."""
 
 
 class AgentSession:
@@ -107,7 +116,7 @@ class LoadedAgents:
             return AgentOutcome(status="unusable", message=described(error))
         session = AgentSession(job)
         client = self._openai(session)
-        watch = AgentWatch(function.__code__) if job.watch else None
+        watch = AgentWatch(job.files) if job.watch else None
         with logged_metrics() as logged, nullcontext() if watch is None else watch.following():
             try:
                 found = outcome_of(await function(job.row, client, session), session)
@@ -176,8 +185,11 @@ def _number(name: str, value: object) -> float:
     return float(value)  # pyright: ignore[reportArgumentType]
 
 
-async def run_command(job: AgentJob) -> AgentOutcome:
-    """Run the command of a job. Its reward comes from elsewhere. It ends when the caller is cancelled."""
+async def run_command(job: AgentJob, *, knows_session: bool = True) -> AgentOutcome:
+    """Run the command of a job. Its reward comes from elsewhere. It ends when the caller is cancelled.
+
+    `knows_session`: the session is in its environment; otherwise it opens one.
+    """
     argv = [with_columns(part, job.row) for part in job.command]
     try:
         process = await asyncio.create_subprocess_exec(
@@ -185,7 +197,7 @@ async def run_command(job: AgentJob) -> AgentOutcome:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | client_variables(job),
+            env=os.environ | {"PATH": search_path()} | (client_variables(job) if knows_session else {}),
             start_new_session=True,  # killed together with the processes that it starts
             preexec_fn=tied_to_this_process(),
         )
@@ -210,6 +222,11 @@ async def run_command(job: AgentJob) -> AgentOutcome:
 def with_columns(text: str, row: Mapping[str, Any]) -> str:
     """`text` with {column} replaced by that column of the row; other braces stay."""
     return _COLUMN.sub(lambda match: str(row[match[1]]) if match[1] in row else match[0], text)
+
+
+def search_path() -> str:
+    """PATH of commands: `python` is the interpreter of this process, also when its environment is not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def client_variables(job: AgentJob) -> dict[str, str]:

@@ -5,10 +5,10 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
@@ -42,14 +42,14 @@ def printed_place(text: str) -> str:
 class AgentWatch:
     """Follows the tasks, child processes and errors of one agent. At most one at a time in a process."""
 
-    def __init__(self, code: CodeType) -> None:
-        """`code`: of the agent's function. Errors are followed in its file."""
-        self._file = code.co_filename
+    def __init__(self, files: Collection[str]) -> None:
+        """`files`: the source of the agent, in which errors are followed."""
+        self._files = files
         self._tasks: dict[asyncio.Task[Any], str] = {}
         """With the line that created it."""
         self._children: set[psutil.Process] = set()
         self.last_error = ""
-        """Error and line of the last exception in the agent's file."""
+        """Error and line of the last exception in the agent's files."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -76,11 +76,11 @@ class AgentWatch:
             loop.set_task_factory(before)
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        return self._local if frame.f_code.co_filename == self._file else None
+        return self._local if frame.f_code.co_filename in self._files else None
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
         if event == "exception" and not issubclass(arg[0], _CONTROL):
-            self.last_error = f"{arg[0].__name__} ({self._file}:{frame.f_lineno})"
+            self.last_error = f"{arg[0].__name__} ({frame.f_code.co_filename}:{frame.f_lineno})"
         return self._local
 
     async def leaks(self) -> list[str]:

@@ -32,8 +32,9 @@ async def run_environment(
 ) -> dict[str, Any] | None:
     """One dialogue. `client`: AsyncOpenAI of the session. Returns the reward of each turn that the environment gave.
 
-    Tool calls of an answer run at the same time and are answered; any other answer goes to the environment. Without an
-    environment the first answer without a call ends the dialogue, and it has no reward here.
+    Tool calls of an answer run at the same time and are answered; any other answer goes to the environment. A dialogue
+    that the budget of the session ends has the rewards so far, 0 without any. Without an environment the first answer
+    without a call ends the dialogue, and it has no reward here.
     """
     messages = list(await environment.reset(row) if environment is not None else _messages_of(row))
     schemas, turns = [tool_schema(tool) for tool in tools], dict[str, float]()
@@ -44,7 +45,7 @@ async def run_environment(
         except Exception as error:
             if getattr(error, "code", None) not in BUDGET_CODES:
                 raise
-            break  # the policy has used its budget: the rewards so far count
+            break
         answer = completion.choices[0].message
         message = _sent_back(answer)
         messages.append(message)
@@ -59,7 +60,7 @@ async def run_environment(
         messages += new
         if is_done:
             break
-    return {"turns": turns} if environment is not None else None
+    return {"reward": 0.0, "turns": turns} if environment is not None else None
 
 
 def _messages_of(row: dict[str, Any]) -> list[Message]:

@@ -6,10 +6,12 @@ from typing import Literal
 
 from areal.agent.agent_run import AgentOutcome
 
-StepKind = Literal["call", "calls", "wrong", "answer", "malformed", "cut", "empty", "busy", "down", "overflow"]
-"""call, calls: one or two valid tool calls; wrong: a call with arguments that the tool does not have. These three are
-skipped when the request has no tools. malformed: a call that is no JSON; the session server delivers it as text, and
-every delivered call has a JSON object as arguments. busy, down, overflow: refused with 429, 503, 400."""
+StepKind = Literal[
+    "call", "calls", "wrong", "unknown", "malformed", "answer", "cut", "empty", "busy", "down", "overflow"
+]
+"""call, calls: one or two valid tool calls; wrong: a call with arguments that the tool does not have; unknown: a call
+of a tool that the request does not have; malformed: a call that is no JSON, which arrives as text and is counted, as in
+a run. These five are skipped when the request has no tools. busy, down, overflow: refused with 429, 503, 400."""
 Fault = Literal["", "closed", "dropped"]
 """closed: the connection ends before the reply. dropped: it ends in the middle of the reply."""
 Problem = Literal["crashed", "hung", "leaked", "lost turns", "no reward", "zero reward"]
@@ -43,6 +45,8 @@ class Scenario:
     False: the policy is at fault, and 0 is a valid reward."""
     may_fail: bool = False
     """No answer can come: an error, or no reward, is right. A reward would blame the policy."""
+    num_refused: int = 0
+    """Sessions that a program from outside cannot open (429) before it gets one."""
 
 
 _CALL, _ANSWER = Step("call"), Step("answer")
@@ -53,6 +57,12 @@ SCENARIOS = (
         name="wrong_arguments",
         text="a call with arguments that the tool does not have",
         steps=(Step("wrong"), _CALL, _ANSWER),
+        keeps_reward=False,
+    ),
+    Scenario(
+        name="unknown_tool",
+        text="a call of a tool that does not exist",
+        steps=(Step("unknown"), _CALL, _ANSWER),
         keeps_reward=False,
     ),
     Scenario(
@@ -67,7 +77,12 @@ SCENARIOS = (
     Scenario(
         name="empty_answer", text="an answer without text", steps=(Step("empty"), _CALL, _ANSWER), keeps_reward=False
     ),
-    Scenario(name="busy", text="429 with Retry-After, twice", steps=(Step("busy"), Step("busy"), _CALL, _ANSWER)),
+    Scenario(
+        name="busy",
+        text="429 with Retry-After, twice",
+        steps=(Step("busy"), Step("busy"), _CALL, _ANSWER),
+        num_refused=1,
+    ),
     Scenario(name="slow", text="slow answers", steps=(Step("call", delay_s=SLOW_S), Step("answer", delay_s=SLOW_S))),
     Scenario(
         name="dropped",

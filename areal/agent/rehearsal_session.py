@@ -9,13 +9,17 @@ from typing import Any
 from aiohttp import web
 
 from areal.agent.rehearsal import Fault, Step
+from areal.agent.session import BUDGET_CODES
 from areal.agent.session_directory import OpenedSession, OpenRequest, SessionReward
-from areal.agent.turns import FinishReason, ToolCall, TurnAnswer, TurnRefused, TurnRequest
+from areal.agent.tool_calls import split_answer, style_of
+from areal.agent.turns import FinishReason, Message, ToolCall, TurnAnswer, TurnRefused, TurnRequest
 
 MAX_REQUESTS = 50
 """Requests of a session. Further ones are refused, so that an agent without a limit of turns ends."""
 _RETRY_AFTER_S = 0.05
-_NEED_TOOLS = ("call", "calls", "wrong")
+_NEED_TOOLS = ("call", "calls", "wrong", "unknown", "malformed")
+_MALFORMED = '<tool_call>\n{"name": "%s", "arguments": {"a": '
+_STYLE = style_of("hermes", None)
 _TYPES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
@@ -49,7 +53,17 @@ class RehearsedSession:
         self.num_requests = 0
         self.has_played_fault = False
         """Whether a request got something else than a plain answer or call."""
+        self.num_malformed = 0
+        """Tool calls that were delivered as text."""
+        self.has_used_budget = False
+        """Whether a request was refused as one of a run is after which the session is scored as it is."""
         self.reported = SessionReward()
+        self.is_final = asyncio.Event()
+        """Set by a report that ends the session."""
+        self.last_text = ""
+        """Of the last answer."""
+        self.messages: tuple[Message, ...] = ()
+        """Before the last answer."""
 
     @property
     def num_turns(self) -> int:
@@ -62,6 +76,15 @@ class RehearsedSession:
 
     async def answer(self, request: TurnRequest) -> tuple[TurnAnswer, ...]:
         self.num_requests += 1
+        try:
+            turn = await self._turn(request)
+        except TurnRefused as refused:
+            self.has_used_budget |= refused.code in BUDGET_CODES
+            raise
+        self.next_fault = turn.faults.pop(0) if turn.faults else ""
+        return turn.answers
+
+    async def _turn(self, request: TurnRequest) -> _Turn:
         turn = self._by_fingerprint.get(request.fingerprint) if request.retry_count else None
         if turn is None:
             step = self._next_step(request)
@@ -69,8 +92,8 @@ class RehearsedSession:
             turn = _Turn(self._answers(step, request), list(step.faults))
             self._turns.append(turn)
             self._by_fingerprint[request.fingerprint] = turn
-        self.next_fault = turn.faults.pop(0) if turn.faults else ""
-        return turn.answers
+            self.last_text, self.messages = turn.answers[-1].text, request.messages
+        return turn
 
     async def count_tokens(self, request: TurnRequest) -> int:
         return _num_tokens(request)
@@ -109,8 +132,13 @@ class RehearsedSession:
                 text, calls = "", _calls(request, turn_id, arguments)
             case "wrong" if request.tools:
                 text, calls = "", _calls(request, turn_id, ['{"no_such_argument": 1}'])
-            case "malformed":
-                text = '<tool_call>\n{"name": "calculator", "arguments": {"a": '
+            case "unknown" if request.tools:
+                text, calls = "", _calls(request, turn_id, ["{}"], name="no_such_tool")
+            case "malformed" if request.tools:
+                raw = _MALFORMED % request.tools[0]["function"]["name"]
+                found = split_answer(raw, (), _STYLE, tools=request.tools, turn_id=turn_id)
+                text, calls = found.text, list(found.tool_calls)
+                self.num_malformed += found.num_malformed
             case "cut":
                 text, finish = text[: len(text) // 2], "length"
             case "empty":
@@ -134,8 +162,9 @@ def _num_tokens(request: TurnRequest) -> int:
     return 1 + len(str(request.messages or request.prompt)) // 4
 
 
-def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str]) -> list[ToolCall]:
-    name = request.tools[0]["function"]["name"]
+def _calls(request: TurnRequest, turn_id: str, arguments: Sequence[str], name: str = "") -> list[ToolCall]:
+    """Calls of the first tool, or of `name`."""
+    name = name or request.tools[0]["function"]["name"]
     return [
         ToolCall(call_id=f"call-{turn_id}-{number}", name=name, arguments=text) for number, text in enumerate(arguments)
     ]
@@ -159,18 +188,28 @@ class RehearsalDirectory:
     def __init__(self) -> None:
         self.key = ""
         self.session: RehearsedSession | None = None
+        self.place: OpenedSession | None = None
+        """What the next program from outside gets."""
+        self.num_refused = 0
+        """Programs that are refused before."""
 
     def find(self, key: str) -> RehearsedSession | None:
         return self.session if key == self.key else None
 
     async def open(self, wish: OpenRequest) -> OpenedSession:
-        raise TurnRefused("a rehearsal opens its sessions", code="agent.no_place", status=429)
+        if self.place is None or self.num_refused:
+            self.num_refused = max(self.num_refused - 1, 0)
+            raise TurnRefused("no place", code="agent.no_place", status=429, retry_after_s=_RETRY_AFTER_S)
+        opened, self.place = self.place, None
+        return opened
 
     async def finish(self, key: str, reward: SessionReward) -> None:
         session = self.find(key)
         if session is None:
             raise TurnRefused("this session does not exist", code="agent.unknown_session", status=404)
         session.reported = reward
+        if reward.final:
+            session.is_final.set()
 
     async def end_connection(self, request: web.Request, response: web.StreamResponse) -> None:
         """For `on_response_prepare` of the server: end the connection where the scenario says so."""

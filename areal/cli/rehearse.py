@@ -2,28 +2,38 @@
 
 import argparse
 import asyncio
+import inspect
 import json
 import secrets
 import shlex
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from areal.agent.agent_run import AgentJob, AgentOutcome
+from areal.agent.agent_run import AgentJob, AgentOutcome, run_command
 from areal.agent.processes import AgentPool
 from areal.agent.rehearsal import SCENARIOS, Scenario, chosen, problems_of
 from areal.agent.rehearsal_session import RehearsalDirectory, RehearsedSession, Script
+from areal.agent.session_directory import OpenedSession
 from areal.agent.session_routes import SessionServer
-from areal.api.config import DatasetConfig
+from areal.api.config import DatasetConfig, PPOConfig
+from areal.api.config.load import load_experiment
+from areal.api.config.validate import raise_problems
 from areal.api.errors import ConfigError, InputError
 from areal.api.functions import parse_function_path
+from areal.api.workflow import constructor_problems
 from areal.data.dataset import load_rows
 from areal.observe.http_log import HttpLogger
 from areal.system.network import bind_socket, http_address, new_token
+from areal.system.run_paths import RunPaths
+from areal.workflow.agent import AgentWorkflow, agent_job
+from areal.workflow.scoring import Scorer
 
 _KEEP_ALIVE_S = 0.25
 
@@ -31,9 +41,11 @@ _KEEP_ALIVE_S = 0.25
 class Request(argparse.Namespace):
     """The arguments of the command line."""
 
-    agent: str | None
+    words: list[str]
     command: str | None
-    data: str
+    online: str | None
+    config: str | None
+    data: str | None
     row: int
     answer: str | None
     call: str
@@ -42,17 +54,32 @@ class Request(argparse.Namespace):
     json: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is rehearsed."""
+
+    job: AgentJob
+    """Without its session. For a program from outside, the command that starts it; {run} is the folder of a run."""
+    script: Script
+    is_online: bool = False
+    scorer: Scorer | None = None
+    """The reward functions for sessions without another reward."""
+
+
 def _parse(words: Sequence[str]) -> Request:
     parser = argparse.ArgumentParser(
         prog="areal rehearse",
+        usage="%(prog)s (AGENT | --command TEXT | --online TEXT | --config FILE [key=value ...]) [--data FILE] ...",
         description="Run an agent against a scripted policy: good answers, then the failures that a run may contain "
         "(docs/agents.md). No model is loaded.",
         epilog="Exit status: 0 nothing is lost; 1 a crash, hang, leak, lost turn or lost reward; 2 wrong usage. "
         "Scenarios: " + "; ".join(f"{one.name}: {one.text}" for one in SCENARIOS),
     )
-    parser.add_argument("agent", nargs="?", metavar="AGENT", help="file.py:function or module:function")
+    parser.add_argument("words", nargs="*", metavar="AGENT", help="file.py:function or module:function")
     parser.add_argument("--command", metavar="TEXT", help="instead: a program; {column} is that column of the row")
-    parser.add_argument("--data", required=True, metavar="FILE", help="rows, .jsonl or .json")
+    parser.add_argument("--online", metavar="TEXT", help="instead: a program that opens its sessions; {run} is RUN")
+    parser.add_argument("--config", metavar="FILE", help="instead: what workflow_args start, with its rewards")
+    parser.add_argument("--data", metavar="FILE", help="rows, .jsonl or .json (default: train_dataset of --config)")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="the row that is used, from 0 (default: 0)")
     parser.add_argument("--answer", metavar="TEXT", help="a good answer (default: the column `answer`)")
     parser.add_argument("--call", default="", metavar="JSON", help="arguments of good tool calls (default: by schema)")
@@ -61,73 +88,130 @@ def _parse(words: Sequence[str]) -> Request:
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="of one scenario (default: 30)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    return parser.parse_args(words, Request())
+    return parser.parse_intermixed_args(words, Request())
 
 
 def rehearse(words: Sequence[str]) -> int:
     """Print the report; returns the exit status. ConfigError or InputError when the agent cannot be rehearsed."""
     request = _parse(words)
-    job, script = _job(request)
-    facts = asyncio.run(_played(job, script, chosen(request.scenario), request.timeout))
+    facts = asyncio.run(_played(_target(request), chosen(request.scenario), request.timeout))
     sys.stdout.write((json.dumps(facts) if request.json else "\n".join(_lines(facts))) + "\n")
     return 1 if any(one["problems"] for one in facts["scenarios"]) else 0
 
 
-def _job(request: Request) -> tuple[AgentJob, Script]:
-    """The job, without its session, and what the policy knows of its row."""
-    if (request.agent is None) == (request.command is None):
-        raise ConfigError("give either AGENT or --command", code="agent.no_agent")
+def _target(request: Request) -> Target:
+    """What the command line names, and what the policy knows of its row."""
+    given = [request.command, request.online, request.config, request.words[0] if request.words else None]
+    if sum(one is not None for one in given[:3]) + (request.config is None and len(request.words)) != 1:
+        text = "give one of AGENT, --command, --online, and --config with key=value"
+        raise ConfigError(text, code="agent.no_agent")
     if not request.timeout > 0:
         raise ConfigError(f"--timeout {request.timeout:g}: it must be above 0", code="config.out_of_range")
-    rows = load_rows(DatasetConfig(path=request.data), default_split="train")
-    if not 0 <= request.row < len(rows):
-        raise InputError(f"--row {request.row}: {request.data} has {len(rows)} rows", code="data.not_found")
+    config = None if request.config is None else _config(request.config, request.words)
+    row = _row(request, config)
     try:
         if request.call and not isinstance(json.loads(request.call), dict):
             raise ValueError("it is no object")
-        command = tuple(shlex.split(request.command or ""))
+        command = tuple(shlex.split(request.command or request.online or ""))
     except ValueError as error:
-        raise ConfigError(f"--call or --command cannot be read: {error}", code="config.bad_override") from error
-    row = rows[request.row]
+        text = f"--call, --command or --online cannot be read: {error}"
+        raise ConfigError(text, code="config.bad_override") from error
     answer = str(row.get("answer", "4")) if request.answer is None else request.answer
-    agent = None if request.agent is None else parse_function_path(request.agent, key="AGENT")
-    job = AgentJob(row=row, base_url="", key="", agent=agent, command=command, watch=agent is not None)
-    return job, Script(answer=answer, arguments=request.call)
+    script, scorer = Script(answer=answer, arguments=request.call), None
+    if config is None:
+        agent = parse_function_path(request.words[0], key="AGENT") if request.words else None
+        job = AgentJob(row=row, base_url="", key="", agent=agent, command=command)
+    else:
+        found = agent_job(**config.workflow_args)
+        if found is None:
+            text = "workflow_args.online: give the program from outside as --online TEXT"
+            raise ConfigError(text, code="agent.no_agent")
+        job = replace(found, row=row)
+        has_functions = config.reward_fn or config.reward.names_functions
+        scorer = Scorer(config.reward_fn, config.reward) if has_functions else None
+    job = replace(job, watch=not job.command)
+    return Target(job=job, script=script, is_online=request.online is not None, scorer=scorer)
 
 
-async def _played(job: AgentJob, script: Script, scenarios: Sequence[Scenario], timeout_s: float) -> dict[str, Any]:
+def _config(file: str, overrides: Sequence[str]) -> PPOConfig:
+    """ConfigError unless its workflow is an agent."""
+    config = load_experiment(["--config", file, *overrides], allow_unknown_top_level=True)
+    if not isinstance(config, PPOConfig) or config.workflow != "agent":
+        raise ConfigError(f"{file}: workflow must be agent", code="agent.no_agent")
+    raise_problems(list(constructor_problems(config, inspect.signature(AgentWorkflow).parameters)))
+    return config
+
+
+def _row(request: Request, config: PPOConfig | None) -> dict[str, Any]:
+    if request.data is None and config is None:
+        raise ConfigError("give the rows: --data FILE", code="data.not_found")
+    dataset = DatasetConfig(path=request.data) if request.data or config is None else config.train_dataset
+    rows = load_rows(dataset, default_split="train", first=request.row + 1)
+    if not 0 <= request.row < len(rows):
+        raise InputError(f"--row {request.row}: {dataset.path} has {len(rows)} rows", code="data.not_found")
+    return rows[request.row]
+
+
+async def _played(target: Target, scenarios: Sequence[Scenario], timeout_s: float) -> dict[str, Any]:
     pool = AgentPool(num_workers=1, sessions_per_worker=1)
     try:
-        return await play(pool, job, script, scenarios, timeout_s=timeout_s)
+        return await play(pool, target, scenarios, timeout_s=timeout_s)
     finally:
         await pool.aclose()
+        if target.scorer is not None:
+            await target.scorer.aclose()
 
 
-async def play(
-    pool: AgentPool, job: AgentJob, script: Script, scenarios: Sequence[Scenario], *, timeout_s: float
-) -> dict[str, Any]:
+async def play(pool: AgentPool, target: Target, scenarios: Sequence[Scenario], *, timeout_s: float) -> dict[str, Any]:
     """Play scenarios one after the other, each in its own session; the report, JSON-ready.
 
     ConfigError when the agent cannot be loaded.
     """
     directory, found, good = RehearsalDirectory(), list[dict[str, Any]](), None
-    async with _served(directory) as base_url:
+    async with _served(directory) as (base_url, run):
         for scenario in scenarios:
-            session = directory.session = RehearsedSession(scenario.steps, script)
+            session = directory.session = RehearsedSession(scenario.steps, target.script)
             key = directory.key = secrets.token_urlsafe(24)
-            outcome = await pool.run(replace(job, base_url=base_url, key=key), timeout_s=timeout_s)
+            job = replace(target.job, base_url=base_url, key=key)
+            if target.is_online:
+                directory.num_refused = scenario.num_refused
+                directory.place = OpenedSession(key=key, session_id="rehearsal", timeout_s=timeout_s, row=job.row)
+                outcome = await _from_outside(job, run, session, timeout_s=timeout_s)
+            else:
+                outcome = await pool.run(job, timeout_s=timeout_s)
             if outcome.status == "unusable":
                 raise ConfigError(f"the agent cannot be started: {outcome.message}", code="agent.not_startable")
-            reward = _reward(session, outcome)
+            if outcome.status == "error" and session.has_used_budget and target.scorer is not None:
+                outcome = replace(outcome, status="ok")  # as in a run: the session is scored as it is
+            reward = await _reward(target, session, outcome)
             good = reward if scenario is scenarios[0] else good
             found.append(_facts(scenario, session, outcome, reward, good))
     return {"good_reward": good, "scenarios": found}
 
 
+async def _from_outside(job: AgentJob, run: Path, session: RehearsedSession, *, timeout_s: float) -> AgentOutcome:
+    """Run a program that opens its session until it has reported the final reward; then end it."""
+    command = tuple(part.replace("{run}", str(run)) for part in job.command)
+    program = asyncio.create_task(run_command(replace(job, command=command), knows_session=False), name="program")
+    final = asyncio.create_task(session.is_final.wait(), name="final reward")
+    try:
+        await asyncio.wait((program, final), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if final.done():
+            return AgentOutcome(status="ok")
+        if program.done():
+            return program.result()
+        return AgentOutcome(status="timeout", message=f"no final reward within {timeout_s:g} s")
+    finally:
+        program.cancel()
+        final.cancel()
+        await asyncio.gather(program, final, return_exceptions=True)
+
+
 @asynccontextmanager
-async def _served(directory: RehearsalDirectory) -> AsyncIterator[str]:
-    """The address of a session server on loopback."""
-    server = SessionServer(directory, admin_token=new_token(), token_text=str, keep_alive_s=_KEEP_ALIVE_S)
+async def _served(directory: RehearsalDirectory) -> AsyncIterator[tuple[str, Path]]:
+    """The address of a session server on loopback, and a folder like that of a run with it."""
+    token = new_token()
+    server = SessionServer(directory, admin_token=token, token_text=str, keep_alive_s=_KEEP_ALIVE_S)
     log = HttpLogger()
     runner = server.runner(log)
     runner.app.on_response_prepare.append(directory.end_connection)
@@ -135,17 +219,29 @@ async def _served(directory: RehearsalDirectory) -> AsyncIterator[str]:
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()
-        yield http_address(bound)
+        with tempfile.TemporaryDirectory(prefix="areal-") as name:
+            run = RunPaths(Path(name))
+            run.token.write_text(token)
+            run.sessions.write_text(json.dumps({"base_url": http_address(bound)}))
+            yield http_address(bound), run.root
     finally:
         await runner.cleanup()
         log.close()
 
 
-def _reward(session: RehearsedSession, outcome: AgentOutcome) -> float | None:
-    """Of the whole session, as in a run: reported by POST, else returned, with the rewards of turns."""
+async def _reward(target: Target, session: RehearsedSession, outcome: AgentOutcome) -> float | None:
+    """Of the whole session, as in a run: by POST, else returned, with the rewards of turns, else by functions."""
     given = outcome.reward if session.reported.reward is None else session.reported.reward
     turns = outcome.rewards | session.reported.turns
-    return given if not turns else (given or 0.0) + sum(turns.values())
+    if turns:
+        return (given or 0.0) + sum(turns.values())
+    if given is not None or target.scorer is None or outcome.status != "ok" or not session.num_turns:
+        return given
+    prompt = "\n".join(str(message.get("content") or "") for message in session.messages)
+    answer = {"role": "assistant", "content": session.last_text}
+    columns = target.job.row | {"messages": [*session.messages, answer]}
+    (score,) = await target.scorer.score(prompt, [], [(session.last_text, [])], columns)
+    return score.reward
 
 
 def _facts(
@@ -160,6 +256,7 @@ def _facts(
         "num_requests": session.num_requests,
         "num_turns": session.num_turns,
         "num_lost_turns": session.num_lost,
+        "num_malformed_calls": session.num_malformed,
         "message": outcome.message,
         "last_error": outcome.last_error,
         "leaks": outcome.leaks,
@@ -177,6 +274,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             caught = [] if one["message"] or not one["last_error"] else [f"the agent caught {one['last_error']}"]
             lines += [f"    {text}" for text in (one["message"], *one["leaks"], *caught) if text]
     if not facts["good_reward"]:
-        lines.append("good answers get no reward above 0, so lost rewards cannot be seen: give --answer, or --call")
+        lines.append(
+            "good answers get no reward above 0, so lost rewards cannot be seen: give --answer or --call, or --config"
+        )
     lost = [one["scenario"] for one in facts["scenarios"] if one["problems"]]
     return [*lines, f"LOST in {', '.join(lost)}" if lost else "nothing is lost"]

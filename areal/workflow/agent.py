@@ -4,6 +4,8 @@ import asyncio
 import copy
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self, cast
 from uuid import uuid4
 
@@ -58,15 +60,7 @@ class AgentWorkflow(RolloutWorkflow):
     ) -> None:
         self._config = agent_config or AgentConfig()
         self.tokenizer = tokenizer
-        ways = [bool(agent), bool(command), bool(environment or tools), online]
-        if ways.count(True) != 1:
-            text = "set exactly one of workflow_args.agent, command, online, or environment and tools"
-            raise ConfigError(f"workflow=agent: {text}", code="agent.no_agent")
-        self._agent = _reference(agent, "agent")
-        self._command = tuple(str(part) for part in command)
-        self._environment = _reference(environment, "environment")
-        self._tools = tuple(ref for tool in tools if (ref := _reference(tool, "tools")) is not None)
-        self._is_online = online
+        self._job = agent_job(agent=agent, command=command, environment=environment, tools=tools, online=online)
         functions = reward or RewardConfig()
         self._scorer = Scorer(reward_fn, functions) if reward_fn or functions.names_functions else None
         self._services = AgentServices(self._config, tokenizer)
@@ -112,7 +106,7 @@ class AgentWorkflow(RolloutWorkflow):
         await services.start()
         journal = None if self._is_evaluation else services.journal
         group_id = uuid4().hex
-        run = self._run_online if self._is_online else self._run_session
+        run = self._run_online if self._job is None else partial(self._run_session, self._job)
         finished = await gather_or_cancel([run(engine, data, group_id) for _ in range(self._num_samples)])
         if journal is not None:
             for one in finished:
@@ -142,23 +136,17 @@ class AgentWorkflow(RolloutWorkflow):
         events = None if self._is_evaluation else self._services.journal
         return Session(secrets.token_hex(6), self._setup, engine, group_id=group_id, events=events)
 
-    async def _run_session(self, engine: InferenceEngine, row: dict[str, Any], group_id: str) -> FinishedSession:
+    async def _run_session(
+        self, job: AgentJob, engine: InferenceEngine, row: dict[str, Any], group_id: str
+    ) -> FinishedSession:
         """One session of an agent that areal starts."""
         sessions, pool = self._services.sessions, self._services.pool
         for _ in range(_TRIES):
             entry = sessions.add(self._new_session(engine, group_id))
             num_open = sessions.num_open
             try:
-                job = AgentJob(
-                    row=row,
-                    base_url=self._services.base_url,
-                    key=entry.key,
-                    agent=self._agent,
-                    command=self._command,
-                    environment=self._environment,
-                    tools=self._tools,
-                )
-                outcome = await pool.run(job, timeout_s=self._config.timeout_s)
+                started = replace(job, row=row, base_url=self._services.base_url, key=entry.key)
+                outcome = await pool.run(started, timeout_s=self._config.timeout_s)
                 num_open = max(num_open, sessions.num_open)
                 if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
                     await self._wait_for_report(entry)
@@ -231,7 +219,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         """The same agent with other sampling settings and one session per row. It shares server and processes."""
-        if self._is_online:
+        if self._job is None:
             message = "workflow_args.online: nothing starts the programs of an evaluation: remove valid_dataset"
             raise ConfigError(message, code="workflow.no_evaluation")
         clone = copy.copy(self)
@@ -246,6 +234,32 @@ class AgentWorkflow(RolloutWorkflow):
             await self._services.aclose()
             if self._scorer is not None:
                 await self._scorer.aclose()
+
+
+def agent_job(
+    *,
+    agent: str = "",
+    command: Sequence[str] = (),
+    environment: str = "",
+    tools: Sequence[str] = (),
+    online: bool = False,
+) -> AgentJob | None:
+    """What `workflow_args` start, without row and session; None for online. ConfigError unless it is exactly one."""
+    ways = [bool(agent), bool(command), bool(environment or tools), online]
+    if ways.count(True) != 1:
+        text = "set exactly one of workflow_args.agent, command, online, or environment and tools"
+        raise ConfigError(f"workflow=agent: {text}", code="agent.no_agent")
+    if online:
+        return None
+    return AgentJob(
+        row={},
+        base_url="",
+        key="",
+        agent=_reference(agent, "agent"),
+        command=tuple(str(part) for part in command),
+        environment=_reference(environment, "environment"),
+        tools=tuple(ref for tool in tools if (ref := _reference(tool, "tools")) is not None),
+    )
 
 
 def _reference(text: str, name: str) -> FunctionRef | None:

@@ -1,10 +1,11 @@
 """Trains on a program that areal does not start. In another terminal, with workflow_args={online: true} in the run:
 
-python examples/agents/online.py runs/agents/calculator
+python examples/agents/online.py RUN [--sessions 64]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import calculator
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 
 async def one_session(http: httpx.AsyncClient, address: str, token: str) -> None:
@@ -25,20 +26,31 @@ async def one_session(http: httpx.AsyncClient, address: str, token: str) -> None
     opened.raise_for_status()
     session = opened.json()
     client = AsyncOpenAI(base_url=session["base_url"], api_key=session["key"], http_client=http)
-    reward = await calculator.run(session["row"], client, None)
+    try:
+        reward = await calculator.run(session["row"], client, None)
+    except OpenAIError as error:
+        print(f"session {session['session_id']}: {error}", file=sys.stderr)
+        reward = None  # a failure of the service is no fault of the policy: the session ends without a reward
     await http.post(f"{address}/sessions/{session['key']}/reward", json={"reward": reward})
 
 
-async def main(run: Path) -> None:
+async def main(run: Path, num_sessions: int) -> None:
     address, token = json.loads((run / "sessions.json").read_text())["base_url"], (run / "token").read_text().strip()
 
-    async def worker(http: httpx.AsyncClient) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
         while True:
             await one_session(http, address, token)
 
     async with httpx.AsyncClient(timeout=600) as http:
-        await asyncio.gather(*(worker(http) for _ in range(64)))
+        try:
+            await asyncio.gather(*(work(http) for _ in range(num_sessions)))
+        except httpx.TransportError:
+            print(f"no session server at {address}: the run has ended")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--sessions", type=int, default=64, help="sessions at the same time")
+    args = parser.parse_args()
+    asyncio.run(main(args.run, args.sessions))

@@ -127,6 +127,14 @@ async def test_an_environment_gives_rewards_of_turns(make) -> None:
     assert group.stats["reward"] == 1.0
 
 
+async def test_an_environment_that_no_answer_reached_gives_0_when_the_budget_ends(make) -> None:
+    """The policy calls tools until its budget is used. Without a reward the episode would be rejected, not punished."""
+    workflow = make(environment=f"{AGENTS}:Guessing", tools=[f"{AGENTS}:calculator"], n_samples=1, max_turns=2)
+    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: CALL), dict(ROW))
+    assert (group.rejected, group.stats["budget_stops"], group.stats["num_turns"]) == ("", 1, 2)
+    assert [one.reward for one in group.trajectories] == [0.0]
+
+
 async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_its_reward(make, monkeypatch) -> None:
     monkeypatch.setenv("AREAL_SERVER_TOKEN", "admin")
     workflow = make(online=True, n_samples=1)

@@ -13,7 +13,7 @@ from areal.agent.rehearsal import SCENARIOS, Scenario, chosen, problems_of
 from areal.agent.rehearsal_session import Script
 from areal.api.functions import FunctionRef
 from areal.cli.main import run_command
-from areal.cli.rehearse import play
+from areal.cli.rehearse import Target, play
 from tests.expect import raises_code
 
 AGENTS = Path(__file__).parent / "rehearsed_agents.py"
@@ -33,7 +33,7 @@ async def pool():
 async def rehearsed(pool, name, *scenarios, timeout_s=60.0):
     """The facts of scenarios by their names."""
     job = AgentJob(row=ROW, base_url="", key="", agent=FunctionRef(name=name, file=str(AGENTS)), watch=True)
-    report = await play(pool, job, Script(answer="42"), chosen(scenarios), timeout_s=timeout_s)
+    report = await play(pool, Target(job=job, script=Script(answer="42")), chosen(scenarios), timeout_s=timeout_s)
     return {one["scenario"]: one for one in report["scenarios"]}
 
 
