@@ -92,6 +92,8 @@ class SessionCounts:
     generated_tokens: int = 0
     queue_s: float = 0.0
     """Seconds before the first token of each answer, added up."""
+    first_queue_s: float = 0.0
+    """The same of the first answer alone."""
     refused: Counter[str] = field(default_factory=Counter[str])
     """By code."""
 
@@ -328,6 +330,7 @@ class Session:
         ids, counts = response.output_ids, self.counts
         if self._events is not None:
             self._events.generated(turn_id, ids)
+        counts.first_queue_s = counts.first_queue_s if self.last_answer else response.ttft_s
         counts.generated_tokens += len(ids)
         counts.queue_s += response.ttft_s
         self.budget.num_tokens += len(ids)

@@ -147,7 +147,6 @@ class AgentWorkflow(RolloutWorkflow):
             try:
                 started = replace(job, row=row, base_url=self._services.base_url, key=entry.key)
                 outcome = await pool.run(started, timeout_s=self._config.timeout_s)
-                num_open = max(num_open, sessions.num_open)
                 if outcome.status == "ok" and outcome.reward is None and not outcome.rewards:
                     await self._wait_for_report(entry)
             finally:

@@ -27,7 +27,7 @@ class FinishedSession:
     reported: SessionReward
     """By POST."""
     num_open: int
-    """Sessions that were open at its start or its end, whichever is more."""
+    """Sessions that were open at its start."""
     score: Score | None = None
     """Of the reward functions, for the last answer."""
     source_stats: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -73,9 +73,9 @@ class FinishedSession:
 
     @property
     def loads(self) -> dict[str, float]:
-        """What the load of the run did to it."""
-        counts = self.session.counts
-        return {"queue_s": counts.queue_s / max(counts.turns, 1), "open_sessions": float(self.num_open)}
+        """The load at its start. What comes later also depends on the answers: guesses without a tool call end early,
+        while many sessions are open."""
+        return {"queue_s": self.session.counts.first_queue_s, "open_sessions": float(self.num_open)}
 
     @property
     def is_usable(self) -> bool:

@@ -184,3 +184,13 @@ async def test_zeros_are_blamed_on_the_load_only_where_a_time_out_bites_under_it
     assert found > 2 * limit if is_blamed else found == 0
     assert len([one for one in caplog.records if one.name == "areal.workflow.agent"]) == is_blamed
     assert (sum(zeros[:8]) == 0) == (policy == ["42"]), "the tool serves few sessions in time"
+
+
+async def test_wrong_answers_that_end_early_are_not_blamed_on_the_load(make) -> None:
+    """All sessions start together. A guess ends while the others are open; a tool call and its answer end later."""
+    engine = ScriptedEngine(lambda prompt: "0" if "guess" in prompt else use_tool(prompt))
+    workflow = make("run", n_samples=2)
+    rows = [ROW | ({"question": "guess"} if number % 2 else {}) for number in range(40)]
+    groups = await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows))
+    assert {group.stats["reward"] for group in groups} == {0.0, 1.0}
+    assert {group.stats["zeros_by_load"] for group in groups} == {0.0}
