@@ -143,9 +143,12 @@ def _config(file: str, overrides: Sequence[str]) -> PPOConfig:
 
 
 def _row(request: Request, config: PPOConfig | None) -> dict[str, Any]:
-    if request.data is None and config is None:
+    if request.data is not None:
+        dataset = DatasetConfig(path=request.data)
+    elif config is not None:
+        dataset = config.train_dataset
+    else:
         raise ConfigError("give the rows: --data FILE", code="data.not_found")
-    dataset = DatasetConfig(path=request.data) if request.data or config is None else config.train_dataset
     rows = load_rows(dataset, default_split="train", first=request.row + 1)
     if not 0 <= request.row < len(rows):
         raise InputError(f"--row {request.row}: {dataset.path} has {len(rows)} rows", code="data.not_found")

@@ -188,7 +188,7 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
     parts = reward_parts([payload], names)
     sessions = session_columns(payload)
     recorded = _recorded("" if sessions is None else sessions.record)
-    numbers = [] if sessions is None else sessions.sessions.tolist()
+    numbers: list[int] = [] if sessions is None else sessions.sessions.tolist()
     samples: list[Sample] = []
     end = 0
     for number, size in enumerate(columns.lengths.tolist()):
@@ -215,4 +215,5 @@ def samples_of(record: EpisodeRecord, payload: bytes) -> list[Sample]:
 
 def _recorded(record: str) -> list[Mapping[str, Any]]:
     """The sessions of an agent in the text that its workflow recorded; those without trajectories are last."""
-    return orjson.loads(record).get("sessions", []) if record else []
+    found: list[Mapping[str, Any]] = orjson.loads(record).get("sessions", []) if record else []
+    return found
