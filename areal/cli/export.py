@@ -113,15 +113,13 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     import torch
 
     from areal.engine.build import TRAIN_ENGINES
-    from areal.engine.checkpoint import read_whole_weights
     from areal.engine.mesh import TrainerMesh
 
     mesh = TrainerMesh(0, 1, torch.device("cpu"))
     model = dataclasses.replace(config.models[role], optimizer=None)
     build = TRAIN_ENGINES[config.allocation.train[0].backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
-    shapes = {spec.name: tuple(spec.shape) for spec in engine.weight_specs()}
-    engine.load_weights(read_whole_weights(source, shapes))
+    engine.load_whole(source)
     engine.save(final, with_optimizer=False)
 
 

@@ -1,6 +1,7 @@
 """The FSDP2 train engine: micro-batched passes over packed rows, optimiser steps, loading and saving of weights."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,14 +16,26 @@ from areal.api.engine import ReduceOp
 from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
-from areal.engine.checkpoint import RecoveryState, export_model, load_recovery, save_recovery
+from areal.engine.checkpoint import RecoveryState, export_model, load_recovery, read_whole_weights, save_recovery
 from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer, local_part
+from areal.engine.sharded_load import copy_part
 from areal.engine.token_model import TokenModel
+from areal.weights.stored_form import StoredPart
 
 FLOAT32_HEAD = "score.weight"
 """The critic's head: computes in float32 and is exported in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a loaded weight goes: a tensor of the model, or a part of it."""
+
+    name: str
+    """The same for all names of tied weights."""
+    tensor: Tensor
+    part: StoredPart | None = None
 
 
 class FSDPEngine:
@@ -115,12 +128,16 @@ class FSDPEngine:
             value = weight.detach().to(self._mesh.device)
             # Before the ranks exchange it: the same bits in half the bytes.
             value = value if stored else value.to(self._dtype_outside(name, value))
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            yield from self._model.form.views(name, value.full_tensor() if isinstance(value, DTensor) else value)
 
     def weight_specs(self) -> list[WeightSpec]:
         return [
-            WeightSpec(name=name, shape=[*weight.shape], dtype=str(self._dtype_outside(name, weight))[len("torch.") :])
+            WeightSpec(
+                name=part.name, shape=[*part.shape], dtype=str(self._dtype_outside(name, weight))[len("torch.") :]
+            )
             for name, weight in self._model.named_tensors()
+            for dtype in [str(self._dtype_outside(name, weight))]
+            for part in self._model.form.parts(name)
         ]
 
     def _dtype_outside(self, name: str, weight: Tensor) -> torch.dtype:
@@ -140,13 +157,24 @@ class FSDPEngine:
 
     def load(self, path: Path) -> None:
         state = load_recovery(path, self._mesh)
-        own = {name: local_part(weight) for name, weight in self._model.named_tensors()}
+        own = {name: _Target(name, local_part(weight)) for name, weight in self._model.named_tensors()}
         self._copy(state.weights.items(), own, f"recovery state {path}")
         if self._optimizer is not None:
             self._optimizer.load_state(state.optimizer, state.num_steps)
 
+    def load_whole(self, path: Path) -> None:
+        """Load the weights, without optimiser, of recovery state that any number of ranks wrote. Raises InputError."""
+        own = {name: _Target(name, weight) for name, weight in self._model.named_tensors()}
+        shapes = {name: tuple(target.tensor.shape) for name, target in own.items()}
+        self._copy(read_whole_weights(path, shapes), own, f"recovery state {path}")
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._copy(weights, dict(self._model.named_tensors()), "the given weights")
+        own, form, targets = dict(self._model.named_tensors()), self._model.form, dict[str, _Target]()
+        for name, first in [*((name, name) for name in own), *self._model.tied_names().items()]:
+            parts = form.parts(name)
+            for part, target in zip(parts, form.parts(first), strict=True):
+                targets[part.name] = _Target(target.name, own[first], part if len(parts) > 1 else None)
+        self._copy(weights, targets, "the given weights")
 
     def reset_optimizer(self) -> None:
         self._require_optimizer().clear_state()
@@ -176,23 +204,26 @@ class FSDPEngine:
         return plan_micro_batches(batch.sequence_lengths, self._mb_spec, reduce_max)
 
     @torch.no_grad()
-    def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, Tensor], source: str) -> None:
-        """Copy by name into `targets`; a DTensor takes its shard of the full value. InputError names `source`."""
-        aliases = self._model.tied_names()
-        missing = set(targets)
+    def _copy(self, weights: Iterable[tuple[str, Tensor]], targets: dict[str, _Target], source: str) -> None:
+        """Copy by name; a DTensor takes its shard of the full value. InputError names `source`."""
+        missing = {target.name for target in targets.values()}
         for given_name, value in weights:
-            name = aliases.get(given_name, given_name)
-            target = targets.get(name)
-            if target is None:
+            found = targets.get(given_name)
+            if found is None:
                 continue
-            if target.shape != value.shape:
-                message = f"{source}: {given_name} has shape {list(value.shape)}, the model's has {list(target.shape)}"
+            target, part = found.tensor, found.part
+            shape = target.shape if part is None else part.shape
+            if tuple(shape) != tuple(value.shape):
+                message = f"{source}: {given_name} has shape {list(value.shape)}, the model's has {list(shape)}"
                 raise InputError(message, code="model.weights_do_not_fit")
-            if isinstance(target, DTensor):
+            if part is not None:
+                copy_part(target, part, value)
+            elif isinstance(target, DTensor):
                 value = value.to(self._mesh.device, target.dtype)
-                value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-            target.copy_(value)
-            missing.discard(name)
+                target.copy_(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
+            else:
+                target.copy_(value)
+            missing.discard(found.name)
         if missing:
             message = f"{source}: {len(missing)} weights of the model are missing, among them {min(missing)}"
             raise InputError(message, code="model.weights_do_not_fit")

@@ -65,7 +65,7 @@ def build_fsdp_engine(
     if is_sharded:
         _shard(model, config, mesh.device_mesh(), compute=compute, stored=stored)
         device = torch.device("cpu") if config.fsdp.offload_params else mesh.device
-        fill_model(hf_model, folder, config, **kind, device=device)
+        fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
         model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
     optimizer = None

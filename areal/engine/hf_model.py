@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers.configuration_utils import PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -18,6 +17,7 @@ from transformers.utils import logging as hf_logging
 from areal.api.config import TrainEngineConfig
 from areal.api.errors import ArealError, ConfigError, InputError
 from areal.engine.sharded_load import HEAD, compute_buffers, draw_head, draw_weights, raise_missing, read_weights
+from areal.weights.stored_form import StoredForm
 
 
 def resolve_model_folder(path: str) -> Path:
@@ -75,6 +75,7 @@ def load_model(
 
 def fill_model(
     model: PreTrainedModel,
+    form: StoredForm,
     folder: Path,
     config: TrainEngineConfig,
     *,
@@ -89,7 +90,7 @@ def fill_model(
         if config.init_from_scratch:
             draw_weights(model, seed)
         else:
-            read_weights(model, folder, head_seed=_head_seed(config, is_critic, seed))
+            read_weights(model, form, folder, head_seed=_head_seed(config, is_critic, seed))
 
 
 def _head_seed(config: TrainEngineConfig, is_critic: bool, seed: int) -> int | None:
@@ -196,8 +197,6 @@ def _refuse_unsupported_model(model: PreTrainedModel, *, is_critic: bool) -> Non
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise _unsupported(f"{name} accepts no custom attention function, which packed rows need")
-    if get_model_conversion_mapping(model, add_legacy=False):
-        raise _unsupported(f"{name} names its weights differently from its checkpoints, which is not supported")
     if is_critic and not isinstance(model._modules.get("score"), nn.Linear):
         raise _unsupported(f"{name} has no linear head called score, so it cannot be a critic")
     if not is_critic and not isinstance(model.get_output_embeddings(), nn.Linear):

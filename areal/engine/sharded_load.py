@@ -1,7 +1,8 @@
 """Fills a model that was built without memory: each rank reads, or draws, only the rows that it keeps."""
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +13,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import ConfigError, InputError
 from areal.system.checkpoint_files import weight_files
+from areal.weights.stored_form import StoredForm, StoredPart
 
 HEAD = "score.weight"
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, folder: Path, *, head_seed: int | None) -> None:
+def read_weights(model: PreTrainedModel, form: StoredForm, folder: Path, *, head_seed: int | None) -> None:
     """Fill every parameter and saved buffer of an allocated model from the safetensors files in `folder`.
 
     `head_seed`: seed of a critic's head that the checkpoint lacks; None = a missing head is an error. Reads the rows of
@@ -32,7 +34,11 @@ def read_weights(model: PreTrainedModel, folder: Path, *, head_seed: int | None)
         tensors[id(tensor)] = tensor
     missing: list[str] = []
     for key, names in by_tensor.items():
-        target, found = tensors[key], _stored_name(names, places, model.base_model_prefix)
+        target, parts = tensors[key], form.parts(names[0])
+        if len(parts) > 1:
+            missing += _read_parts(target, parts, places, model.base_model_prefix, folder)
+            continue
+        found = _stored_name([form.parts(name)[0].name for name in names], places, model.base_model_prefix)
         if found is not None:
             _read_rows(target, places[found], found, folder)
         elif names == [HEAD] and head_seed is not None:
@@ -58,18 +64,55 @@ def _places(folder: Path) -> dict[str, Path]:
     return places
 
 
-def _stored_name(names: list[str], places: dict[str, Path], prefix: str) -> str | None:
+def _stored_name(names: list[str], places: Mapping[str, Path], prefix: str) -> str | None:
     """The name in the checkpoint, which may be that of the model without its head."""
     short = [name.removeprefix(f"{prefix}.") for name in names]
     return next((name for name in [*names, *short] if name in places), None)
+
+
+def _read_parts(
+    target: Tensor, parts: Sequence[StoredPart], places: Mapping[str, Path], prefix: str, folder: Path
+) -> list[str]:
+    """Read the stored weights that have elements of this rank. Returns the names of those that are missing."""
+    missing: list[str] = []
+    for part in parts:
+        found = _stored_name([part.name], places, prefix)
+        if found is None:
+            missing.append(part.name)
+        elif len(_own_elements(target, part)[0]):
+            with safe_open(places[found], framework="pt") as opened:
+                stored = opened.get_tensor(found)
+            if tuple(stored.shape) != part.shape:
+                raise _other_shape(folder, found, stored.shape, part.shape)
+            copy_part(target, part, stored)
+    return missing
+
+
+def copy_part(target: Tensor, part: StoredPart, stored: Tensor) -> None:
+    """Copy a stored weight into this rank's elements of the parameter that contains it."""
+    own, skipped = _own_elements(target, part)
+    own.copy_(stored.flatten()[skipped : skipped + len(own)])
+
+
+def _own_elements(target: Tensor, part: StoredPart) -> tuple[Tensor, int]:
+    """This rank's elements of a stored weight, and the number of elements before them in the stored weight."""
+    first, own = _own_rows(target)
+    flat, begin = own.view(-1), first * math.prod(target.shape[1:])
+    start = max(part.offset, begin)
+    end = max(start, min(part.offset + part.size, begin + flat.numel()))
+    return flat[start - begin : end - begin], start - part.offset
+
+
+def _other_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> InputError:
+    shapes = f"{name} has shape {list(found)}, but {list(wanted)} according to config.json"
+    return InputError(f"checkpoint {folder}: {shapes}", code="model.weights_do_not_fit")
 
 
 def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         stored = opened.get_slice(name)
         if (found := list(stored.get_shape())) != list(target.shape):
-            shapes = f"{name} has shape {found}, but {list(target.shape)} according to config.json"
-            raise InputError(f"checkpoint {folder}: {shapes}", code="model.weights_do_not_fit")
+            raise _other_shape(folder, name, found, target.shape)
         if target.ndim == 0:
             target.copy_(opened.get_tensor(name))
         else:
@@ -77,15 +120,22 @@ def _read_rows(target: Tensor, file: Path, name: str, folder: Path) -> None:
 
 
 def _copy_own(target: Tensor, rows: Callable[[int, int], Tensor]) -> None:
-    """Copy this rank's rows of a parameter, which FSDP splits in dimension 0 as `torch.chunk` does."""
-    count, own, first = target.shape[0], target, 0
-    if isinstance(target, DTensor):
-        step = -(-count // target.device_mesh.size())
-        first = min(target.device_mesh.get_local_rank() * step, count)
-        count, own = min(step, count - first), target.to_local()
-        assert own.shape[0] == count, "the parameter is split in another way"
-    if count:
-        own.copy_(rows(first, first + count))
+    """Copy this rank's rows of a parameter."""
+    first, own = _own_rows(target)
+    if len(own):
+        own.copy_(rows(first, first + len(own)))
+
+
+def _own_rows(target: Tensor) -> tuple[int, Tensor]:
+    """This rank's rows of a parameter, which FSDP splits in dimension 0 as `torch.chunk` does: first row, rows."""
+    if not isinstance(target, DTensor):
+        return 0, target
+    count = target.shape[0]
+    step = -(-count // target.device_mesh.size())
+    first = min(target.device_mesh.get_local_rank() * step, count)
+    own = target.to_local()
+    assert own.shape[0] == min(step, count - first), "the parameter is split in another way"
+    return first, own
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from areal.api.batch import OutputSpec, TokenOutputs
 from areal.engine.liger_head import liger_logprobs
 from areal.engine.linear_logprobs import linear_logprobs
 from areal.engine.micro_batch import ModelInput
+from areal.weights.stored_form import StoredForm
 
 
 class TokenModel(nn.Module, ABC):
@@ -21,6 +22,7 @@ class TokenModel(nn.Module, ABC):
         """`spec`: outputs besides log-probabilities."""
         super().__init__()
         self.model = model
+        self.form = StoredForm(model)
         self.spec = spec or OutputSpec()
 
     @abstractmethod
@@ -28,7 +30,7 @@ class TokenModel(nn.Module, ABC):
         """Name the tensors that `forward` returned, or their counterparts of a whole batch."""
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and saved buffers by Hugging Face name; tied ones under their first name."""
+        """Parameters and saved buffers by their name in the model; tied ones under their first name."""
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:

@@ -16,6 +16,7 @@ from areal.api.data import WeightSpec
 from areal.api.errors import RequestError, WeightSyncError
 from areal.system.checkpoint_files import stored_weights, weight_files
 from areal.system.durable import COMPLETE, is_complete
+from areal.weights.stored_form import StoredForm
 from areal.weights.update_group import (
     UpdateGroup,
     bucket_bytes,
@@ -35,11 +36,14 @@ class ServedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.is_whole = True
-        self._tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)  # tied weights appear under each name
+        self._tensors: dict[str, Tensor] = {}  # tied weights appear under each name
         self._needed: dict[int, list[str]] = {}
-        for name, tensor in self._tensors.items():
-            if isinstance(tensor, nn.Parameter):  # parameters are required, buffers are optional
-                self._needed.setdefault(id(tensor), []).append(name)
+        form = StoredForm(model)
+        for own_name, tensor in model.state_dict(keep_vars=True).items():
+            for name, view in form.views(own_name, tensor):
+                self._tensors[name] = view
+                if isinstance(tensor, nn.Parameter):  # parameters are required, buffers are optional
+                    self._needed.setdefault(id(view), []).append(name)
         self._backups: dict[int, Tensor] = {}
         """By id of the tensor; in host memory, allocated once."""
         self._kept: dict[int, str] = {}

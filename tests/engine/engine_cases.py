@@ -6,11 +6,25 @@ The two ranks run this file through runpy with `RANK` and `FOLDER` set; tests lo
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
@@ -34,7 +48,9 @@ ADAM = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proport
 
 
 def write_models(folder: Path) -> None:
-    """qwen2: tied embeddings, biases, grouped heads; qwen3: untied, norms on q and k; llama: plain."""
+    """qwen2: tied embeddings, biases, grouped heads; qwen3: untied, norms on q and k; llama: plain. Experts, three of
+    them so that two shards are uneven: qwen3_moe; mixtral: stored under other names; deepseek_v3: latent attention, a
+    dense block and a shared expert."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -50,6 +66,11 @@ def write_models(folder: Path) -> None:
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8, tie_word_embeddings=False)),
         "llama": LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**shape, head_dim=8, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8)
+        ),
+        "mixtral": MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=3, sliding_window=None)),
+        "deepseek_v3": DeepseekV3ForCausalLM(_deepseek(shape)),
     }
     for name, model in models.items():
         with torch.no_grad():
@@ -57,6 +78,13 @@ def write_models(folder: Path) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.15)
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
+
+
+def _deepseek(shape: dict[str, int]) -> DeepseekV3Config:
+    attention = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    experts = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    own = shape | {"num_key_value_heads": 4}
+    return DeepseekV3Config(**own, **attention, **experts, n_group=1, topk_group=1)
 
 
 def make_batch(lengths: list[int] = LENGTHS, seed: int = 0) -> TrainBatch:
@@ -132,22 +160,23 @@ VARIANTS = {
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"dtype": "bfloat16"},
 }
+ON_TWO_RANKS = [*product(("qwen2", "qwen3"), VARIANTS), ("qwen3_moe", "plain"), ("deepseek_v3", "checkpointed")]
+"""(model, variant)"""
 
 
 def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     """Everything both ranks do; tensors go to files in `folder`, the rest is returned."""
     models, batch = folder / "models", make_batch()
     facts: dict[str, object] = {"world_size": mesh.world_size}
-    for model in ("qwen2", "qwen3"):
-        for variant, options in VARIANTS.items():
-            engine = make_engine(models / model, mesh, **options)
-            mine = share_of(batch, mesh)
-            outputs = engine.forward(mine)
-            save_file({"logprobs": outputs.logprobs}, folder / f"forward-{model}-{variant}-{mesh.rank}")
-            metrics = train(engine, mine)
-            facts[f"{model}-{variant}"] = [metrics["loss"].total, metrics["grad_norm"].value]
-            save_file(weights_of(engine), folder / f"weights-{model}-{variant}-{mesh.rank}")
-            save_file({"logprobs": engine.forward(mine).logprobs}, folder / f"after-{model}-{variant}-{mesh.rank}")
+    for model, variant in ON_TWO_RANKS:
+        engine = make_engine(models / model, mesh, **VARIANTS[variant])
+        mine = share_of(batch, mesh)
+        outputs = engine.forward(mine)
+        save_file({"logprobs": outputs.logprobs}, folder / f"forward-{model}-{variant}-{mesh.rank}")
+        metrics = train(engine, mine)
+        facts[f"{model}-{variant}"] = [metrics["loss"].total, metrics["grad_norm"].value]
+        save_file(weights_of(engine), folder / f"weights-{model}-{variant}-{mesh.rank}")
+        save_file({"logprobs": engine.forward(mine).logprobs}, folder / f"after-{model}-{variant}-{mesh.rank}")
     _uneven(mesh, folder, batch)
     _rich(mesh, folder, batch)
     _critic(mesh, folder, batch)
@@ -208,6 +237,10 @@ def _checkpoints(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
     recovered.load_weights(load_file(folder / "export" / "model.safetensors").items())
     assert torch.equal(recovered.forward(mine).logprobs, engine.forward(mine).logprobs)
     save_file(weights_of(recovered), folder / f"imported-{mesh.rank}")
+    experts = make_engine(folder / "models" / "qwen3_moe", mesh)
+    copy = make_engine(folder / "models" / "qwen3_moe", mesh, init_from_scratch=True, seed=7)
+    copy.load_weights(experts.named_weights())  # a rank copies the experts that it holds
+    assert all(torch.equal(weights_of(copy)[name], value) for name, value in weights_of(experts).items())
 
 
 def _errors(mesh: TrainerMesh, models: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """Weights from engine to engine without a disk, and an optimiser that begins anew in the middle of its schedule."""
 
+import pytest
 import torch
 
 from tests.expect import raises_code
@@ -19,11 +20,12 @@ def test_a_copy_holds_exactly_those_weights_and_goes_its_own_way(cases, models):
     assert all(torch.equal(copied[name], value) for name, value in cases.weights_of(frozen).items())
 
 
-def test_a_copy_in_the_compute_type_speaks_as_the_engine_with_float32_masters(cases, models):
-    """One is sharded, since it casts; the other is plain."""
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_a_copy_in_the_compute_type_speaks_as_the_engine_with_float32_masters(cases, models, model):
+    """Both are sharded: one casts, the other is held in the compute type."""
     batch = cases.make_batch()
-    engine = cases.make_engine(models / "qwen3", dtype="bfloat16")
-    frozen = cases.make_engine(models / "qwen3", role="ref", optimizer=None, dtype="bfloat16")
+    engine = cases.make_engine(models / model, dtype="bfloat16")
+    frozen = cases.make_engine(models / model, role="ref", optimizer=None, dtype="bfloat16")
     cases.train(engine, batch)
     frozen.load_weights(engine.named_weights())
     copied = cases.weights_of(frozen)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal.data.balance import balanced_parts
 from areal.engine.checkpoint import read_whole_weights
 from areal.system.durable import is_complete
+from tests.engine import engine_cases
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks
 
@@ -39,8 +40,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("variant", ["plain", "micro", "checkpointed", "bf16"])
+@pytest.mark.parametrize(("model", "variant"), engine_cases.ON_TWO_RANKS)
 def test_one_rank_equals_two(cases, folder, facts, model, variant):
     options = cases.VARIANTS[variant]
     engine, batch = cases.make_engine(folder / "models" / model, **options), cases.make_batch()

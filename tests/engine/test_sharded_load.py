@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from areal.engine.sharded_load import compute_buffers, draw_weights, read_weights
+from areal.weights.stored_form import StoredForm
 from tests.engine import loading_cases
 from tests.expect import raises_code
 from tests.rank_processes import run_ranks
@@ -19,7 +20,10 @@ def tensors_of(engine) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"init_from_scratch": True}], ids=["read", "drawn"])
-@pytest.mark.parametrize(("model", "role"), [("qwen2", "actor"), ("qwen3", "actor"), ("qwen3", "critic")])
+@pytest.mark.parametrize(
+    ("model", "role"),
+    [("qwen2", "actor"), ("qwen3", "actor"), ("qwen3", "critic"), ("mixtral", "actor"), ("deepseek_v3", "actor")],
+)
 def test_a_sharded_model_has_the_bits_of_a_whole_one(cases, models, model, role, options):
     whole = cases.make_engine(models / model, role=role, seed=5, **options)
     sharded = cases.make_engine(models / model, role=role, seed=5, dtype="bfloat16", **options)
@@ -54,7 +58,7 @@ def test_a_checkpoint_that_does_not_fit_and_a_parameter_without_a_rule_are_refus
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(models / "qwen3"))
     model.model.register_parameter("own", torch.nn.Parameter(torch.zeros(3)))
     with raises_code("model.weights_do_not_fit"):
-        read_weights(model, models / "qwen3", head_seed=None)
+        read_weights(model, StoredForm(model), models / "qwen3", head_seed=None)
     with raises_code("model.unsupported"):
         draw_weights(model, 0)
 
