@@ -15,6 +15,8 @@ import orjson
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -54,10 +56,19 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "pad_token_id": None,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3-gqa": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=1, head_dim=16)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4)),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**_SIZES, **_LATENT, **_EXPERTS)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=8)),
 }
 

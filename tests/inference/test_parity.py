@@ -18,7 +18,7 @@ def check_logprobs(sequence, reference, temperature: float = 1.0, tolerance: flo
         assert logprob == pytest.approx(expected, abs=tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-gqa", "llama", "mistral-window", "deepseek_v3"])
 @pytest.mark.parametrize("max_prefill_tokens", [512, 16])
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     family, max_prefill_tokens, build_model, drive, prompts, reference_logprobs

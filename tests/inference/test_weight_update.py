@@ -53,6 +53,16 @@ def load_weights_from_folder(model: nn.Module, folder: Path) -> None:
         copy_all()
 
 
+def test_a_model_with_experts_takes_the_weights_of_its_checkpoints(build_model, tmp_path):
+    model, other = build_model("deepseek_v3"), build_model("deepseek_v3")
+    with torch.no_grad():
+        for value in other.parameters():
+            value.mul_(0.5)
+    other.save_pretrained(tmp_path)
+    load_weights_from_folder(model, tmp_path)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def assert_holds(model: TiedModel, weights: dict[str, torch.Tensor]) -> None:
     dtype = model.embed.weight.dtype
     for name, value in weights.items():
