@@ -1,22 +1,33 @@
-"""The cost of a turn in the session server: parse, find the context, answer, record, reply; without the policy.
+"""The cost of a turn in the session server, over HTTP on loopback, with a scripted policy that answers at once.
 
-    python benchmark/agent_sessions.py [--sessions 500] [--turns 8]
+    python benchmark/agent_sessions.py [--sessions 500] [--turns 8] [--per-second 200]
 
-A scripted policy answers at once. One line of JSON: `us_per_turn` (CPU time), `p99_ms` (longest wait of 1 in 100 turns
-at the given rate), and for 8 and 128 turns the ratio of rendering and tokenising the whole history again to this.
+Another process has one connection for each session and sends the turns at a steady rate. One line of JSON:
+`us_per_turn` (CPU time of the server), `p99_ms` (of the server's time from the head of a request to its whole reply),
+`round_trip_p99_ms` (as the client sees it, with its own time), and for 8 and 128 turns the ratio of rendering and
+tokenising the whole history again to a turn without HTTP (CPU time).
 """
 
 import argparse
 import asyncio
 import json
+import logging
+import subprocess
+import sys
 import time
+from contextlib import AsyncExitStack
 
+import aiohttp
 import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from areal.agent.bridge import template_bridge
+from areal.agent.bridge import TemplateBridge, template_bridge
 from areal.agent.dialects import chat_completions
 from areal.agent.dialects.dialect import Attempt, Sent
+from areal.agent.directory import Sessions
 from areal.agent.session import Session, SessionLimits, SessionSetup
+from areal.agent.session_routes import SessionServer
 from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
 from areal.api.config import GenerationHyperparameters
@@ -58,19 +69,19 @@ class Client:
         self.messages = [{"role": "user", "content": TEXT}]
 
     async def turn(self) -> float:
-        """One turn. Returns its seconds in the server."""
+        """One turn without HTTP. Returns its CPU seconds in the server."""
         body = orjson.loads(orjson.dumps({"model": "policy", "messages": self.messages}))
-        began = time.perf_counter()
+        began = time.process_time()
         asked = chat_completions.DIALECT.parse(body, Attempt(str(len(self.messages)), 0))
         answers = await self.session.answer(asked.turn)
         orjson.dumps(chat_completions.DIALECT.reply(asked, answers, Sent(created_s=0, token_text=str)))
         self.session.delivered(answers)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         self.messages += [{"role": "assistant", "content": answers[0].text}, {"role": "user", "content": TEXT}]
         return seconds
 
 
-def make(num_sessions: int) -> tuple[list[Client], Transcript]:
+def make(num_sessions: int) -> tuple[list[Client], TemplateBridge]:
     tokenizer = template_tokenizer(TEMPLATE)
     bridge = template_bridge(tokenizer)
     settings = GenerationHyperparameters(
@@ -89,40 +100,96 @@ def make(num_sessions: int) -> tuple[list[Client], Transcript]:
     return [Client(Session(f"{number:08x}", setup, policy)) for number in range(num_sessions)], bridge
 
 
-async def paced(clients: list[Client], turns: int, per_s: float) -> list[float]:
-    """Turns of all clients at a steady rate; seconds of each."""
-    found: list[float] = []
-    began = time.perf_counter()
-    for number in range(turns * len(clients)):
-        await asyncio.sleep(max(began + number / per_s - time.perf_counter(), 0))
-        found.append(await clients[number % len(clients)].turn())
-    return found
-
-
 async def compare(turns: int) -> float:
-    """Seconds of rendering the whole history in each turn, over those of the server, after `turns` turns."""
+    """CPU seconds of rendering the whole history in each turn, over those of the server, after `turns` turns."""
     (client,), bridge = make(1)
     ours = again = 0.0
     for _ in range(turns):
-        began = time.perf_counter()
+        began = time.process_time()
         bridge.prompt(client.messages, ())
-        again += time.perf_counter() - began
+        again += time.process_time() - began
         ours += await client.turn()
     return again / ours
 
 
+class Clock:
+    """Seconds of each request in the server."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @web.middleware
+    async def timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        began = time.perf_counter()
+        try:
+            return await handler(request)
+        finally:
+            self.seconds.append(time.perf_counter() - began)
+
+
 async def measure(num_sessions: int, turns: int, per_s: float) -> dict[str, float]:
     clients, _ = make(num_sessions)
+    directory, clock = Sessions(), Clock()
+    keys = [directory.add(client.session).key for client in clients]
+    server = SessionServer(directory, admin_token="benchmark", token_text=str)
+    app = server.application()
+    app.middlewares.insert(0, clock.timed)
+    runner = web.AppRunner(app, access_log=None, logger=logging.getLogger("benchmark"), handler_cancellation=False)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    wish = {"url": site.name, "keys": keys, "turns": turns}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--client", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     cpu_s = time.process_time()
-    seconds = sorted(await paced(clients, turns, per_s))
+    output, _ = await process.communicate(orjson.dumps(wish | {"per_s": per_s}))
     cpu_s = time.process_time() - cpu_s
+    await runner.cleanup()
+    num = len(clock.seconds)
+    if num != num_sessions * turns or process.returncode:
+        raise SystemExit(f"{num} of {num_sessions * turns} turns; the client ended with {process.returncode}")
     return {
         "sessions": num_sessions,
-        "turns": len(seconds),
-        "us_per_turn": round(cpu_s / len(seconds) * 1e6, 1),
-        "p99_ms": round(seconds[int(0.99 * len(seconds))] * 1e3, 3),
+        "turns": num,
+        "us_per_turn": round(cpu_s / num * 1e6, 1),
+        "p50_ms": p_ms(clock.seconds, 0.5),
+        "p99_ms": p_ms(clock.seconds, 0.99),
+        **orjson.loads(output),
         "ratio_8_turns": round(await compare(8), 2),
         "ratio_128_turns": round(await compare(128), 2),
+    }
+
+
+def p_ms(seconds: list[float], share: float) -> float:
+    """A percentile, in milliseconds."""
+    return round(sorted(seconds)[int(share * len(seconds))] * 1e3, 3)
+
+
+async def send_turns(url: str, keys: list[str], turns: int, per_s: float) -> dict[str, float]:
+    """The client: `turns` turns of each session at a steady rate of all together, each over its own connection."""
+    seconds: list[float] = []
+    messages = [[{"role": "user", "content": TEXT}] for _ in keys]
+    async with AsyncExitStack() as stack:
+        https = [await stack.enter_async_context(aiohttp.ClientSession()) for _ in keys]
+
+        async def turn(number: int) -> None:
+            body = orjson.dumps({"model": "policy", "messages": messages[number]})
+            headers = {"Authorization": f"Bearer {keys[number]}", "Content-Type": "application/json"}
+            began_s = time.perf_counter()
+            async with https[number].post(f"{url}/v1/chat/completions", data=body, headers=headers) as got:
+                reply = await got.read()
+            seconds.append(time.perf_counter() - began_s)
+            message = orjson.loads(reply)["choices"][0]["message"]
+            messages[number] += [message, {"role": "user", "content": TEXT}]
+
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(turns * len(keys)):
+                await asyncio.sleep(max(began_s + number / per_s - time.perf_counter(), 0))
+                group.create_task(turn(number % len(keys)))
+    return {"per_second": round(len(seconds) / (time.perf_counter() - began_s), 1)} | {
+        "round_trip_p99_ms": p_ms(seconds, 0.99)
     }
 
 
@@ -131,8 +198,10 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=500)
     parser.add_argument("--turns", type=int, default=4, help="turns of each session")
     parser.add_argument("--per-second", type=float, default=200.0, help="turns of all sessions together")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(given.sessions, given.turns, given.per_second))))
+    found = send_turns(**orjson.loads(sys.stdin.buffer.read())) if given.client else None
+    print(json.dumps(asyncio.run(found or measure(given.sessions, given.turns, given.per_second))))
 
 
 if __name__ == "__main__":
