@@ -124,6 +124,16 @@ class TokenTree:
                 above.add(id(node.parent))
         return [node for node in order if node.is_generated and id(node) not in above]
 
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens in the tree, without those that were overwritten."""
+        count, stack = 0, [self.root]
+        while stack:
+            node = stack.pop()
+            count += len(node.token_ids) * node.is_generated
+            stack += node.children
+        return count
+
     def _add(self, node: TokenNode) -> TokenNode:
         if node.parent is not None:
             node.parent.children.append(node)

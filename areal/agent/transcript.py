@@ -114,6 +114,11 @@ class Transcript:
         """Number of contexts that have an answer."""
         return len(self._numbers)
 
+    @property
+    def num_overwritten(self) -> int:
+        """Generated tokens that realignments overwrote: they are not trained."""
+        return sum(turn.num_tokens for turn in self.turns.values()) - self.tree.num_generated
+
     def context(self, request: TurnRequest, forced: Sequence[int] = ()) -> Context:
         """The prompt of a request. Changes nothing. TurnRefused on drift with `reject`, and when it is too long.
 

@@ -43,6 +43,8 @@ class TurnRules:
     _intended: set[str] = field(default_factory=set[str])
     _generated: dict[str, _Generated] = field(default_factory=dict[str, _Generated])
     _delivered: set[str] = field(default_factory=set[str])
+    _overwritten: dict[str, int] = field(default_factory=dict[str, int])
+    """Session -> generated tokens that its transcript overwrote (agent.on_drift: realign)."""
 
     def accepted(self, event: Event, columns: EpisodeColumns | None) -> None:
         """Take an `accepted` event, with its payload where that was read."""
@@ -87,8 +89,10 @@ class TurnRules:
             case {"event": "delivered", "turns": [*turns]}:
                 for turn in turns:
                     self._delivered.add(turn)
+            case {"event": "ended", "session": str(session), "overwritten": int(count)}:
+                self._overwritten[session] = count
             case {"event": "ended"}:
-                pass
+                pass  # of a version of areal that did not count them
             case _:
                 report.violate("form", f"{event!r} is not an event of a journal of turns")
 
@@ -113,6 +117,11 @@ class TurnRules:
         if twice or num_trained > num_wanted:
             text = f"episode {episode} trains on {num_trained} tokens of turns with {num_wanted} tokens"
             report.violate("turn trained twice", text, episodes=[episode])
+        sessions = {turn.rpartition(".")[0] for turn in adoption.turns}
+        overwritten = sum(self._overwritten.get(session, num_wanted) for session in sessions)
+        if num_trained < num_wanted - overwritten:
+            text = f"episode {episode} trains on {num_trained} of the {num_wanted} tokens of its turns"
+            report.violate("turn lost", f"{text}, and {overwritten} were overwritten", episodes=[episode])
 
 
 def _trained_spans(columns: EpisodeColumns) -> Iterator[_Generated]:

@@ -91,6 +91,7 @@ class FinishedSession:
             "tool_calls": counts.tool_calls,
             "retries": counts.retries,
             "forks": self.session.transcript.num_forks,
+            "overwritten": self.session.transcript.num_overwritten,
             "refused": dict(counts.refused),
         }
 

@@ -48,6 +48,15 @@ ONCE = columns(([1, 2, 3, 9, 4], [0, 1, 1, 0, 1]))
 EVENTS = [*lines_of("a.0", [2, 3]), *lines_of("a.1", [4])]
 
 
+def ended(overwritten):
+    return {"event": "ended", "session": "a", "overwritten": overwritten}
+
+
+def test_tokens_that_a_realignment_overwrote_are_not_lost(tmp_path) -> None:
+    part = columns(([1, 2, 3, 9, 4], [0, 1, 1, 0, 0]))
+    assert audited(tmp_path, [*EVENTS, ended(1)], (["a.0", "a.1"], part)).is_clean
+
+
 def test_turns_that_are_trained_once_are_clean(tmp_path) -> None:
     report = audited(tmp_path, EVENTS, (["a.0", "a.1"], ONCE))
     assert report.is_clean
@@ -61,6 +70,7 @@ def test_turns_that_are_trained_once_are_clean(tmp_path) -> None:
         (EVENTS, [(["a.0"], ONCE)], "turn trained twice"),
         (EVENTS, [(["a.0"], columns(([1, 2, 3], [0, 1, 1]), ([1, 2, 3], [0, 1, 1])))], "turn trained twice"),
         (EVENTS[:1], [(["a.0"], None)], "turn never generated"),
+        ([*EVENTS, ended(0)], [(["a.0", "a.1"], columns(([1, 2, 3, 9, 4], [0, 1, 1, 0, 0])))], "turn lost"),
         ([*EVENTS, *EVENTS[:2]], [], "turn sampled twice"),
         (EVENTS[1:], [], "turn without intent"),
         ([{"event": "other"}], [], "form"),
