@@ -112,3 +112,31 @@ async def with_lookup(row: dict[str, Any], client: Any, session: Any) -> float:
         found = ""
     answer = await ask(row, client)
     return float(bool(found) and answer.choices[0].message.content == row["answer"])
+
+
+async def rewarded_later(row: dict[str, Any], client: Any, session: Any) -> None:
+    """Its reward comes by POST after its end."""
+    await ask(row, client)
+    row["addresses"].append(f"{session.base_url.removesuffix('/v1')}/sessions/{session.key}/reward")
+
+
+async def streams(row: dict[str, Any], client: Any, session: Any) -> float:
+    """Two streamed answers with every setting of sampling."""
+    chunks = await client.chat.completions.create(
+        model="policy",
+        messages=[{"role": "user", "content": row["question"]}],
+        stream=True,
+        n=2,
+        stop=["!"],
+        seed=5,
+        logprobs=True,
+        max_tokens=9,
+        temperature=0.5,
+    )
+    texts, logprobs = ["", ""], [0, 0]
+    async for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += len(choice.logprobs.content or ()) if choice.logprobs else 0
+    row["streamed"] = texts, logprobs
+    return 1.0

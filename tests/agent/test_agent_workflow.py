@@ -158,6 +158,34 @@ async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_
     assert late.status_code == 409
 
 
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_a_reward_may_come_by_post_within_its_window_after_the_end_of_the_agent(make, is_reported) -> None:
+    workflow = make("rewarded_later", n_samples=1, reward_window_s=30.0 if is_reported else 0.01)
+    addresses: list[str] = []
+    row = {**ROW, "addresses": addresses}
+    episode = asyncio.create_task(workflow.arun_episode(ScriptedEngine(lambda prompt: "42"), row))
+    if is_reported:
+        while not addresses:
+            await asyncio.sleep(0)
+        async with httpx.AsyncClient() as http:
+            assert (await http.post(addresses[0], json={"reward": 0.5})).status_code == 200
+    group = await episode
+    assert [one.reward for one in group.trajectories] == [0.5] * is_reported
+    assert group.rejected == ("" if is_reported else "no_reward")
+
+
+async def test_a_stream_of_several_answers_takes_every_setting_to_the_policy(make) -> None:
+    engine = ScriptedEngine(lambda prompt: "42")
+    row: dict = dict(ROW)
+    group = await make("streams", n_samples=1).arun_episode(engine, row)
+    texts, num_logprobs = row["streamed"]
+    settings = [request.gconfig for request in engine.requests]
+    assert texts == ["42", "42"]
+    assert [request.seed for request in engine.requests] == [5, 6]
+    assert {(one.max_new_tokens, one.temperature, tuple(one.stop)) for one in settings} == {(9, 0.5, ("!",))}
+    assert num_logprobs == [sum(one.loss_mask) for one in group.trajectories]
+
+
 @pytest.mark.parametrize(
     ("rows_at_once", "policy", "is_blamed"),
     [
