@@ -1,5 +1,9 @@
-"""Real runs of agents in worker processes: the controller with its session server, the agents or the connections of
-their clients are struck at every stage of a turn. Each turn is trained on once or never, and no turn is lost."""
+"""Real runs of agents in worker processes.
+
+The controller with its session server, the agents or the connections of their clients are struck at every stage of a
+turn: each turn is trained on once or never, and no turn is lost. A run is trained again with other rewards, another
+discount and another cut.
+"""
 
 import json
 import subprocess
@@ -9,9 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.payload import read_columns
+from areal.ledger.session_columns import group_of_payload
+from areal.replay.recorded import RecordedRun, read_metrics
+from areal.replay.regrade import RegradedPayloads
 from tests.faults.driver import ROOT, Run
 from tests.faults.ledger_proof import check_episodes, check_steps, check_versions, raw_events
 from tests.faults.struck_agent import STAGES, TURNS
@@ -88,21 +96,30 @@ def versions_in_answers(run: Run) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("target", MODES)
-def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
+def config_of(data: Path, folder: Path, target: str) -> str:
     config = CONFIG.replace("MODE", MODES[target]).replace("TARGET", target)
     config = config.replace("WORKFLOW", str(ROOT / "tests/faults/struck_agent.py"))
-    (tmp_path / "config.yaml").write_text(config.replace("DATA", str(data)).replace("RUNS", str(tmp_path)))
+    return config.replace("DATA", str(data)).replace("RUNS", str(folder))
+
+
+def run_to_the_end(folder: Path, config: str, target: str) -> Run:
+    (folder / "config.yaml").write_text(config)
     run = Run(
-        arguments=["--config", str(tmp_path / "config.yaml")],
-        folder=tmp_path / "agents" / target,
-        log_path=tmp_path / "launcher.log",
+        arguments=["--config", str(folder / "config.yaml")],
+        folder=folder / "agents" / target,
+        log_path=folder / "launcher.log",
     )
     run.start()
     try:
         assert run.wait_for_the_end(280) == 0, run.log_path.read_text()[-3000:]
     finally:
         run.abandon()
+    return run
+
+
+@pytest.mark.parametrize("target", MODES)
+def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
+    run = run_to_the_end(tmp_path, config_of(data, tmp_path, target), target)
     struck = sorted(path.name for path in (tmp_path / "strikes").iterdir())
     assert struck == [f"{number}-{stage}" for number, stage in enumerate(STAGES)]
     audited = subprocess.run(
@@ -126,3 +143,67 @@ def test_struck_at_every_stage_of_a_turn(target, data, tmp_path):
         assert {line["turns"] for line in retried} == {TURNS}, "a retry was sampled again"
     starts = sum(event["event"] == "started" for event in events)
     assert starts == (len(STAGES) + 1 if target == "controller" else 1)
+
+
+GRADE = """
+def of_first_answer(prompt, completion, prompt_ids, completion_ids, messages, **row):
+    \"\"\"That of the agent.\"\"\"
+    return float(len(messages[1].get("content") or "") % 3)
+
+
+def of_last_answer(prompt, completion, prompt_ids, completion_ids, **row):
+    return float(len(completion_ids))
+"""
+
+
+def replayed(run: Run, name: str, *overrides: str) -> dict[int, dict]:
+    """The metrics of a replay, by step."""
+    words = ["--run", str(run.folder), "--name", name, *overrides]
+    done = subprocess.run([sys.executable, "-m", "areal.replay", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_metrics(run.folder / "replays" / name / "metrics.jsonl")
+
+
+def regraded(run: Run, name: str) -> list:
+    """The trajectories that a replay trained on."""
+    found = RegradedPayloads.read(run.folder / "replays" / name)
+    assert found is not None
+    return [row for place in found.places for row in group_of_payload(place, found._payload(place)).trajectories]
+
+
+def test_a_run_of_agents_is_trained_again_with_other_rewards_discounts_and_cuts(data, tmp_path):
+    tree = yaml.safe_load(config_of(data, tmp_path, "agent"))
+    tree |= {"workflow": "agent", "total_train_steps": 3, "recover": {"mode": "disabled"}}
+    tree["workflow_args"] = {"agent": tree["workflow_args"]["agent"]}
+    run = run_to_the_end(tmp_path, yaml.safe_dump(tree), "agent")
+    (tmp_path / "grade.py").write_text(GRADE)
+    live = {step + 1: weights for step, weights in RecordedRun.read(run.folder).weights.items()}
+
+    def weights(metrics: dict[int, dict]) -> dict[int, str]:
+        return {step: row["weights"] for step, row in metrics.items()}
+
+    own = replayed(run, "as-recorded")
+    assert weights(own) == live
+    for name, override in (
+        ("same-reward", f"reward_fn={tmp_path}/grade.py:of_first_answer"),
+        ("same-cut", "agent.cut=tree"),
+        ("same-discount", "agent.turn_discount=1.0"),
+    ):
+        assert weights(replayed(run, name, override)) == live, "bit by bit"
+
+    other = replayed(run, "other-reward", f"reward_fn={tmp_path}/grade.py:of_last_answer")
+    assert weights(other)[3] != live[3]
+    rows = regraded(run, "other-reward")
+    assert all(row.reward == row.turns.count(TURNS - 1) for row in rows)
+
+    replayed(run, "other-discount", "agent.turn_discount=0.5")
+    rows = regraded(run, "other-discount")
+    assert any(row.reward for row in rows)
+    for row in rows:
+        values = dict(zip(row.turns, row.turn_rewards, strict=True)) if row.turn_rewards else {0: 0.0, 1: 0.0}
+        assert (values[0], values[1]) == (0.5 * row.reward, row.reward)
+
+    cut = replayed(run, "other-cut", "agent.cut=per_turn")
+    assert len(regraded(run, "other-cut")) == TURNS * len(rows)
+    for name in ("actor/loss", "actor/grad_norm", "batch/reward"):
+        assert cut[1][name] == pytest.approx(own[1][name], rel=1e-3, abs=1e-6), "no update depends on the cut"
