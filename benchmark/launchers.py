@@ -3,8 +3,8 @@
     python benchmark/launchers.py [--steps 30] [--repeats 2] [--only ssh ray slurm]
 
 The same GRPO run (the quickstart without evaluations, two servers and two trainer ranks) with each launcher in turn,
-on three nodes of this machine (tests/cluster/nodes.py: root and Linux), `--repeats` times. Ray needs the package ray, Slurm
-its Debian packages. For each launcher:
+on three nodes of this machine (tests/cluster/nodes.py: root and Linux), `--repeats` times. Ray needs its package, Slurm
+Debian packages. For each launcher:
 
 - seconds from the command to the end of the first train step. The nodes and their Ray, Slurm or ssh servers run before.
 - seconds between two train steps (median), which other work on the machine changes.

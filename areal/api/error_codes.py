@@ -257,6 +257,8 @@ launch.out_of_memory: The memory limit of a job or container was reached, and th
     Give it more (Slurm: launcher.trainer_mem_per_gpu, launcher.inference_server_mem_per_gpu), or use smaller sizes.
 launch.package_missing: An option needs a Python package that is not installed.
     Install the extra that the message names.
+launch.port_closed: A node accepts no TCP connection of another node at a free port, for example because of a firewall.
+    Open all TCP ports between the nodes: each process of a run lets the system choose its ports.
 launch.ray_busy: Ray did not reserve the CPUs and GPUs of the run in time.
     Wait until other jobs end, use smaller sizes, or a longer cluster.node_connect_s; ray status shows who uses them.
 launch.ray_too_small: The Ray cluster has fewer living nodes with CPUs than cluster.n_nodes.

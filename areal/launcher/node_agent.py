@@ -32,8 +32,10 @@ from areal.launcher.node_messages import (
     FromAgent,
     Hello,
     Lines,
+    Listen,
     Open,
     Ping,
+    Reach,
     Reply,
     Signal,
     Stacks,
@@ -41,6 +43,7 @@ from areal.launcher.node_messages import (
     Stop,
     ToAgent,
 )
+from areal.launcher.port_check import PortProbe, unreachable
 from areal.system.device import cpu_count, visible_gpus
 from areal.system.durable import write_atomic
 from areal.system.network import LOOPBACK, is_loopback
@@ -67,6 +70,7 @@ class NodeAgent:
         self._reported_s = 0.0
         self._running: dict[str, int] = {}
         self._hurry = False
+        self._probe = PortProbe()
 
     def run(self) -> None:
         """Serve until the launcher closes the connection or is silent, then end all processes."""
@@ -146,8 +150,23 @@ class NodeAgent:
                 self._send(Reply(id=message.id, lines=tuple(tail.lines), written_ns=tail.written_ns))
             case Stop():
                 self._stop(message, backend)
+            case Listen() | Reach():
+                self._check_ports(message, backend)
             case Hello() | Open() | Ping():
                 pass
+
+    def _check_ports(self, message: Listen | Reach, backend: LocalBackend) -> None:
+        try:
+            if isinstance(message, Listen):
+                self._send(Reply(id=message.id, port=self._probe.listen(message.address)))
+                return
+        except ArealError as error:
+            self._send(Reply(id=message.id, error=str(error), code=error.code))
+            return
+        found = unreachable(message.targets, message.limit_s, lambda: self._show_life(backend))
+        advice = "open all TCP ports between the nodes"
+        text = f"it cannot connect to {found}: {advice}" if found else ""
+        self._send(Reply(id=message.id, error=text, code="launch.port_closed" if found else ""))
 
     def _stop(self, stop: Stop, backend: LocalBackend) -> None:
         """End processes while messages and reports continue."""

@@ -134,6 +134,21 @@ class NodeLink:
             for path in paths.root.glob(f"{probe.name}*"):
                 path.unlink()
 
+    def listen(self, address: str) -> int:
+        """Accept connections there at a free port, which is returned, until an empty address. LaunchError on failure."""
+        number = next(self._ids)
+        return self._answer(wire.Listen(id=number, address=address), number, _START_LIMIT_S).port
+
+    def send_reach(self, targets: Sequence[tuple[str, str, int]], limit_s: float) -> int:
+        """Begin to connect from there to names, addresses and ports. Returns a number for `await_reached`."""
+        number = next(self._ids)
+        self.send(wire.Reach(id=number, targets=tuple(targets), limit_s=limit_s))
+        return number
+
+    def await_reached(self, number: int, limit_s: float) -> None:
+        """LaunchError when a target does not accept."""
+        self._result(number, _START_LIMIT_S + limit_s)
+
     def start(self, planned: PlannedProcess) -> int:
         """Start a process; returns its id there. LaunchError when it cannot be started or the node is lost."""
         self._ended.pop(planned.name, None)
@@ -179,7 +194,11 @@ class NodeLink:
 
     def _answer(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply:
         """The reply to a message. LaunchError when it is an error or does not arrive."""
-        reply = self._ask(message, number, limit_s)
+        self.send(message)
+        return self._result(number, limit_s)
+
+    def _result(self, number: int, limit_s: float) -> wire.Reply:
+        reply = self._reply(number, limit_s)
         if reply is None:
             text = f"node {self.node}: {self.lost or f'no answer within {limit_s:g} s'}"
             raise LaunchError(text, code="launch.node_lost")
@@ -190,6 +209,9 @@ class NodeLink:
     def _ask(self, message: wire.ToAgent, number: int, limit_s: float) -> wire.Reply | None:
         """The reply to a message; None when none arrives in time or the node is lost."""
         self.send(message)
+        return self._reply(number, limit_s)
+
+    def _reply(self, number: int, limit_s: float) -> wire.Reply | None:
         with self._changed:
             self._changed.wait_for(lambda: number in self._replies or self.lost, limit_s)
             return self._replies.pop(number, None)

@@ -41,6 +41,25 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Accept connections at a free port of this address, which the Reply has. An empty address ends this."""
+
+    do: Literal["listen"] = "listen"
+    id: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Connect to each of these nodes: name, address and port. The Reply has an error when one does not accept."""
+
+    do: Literal["reach"] = "reach"
+    id: int
+    targets: tuple[tuple[str, str, int], ...]
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     do: Literal["start"] = "start"
     id: int
@@ -112,6 +131,7 @@ class Reply:
     do: Literal["reply"] = "reply"
     id: int = HELLO_ID
     pid: int = 0
+    port: int = 0
     lines: tuple[str, ...] = ()
     written_ns: int = 0
     done: bool = True
@@ -141,7 +161,9 @@ class Alive:
     resident_bytes: int
 
 
-ToAgent = Annotated[Hello | Open | Start | Signal | Stacks | Lines | Stop | Ping, Field(discriminator="do")]
+ToAgent = Annotated[
+    Hello | Open | Listen | Reach | Start | Signal | Stacks | Lines | Stop | Ping, Field(discriminator="do")
+]
 FromAgent = Annotated[Facts | Reply | Exit | Alive, Field(discriminator="do")]
 TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)
 FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)

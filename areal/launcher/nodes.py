@@ -20,6 +20,7 @@ from areal.launcher.job import LaunchPlan, PlannedProcess
 from areal.launcher.node_choice import NodeChoice
 from areal.launcher.node_link import Ended, NodeLink
 from areal.launcher.placement import Machine
+from areal.launcher.port_check import check_ports
 from areal.launcher.restart_rules import Role
 from areal.launcher.status import StatusLine
 from areal.launcher.transport import CommandTransport
@@ -84,6 +85,7 @@ class NodeCluster:
             for name, (written_s, seen_s) in ((name, link.folder_s) for name, link in self._links.items())
         )
         self._say(f"areal: shared folder {paths.root}: {measured}")
+        check_ports({name: (link, link.facts.address) for name, link in self._links.items()})
         self._choice = NodeChoice(
             self._links,
             [self._machine(link) for link in self._links.values()],

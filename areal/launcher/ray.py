@@ -21,6 +21,7 @@ from areal.launcher.node_link import NodeLink
 from areal.launcher.node_messages import Hello
 from areal.launcher.nodes import NodesBackend
 from areal.launcher.placement import Machine, Place, place_again
+from areal.launcher.port_check import check_ports
 from areal.launcher.ray_actor import AgentActor
 from areal.launcher.status import StatusLine
 from areal.system.network import TRAINERS_VARIABLE, Host
@@ -167,6 +168,8 @@ class RayCluster:
         actors = [self._actor(bundle) for bundle in bundles]
         for planned, bundle, actor in zip(plan.processes, bundles, actors, strict=True):
             self._seats[planned.name] = self._open(actor, bundle)
+        machines = {seat.bundle.place.machine.host.node: seat for seat in self._seats.values()}
+        check_ports({name: (seat.link, seat.bundle.place.machine.host.bind) for name, seat in machines.items()})
         return RayBackend(self._agent_for, self._release)
 
     def close(self) -> None:

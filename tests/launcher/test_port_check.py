@@ -1,0 +1,67 @@
+"""Nodes try each other's ports before a run: real agents, each connected by a pipe."""
+
+import pytest
+
+from areal.api.errors import LaunchError
+from areal.launcher import port_check
+from areal.launcher.port_check import PortProbe, check_ports, unreachable
+from areal.system.network import LOOPBACK, bind_socket
+from tests.launcher.test_nodes import connections
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with connections(tmp_path_factory.mktemp("run")) as connect:
+        yield {name: (connect(name), LOOPBACK) for name in ("node1", "node2", "node3")}
+
+
+def test_nodes_that_reach_each_other_pass_and_their_ports_are_closed_again(nodes, monkeypatch):
+    asked = []
+    link, _ = nodes["node1"]
+    monkeypatch.setattr(
+        type(link), "send_reach", lambda self, targets, limit_s, send=type(link).send_reach: (
+            asked.append((self.node, targets)) or send(self, targets, limit_s)
+        )
+    )  # fmt: skip
+    check_ports(nodes)
+    assert {(node, target[0]) for node, targets in asked for target in targets} == {
+        (one, other) for one in nodes for other in nodes if one != other
+    }
+    found = unreachable(asked[0][1], 1.0, lambda: None)
+    assert "node2" in found
+    assert "node3" in found
+
+
+def test_a_node_whose_port_accepts_nothing_is_named(nodes, monkeypatch):
+    with bind_socket() as closed:  # bound, not listening
+        port = closed.getsockname()[1]
+        link, _ = nodes["node2"]
+        listen = type(link).listen
+        monkeypatch.setattr(
+            type(link),
+            "listen",
+            lambda self, address: port if address and self.node == "node2" else listen(self, address),
+        )
+        with pytest.raises(LaunchError) as error:
+            check_ports(nodes)
+    assert error.value.code == "launch.port_closed"
+    assert "node2" in str(error.value)
+    assert str(port) in str(error.value)
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on(nodes):
+    with pytest.raises(LaunchError) as error:
+        check_ports({"node1": (nodes["node1"][0], "192.0.2.1")})
+    assert error.value.code == "process.cannot_listen"
+
+
+def test_a_port_that_does_not_answer_is_named_after_the_limit(monkeypatch):
+    """The queue of connections is full: the system then drops requests, as many firewalls do."""
+    monkeypatch.setattr(port_check, "BACKLOG", 0)
+    probe, calls = PortProbe(), []
+    targets = [("node2", LOOPBACK, probe.listen(LOOPBACK))]
+    assert unreachable(targets, 1.0, lambda: None) == ""
+    found = unreachable(targets, 0.2, lambda: calls.append(1))
+    assert "node2" in found
+    assert calls
+    assert probe.listen("") == 0
