@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from areal.api.errors import LaunchError
 from areal.system.network import BACKLOG, bind_socket
 
 if TYPE_CHECKING:

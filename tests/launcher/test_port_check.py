@@ -18,11 +18,13 @@ def nodes(tmp_path_factory):
 def test_nodes_that_reach_each_other_pass_and_their_ports_are_closed_again(nodes, monkeypatch):
     asked = []
     link, _ = nodes["node1"]
-    monkeypatch.setattr(
-        type(link), "send_reach", lambda self, targets, limit_s, send=type(link).send_reach: (
-            asked.append((self.node, targets)) or send(self, targets, limit_s)
-        )
-    )  # fmt: skip
+    send_reach = type(link).send_reach
+
+    def send(self, targets, limit_s):
+        asked.append((self.node, targets))
+        return send_reach(self, targets, limit_s)
+
+    monkeypatch.setattr(type(link), "send_reach", send)
     check_ports(nodes)
     assert {(node, target[0]) for node, targets in asked for target in targets} == {
         (one, other) for one in nodes for other in nodes if one != other
