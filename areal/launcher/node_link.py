@@ -135,7 +135,7 @@ class NodeLink:
                 path.unlink()
 
     def listen(self, address: str) -> int:
-        """Accept connections there at a free port, which is returned. An empty address ends it. LaunchError on failure."""
+        """Accept connections there at a free port, which is returned. An empty address ends it. LaunchError if not."""
         number = next(self._ids)
         return self._answer(wire.Listen(id=number, address=address), number, _START_LIMIT_S).port
 

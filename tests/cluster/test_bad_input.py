@@ -50,9 +50,7 @@ class Site:
         done = self.nodes[1].run(argv, cwd=ROOT, env=self.cluster.environ | (environ or {}), timeout_s=120)
         errors = [line for line in done.stderr.splitlines() if line.startswith("areal: error:")]
         assert done.returncode == 2, done.stderr
-        assert 1 <= len(errors) <= (2 if self.launcher == "slurm" else 1), (
-            errors
-        )  # that of the job, then of its follower
+        assert 1 <= len(errors) <= (2 if self.launcher == "slurm" else 1), errors
         assert "Traceback" not in done.stderr
         wait_for(lambda: self.left() == [])
         return re.findall(r"\[([a-z]+\.[a-z_]+)\]", errors[0])[-1] if "[" in errors[0] else errors[0]
