@@ -1,19 +1,20 @@
 """The gateway of a foreign server: an HTTP server that requires the run's token and passes requests on.
 
 SGLang and vLLM protect only a part of their routes by a key. On a host that other machines can reach, such a server
-listens on loopback, and its gateway on the host's address. A gateway also copies weights to this machine.
+listens on loopback, and its gateway on the host's address. A gateway also copies weights to this machine, and lets the
+gateways of the other parts of its server do the same on theirs.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from areal.api.errors import ArealError, RequestError
+from areal.api.errors import ArealError, RequestError, WeightSyncError
 from areal.observe.http_log import HttpLogger
 from areal.system.folder_puller import FolderPuller
 from areal.system.http_guard import RequestGuard, guarded, read_body
@@ -26,8 +27,12 @@ _NOT_PASSED_ON = _HOP_BY_HOP | {"host", "authorization", "content-length"}
 
 
 @asynccontextmanager
-async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
+async def gateway(
+    host: Host, token: str, server: str, parts: Callable[[], list[str]] = list[str]
+) -> AsyncIterator[str]:
     """Serve on `host` while the block runs; yields the address. Other requests with `token` go to `server`, an address.
+
+    `parts` returns the gateways of the other parts of a server over several machines; it may block.
 
     An answer is passed on while it arrives. When the client leaves, the request to the server is aborted; when the
     server breaks off an answer, so does the gateway.
@@ -37,7 +42,7 @@ async def gateway(host: Host, token: str, server: str) -> AsyncIterator[str]:
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
         app = web.Application(middlewares=[guarded(RequestGuard(token, host), _error)], client_max_size=0)
         puller = FolderPuller(token)
-        app.router.add_post("/pull_weights", _pulls(puller))
+        app.router.add_post("/pull_weights", _pulls(puller, session, token, parts))
         app.router.add_route("*", "/{path:.*}", _passes_on(session, server))
         http_log = HttpLogger()
         runner = web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=1.0)
@@ -56,11 +61,28 @@ def _error(status: int, message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "code": code}}, status=status)
 
 
-def _pulls(puller: FolderPuller) -> Handler:
+def _pulls(puller: FolderPuller, session: aiohttp.ClientSession, token: str, parts: Callable[[], list[str]]) -> Handler:
+    headers = {"Authorization": f"Bearer {token}"}
+
+    async def pull_by(part: str, url: str) -> str:
+        async with session.post(f"{part}/pull_weights", json={"url": url}, headers=headers) as answer:
+            found = await answer.json()
+            if answer.status == 200:
+                return str(found["path"])
+            kind = RequestError if answer.status == 400 else WeightSyncError
+            raise kind(found["error"]["message"], code=found["error"]["code"])
+
     async def pull(request: web.Request) -> web.StreamResponse:
         try:
-            url = json.loads(await read_body(request))["url"]
-            folder = await asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(str(url)), "pull weights"))
+            url = str(json.loads(await read_body(request))["url"])
+            others = await asyncio.to_thread(parts)
+            own = asyncio.wrap_future(in_daemon_thread(lambda: puller.pull(url), "pull weights"))
+            folder, *elsewhere = await asyncio.gather(own, *(pull_by(part, url) for part in others))
+            if different := set(elsewhere) - {str(folder)}:
+                text = f"the parts of this server keep weights in {folder} and {', '.join(different)}: set one TMPDIR"
+                raise WeightSyncError(text, code="weights.pull_failed")
+        except aiohttp.ClientError as error:
+            return _error(500, f"another part of this server does not answer: {error}", "weights.pull_failed")
         except ArealError as error:
             return _error(400 if isinstance(error, RequestError) else 500, str(error), error.code)
         except (ValueError, KeyError, TypeError):

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +38,7 @@ from areal.fleet.backends import BACKENDS, backend_named, replica_factory
 from areal.fleet.replica import ReplicaFactory, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_gateway import gateway
 from areal.fleet.server_log import PORT_TAKEN, end_reason, last_error
-from areal.fleet.server_parts import announce_first_part, announce_part, filled_in, find_first_part, port_names
+from areal.fleet.server_parts import announce_part, filled_in, first_part, gateways_of_parts, port_names
 from areal.observe.log import configure_logging, get_logger
 from areal.system.discovery import NameRegistry, announce_server, registry_of
 from areal.system.group_guard import start_guard
@@ -260,7 +261,8 @@ class ServerHost:
         first = ("", 0)
         if self._options.num_parts > 1:
             os.environ[BACKENDS[self._options.backend].address_variable] = self._options.host.advertise
-            first = await asyncio.to_thread(self._meet)
+            known = self._options.registry, self._options.index, self._options.host, self._meeting
+            first = await asyncio.to_thread(first_part, *known, self._options.ready_limit_s)
         command = filled_in(self._options.command, ports, self._options.index, first)
         _LOG.info("starting %s", shlex.join(public_command(command)))
         try:
@@ -271,33 +273,29 @@ class ServerHost:
             text = f"cannot start {command[0]}: {error.strerror or error}"
             raise LaunchError(text, code="launch.cannot_start") from error
 
-    def _meet(self) -> tuple[str, int]:
-        options = self._options
-        assert options.registry is not None, "the parts of a server find each other by the registry of their run"
-        if self._meeting is not None:
-            return announce_first_part(options.registry, options.index, options.host, self._meeting)
-        return find_first_part(options.registry, options.index, options.ready_limit_s)
-
-    async def _follow(self) -> None:
-        """A part that serves no requests is ready once its process runs."""
-        self._health.follows()
-        assert self._options.registry is not None
-        await asyncio.to_thread(announce_part, self._options.registry, self._options.process_name)
-        await asyncio.Event().wait()
-
     async def _serve(self, process: asyncio.subprocess.Process) -> None:
         """Watch the server, and its gateway if it needs one."""
-        host = self._options.host
-        if self._options.part:
-            await self._follow()
-        if is_loopback(host.bind) and not self._options.pulls_weights:
-            await self._watch(process, self._address)
+        options = self._options
+        if not options.pulls_weights and (options.part or is_loopback(options.host.bind)):
+            await self._watch(process, "" if options.part else self._address)
             return
-        async with gateway(host, required_token("the gateway of a server"), self._address) as address:
+        token = required_token("the gateway of a server")
+        num_parts = 1 if options.part else options.num_parts  # part 0 lets the others copy weights
+        parts = partial(gateways_of_parts, options.registry, options.index, num_parts, options.ready_limit_s)
+        async with gateway(options.host, token, self._address, parts) as address:
             await self._watch(process, address)
 
     async def _watch(self, process: asyncio.subprocess.Process, address: str) -> None:
-        """Wait until the server is ready, announce its public address, then poll its health."""
+        """Wait until the server is ready, announce its public address, then poll its health.
+
+        A part that serves no requests is ready once its process runs.
+        """
+        options = self._options
+        if options.part and options.registry is not None:
+            self._health.follows()
+            part = options.index, options.part, options.process_name, address
+            await asyncio.to_thread(announce_part, options.registry, *part)
+            await asyncio.Event().wait()
         while not self._was_ready:
             try:
                 async with asyncio.timeout(_ANSWER_LIMIT_S):

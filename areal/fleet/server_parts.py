@@ -31,19 +31,32 @@ def filled_in(
     return [_INDEX.sub(lambda found: str(index + int(found[1] or 0)), word) for word in with_ports]
 
 
-def announce_first_part(registry: NameRegistry, index: int, host: Host, bound: socket.socket) -> tuple[str, int]:
-    """Register where part 0 of server `index` listens for the others: on the port of `bound`, which stays reserved."""
-    address, port = host.advertise, bound.getsockname()[1]
-    registry.add(f"parts/{index}", json.dumps({"address": address, "port": port}), replace=True)
-    return address, port
+def first_part(
+    registry: NameRegistry | None, index: int, host: Host, bound: socket.socket | None, limit_s: float
+) -> tuple[str, int]:
+    """Address and port where part 0 of server `index` listens for the others.
 
-
-def find_first_part(registry: NameRegistry, index: int, limit_s: float) -> tuple[str, int]:
-    """Where part 0 of server `index` listens. ServerUnavailable when it is not registered in `limit_s` seconds."""
+    Part 0 registers them: the port of `bound`, which stays reserved. In the other parts `bound` is None.
+    ServerUnavailable when nothing is registered in `limit_s` seconds.
+    """
+    assert registry is not None, "the parts of a server find each other by the registry of their run"
+    if bound is not None:
+        address, port = host.advertise, int(bound.getsockname()[1])
+        registry.add(f"parts/{index}", json.dumps({"address": address, "port": port}), replace=True)
+        return address, port
     found = json.loads(registry.wait(f"parts/{index}", limit_s))
     return str(found["address"]), int(found["port"])
 
 
-def announce_part(registry: NameRegistry, process_name: str) -> None:
-    """Register a part that serves no requests as ready."""
+def announce_part(registry: NameRegistry, index: int, part: int, process_name: str, gateway: str) -> None:
+    """Register a part that serves no requests as ready, and its `gateway` if it has one."""
+    if gateway:
+        registry.add(f"gateways/{index}-{part}", gateway, replace=True)
     registry.add(f"ready/{process_name}", json.dumps({"pid": os.getpid()}), replace=True)
+
+
+def gateways_of_parts(registry: NameRegistry | None, index: int, num_parts: int, limit_s: float) -> list[str]:
+    """The gateways of the other parts of server `index`. ServerUnavailable when one is not registered in `limit_s`."""
+    if registry is None:
+        return []
+    return [registry.wait(f"gateways/{index}-{part}", limit_s) for part in range(1, num_parts)]

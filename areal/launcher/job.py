@@ -200,9 +200,6 @@ def _placed(
     placed = place(machines, servers, Demand(count=num_ranks, gpus=int(has_gpus)), gpu_limit=gpu_limit)
     if isinstance(config, PPOConfig) and any(len(members) > 1 for members in placed.servers):
         cause = f"a server of {server_size} GPUs needs several machines"
-        if config.actor.weight_update_mode == "http":
-            message = f"actor.weight_update_mode: http reaches one machine of a server, and {cause}: use disk or xccl"
-            raise ConfigError(message, code="config.conflict")
         if backend_named(config.server_backend).part_words is None:
             message = f"allocation_mode={config.allocation_mode}: {cause}, which {config.server_backend} cannot use"
             raise ConfigError(message, code="launch.server_too_large")

@@ -1,6 +1,7 @@
 """The gateway of a foreign server: what it lets through, and how answers and failures pass it."""
 
 import asyncio
+import tempfile
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -8,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from areal.fleet.server_gateway import gateway
+from areal.system.folder_server import FolderServer
 from areal.system.network import Host, bind_socket, http_address
 
 TOKEN = "gateway-token"
@@ -136,3 +138,44 @@ async def test_a_server_that_does_not_listen_is_a_bad_gateway():
         nobody = http_address(closed)
         async with gateway(Host(), TOKEN, nobody) as address, aiohttp.ClientSession(headers=WITH_TOKEN) as session:
             assert (await session.get(f"{address}/health")).status == 502
+
+
+async def test_the_gateways_of_all_parts_pull_the_weights(tmp_path, monkeypatch):
+    """Each machine of a server copies them to the same path; other paths and failures are errors of the first part."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "v000001").mkdir()
+    (tmp_path / "v000001/weights").write_bytes(b"weights")
+    source = FolderServer(Host(), TOKEN)
+    url = source.offer(tmp_path / "v000001")
+    asked, answers = [], []
+
+    async def part(request):
+        asked.append((request.path, await request.json(), request.headers["Authorization"]))
+        status, answer = answers.pop()
+        return web.json_response(answer, status=status)
+
+    async with (
+        server(part) as other,
+        gateway(Host(), TOKEN, "http://127.0.0.1:9", lambda: [other]) as address,
+        aiohttp.ClientSession(headers=WITH_TOKEN) as session,
+    ):
+
+        async def pull():
+            async with session.post(f"{address}/pull_weights", json={"url": url}) as answer:
+                return answer.status, await answer.json()
+
+        answers.append((500, {"error": {"message": "no space", "code": "weights.pull_failed"}}))
+        status, answer = await pull()
+        assert (status, answer["error"]["code"]) == (500, "weights.pull_failed")
+        answers.append((400, {"error": {"message": "gone", "code": "weights.not_served"}}))
+        status, answer = await pull()
+        assert (status, answer["error"]["code"]) == (400, "weights.not_served")
+        answers.append((200, {"path": "/elsewhere"}))
+        status, answer = await pull()
+        assert (status, answer["error"]["code"]) == (500, "weights.pull_failed")
+        assert "TMPDIR" in answer["error"]["message"]
+        (copy,) = tmp_path.glob("areal-*/*/v000001-*")
+        answers.append((200, {"path": str(copy)}))
+        assert await pull() == (200, {"path": str(copy)})
+        assert asked == [("/pull_weights", {"url": url}, f"Bearer {TOKEN}")] * 4
+    source.close()

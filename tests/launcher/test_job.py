@@ -307,10 +307,11 @@ def test_a_server_over_two_machines_has_a_part_on_each(tmp_path, backend, words)
     assert ["node2", "10.0.0.2", "server-0-part-1", "0,1,2,3"] in [row[:4] for row in rows]
 
 
-def test_what_a_server_over_several_machines_cannot_do(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        parted(tmp_path, actor=dataclasses.replace(rl_config(tmp_path).actor, weight_update_mode="http"))
-    assert error.value.code == "config.conflict"
+def test_each_part_of_a_server_over_several_machines_may_pull_weights(tmp_path):
+    plan = parted(tmp_path, actor=dataclasses.replace(rl_config(tmp_path).actor, weight_update_mode="http"))
+    contexts = [ProcessContext.from_env(one.env) for one in plan.processes if one.role == "server"]
+    assert [context.weight_transport for context in contexts] == ["http", "http"]
+    assert all("AREAL_TRAINER_ADDRESSES" in one.env for one in plan.processes if one.role == "server")
 
 
 def test_a_replica_that_joins_may_run_on_another_machine(tmp_path):

@@ -21,8 +21,9 @@ from areal.fleet.backends import replica_factory
 from areal.fleet.fleet import Fleet
 from areal.fleet.replica import GenerationPart, PartChunk, Replica
 from areal.system.file_registry import FileRegistry
+from areal.system.network import Host
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel
+from areal.weights.disk import DiskChannel, HttpChannel
 from tests.fake_ranks import FakeRanks
 from tests.servers.checkpoints import Scorer, token_id
 from tests.servers.real_server import Backend, RealServer
@@ -77,7 +78,7 @@ class Kit:
         self._folder = folder
         self._registry = FileRegistry(folder / f"names-{uuid.uuid4().hex[:6]}")
         self._closing: list[Fleet | Replica] = []
-        self._channels: list[CollectiveChannel] = []
+        self._channels: list[CollectiveChannel | HttpChannel] = []
 
     def register(self, index: int, server: RealServer) -> None:
         """Make a server known under a place in the fleet."""
@@ -102,6 +103,18 @@ class Kit:
     def disk(self, fleet: Fleet, trainer: FixedTrainer) -> DiskChannel:
         control, folder = FleetControl(fleet), self._folder / "weights"
         return DiskChannel(trainer, FakeRanks(), control, folder, model_folder=self.models["old"])  # type: ignore[arg-type]
+
+    def http(self, fleet: Fleet, trainer: FixedTrainer) -> HttpChannel:
+        """The servers need gateways, with the token of this process."""
+        made = HttpChannel(
+            trainer,  # type: ignore[arg-type]
+            FakeRanks(),
+            FleetControl(fleet),
+            host=Host(),
+            model_folder=self.models["old"],
+        )
+        self._channels.append(made)
+        return made
 
     def collective(self, fleet: Fleet, trainer: FixedTrainer, *, ranks_per_replica: int = 1) -> CollectiveChannel:
         """Buckets so small that there are several."""

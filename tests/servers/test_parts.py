@@ -32,7 +32,7 @@ allocation_mode: {backend}:d1t2+fsdp:d1
 cluster: {{fileroot: {folder}}}
 train_dataset: {{path: rows.jsonl}}
 reward_fn: math
-actor: {{path: {model}, dtype: float32, optimizer: {{lr: 1.0e-5}}}}
+actor: {{path: {model}, dtype: float32, optimizer: {{lr: 1.0e-5}}, weight_update_mode: http}}
 """
 
 
@@ -62,7 +62,13 @@ class Parts:
 
 
 @pytest.fixture
-def parts(backend: Backend, models: dict[str, Path], tmp_path: Path) -> Iterator[Parts]:
+def parts(
+    backend: Backend, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Parts]:
+    """With a gateway and a private folder for temporary files each, as on two machines."""
+    monkeypatch.setenv("AREAL_SERVER_TOKEN", "token-of-the-parts")
+    (tmp_path / "tmp").mkdir()
+    private = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$TMPDIR" && exec "$@"', "sh"]
     paths = RunPaths(tmp_path / "parts" / "run")
     paths.logs.mkdir(parents=True)
     paths.config.write_text(CONFIG.format(backend=backend, folder=tmp_path, model=models["old"]))
@@ -100,8 +106,8 @@ def parts(backend: Backend, models: dict[str, Path], tmp_path: Path) -> Iterator
             log = stack.enter_context(made.logs[-1].open("wb"))
             made.hosts.append(
                 subprocess.Popen(
-                    [*host, "--", *command, *kind.part_words(part, 2)],
-                    env=env | {"GLOO_SOCKET_IFNAME": "lo"} | context.to_env(),
+                    [*private, *host, "--", *command, *kind.part_words(part, 2)],
+                    env=env | {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path / "tmp")} | context.to_env(),
                     stdout=log,
                     stderr=log,
                     process_group=0,
@@ -116,7 +122,7 @@ def parts(backend: Backend, models: dict[str, Path], tmp_path: Path) -> Iterator
                 one.wait()
 
 
-async def test_two_parts_serve_as_one_and_take_weights_over_both_channels(
+async def test_two_parts_serve_as_one_and_take_weights_by_collective_and_over_http(
     parts: Parts, kit: Kit, old: Scorer, new: Scorer
 ) -> None:
     await asyncio.to_thread(parts.wait_ready)
@@ -125,13 +131,13 @@ async def test_two_parts_serve_as_one_and_take_weights_over_both_channels(
     fleet = await kit.fleet(parts)  # type: ignore[arg-type]
     assert gap(await fleet.agenerate(a_request(40)), old) < TOLERANCE
     trainer = FixedTrainer(build_model(2))
-    collective, disk = kit.collective(fleet, trainer, ranks_per_replica=2), kit.disk(fleet, trainer)
+    collective, pulled = kit.collective(fleet, trainer, ranks_per_replica=2), kit.http(fleet, trainer)
     await asyncio.to_thread(collective.publish, 1)
     response = await fleet.agenerate(a_request(40))
     assert response.output_versions == [1] * 40
     assert gap(response, new) < TOLERANCE
     trainer.model = build_model(1)
-    await asyncio.to_thread(disk.publish, 2)
+    await asyncio.to_thread(pulled.publish, 2)
     assert gap(await fleet.agenerate(a_request(40)), old) < TOLERANCE
     os.kill(parts.hosts[1].pid, signal.SIGKILL)
     assert await asyncio.to_thread(parts.hosts[1].wait, 60) == -signal.SIGKILL
