@@ -6,7 +6,7 @@ other servers. Nothing here waits: the supervisor's loop calls `step` repeatedly
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from areal.api.config import ElasticConfig, LauncherConfig
@@ -126,21 +126,22 @@ class ReplicaChanges:
         return self._add(request, now_s) if request.action == "add-replica" else self._remove(request, now_s)
 
     def _add(self, request: Request, now_s: float) -> str:
-        like = self._servers[0].children[0].planned
-        if len(self._servers[0].children) > 1:
-            return "each server of this run uses several machines: their number is fixed by allocation_mode"
+        likes = [child.planned for child in self._servers[0].children]
         taken = {unit.children[0].planned.index for unit in self._units if unit.role == "server"}
         index = next(index for index in range(len(taken) + 1) if index not in taken)
-        host, gpus = self._backend.new_host(f"server-{index}"), like.gpus
-        if host is None:
-            free = self._free_gpus()
-            host = self._host_with(len(like.gpus), free)
-            if host is None:
-                spare = max(map(len, free.values()), default=0)
-                fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
-                return f"another replica needs {len(like.gpus)} GPUs of one machine, and {spare} are free: {fix}"
-            gpus = tuple(free[host][: len(like.gpus)]) if like.gpus else ()
-        unit = Unit([another_server(like, index, host=host, gpus=gpus)], self._backend, self._clock)
+        # With separate Slurm jobs each server has a job of one node, so one of several parts finds no free machines.
+        host = self._backend.new_host(f"server-{index}") if len(likes) == 1 else None
+        places = [(host, likes[0].gpus)] if host is not None else self._free_places(len(likes[0].gpus), len(likes))
+        if not places:
+            spare = sorted(map(len, self._free_gpus().values()), reverse=True)[: len(likes)] or [0]
+            where = "one machine" if len(likes) == 1 else f"each of {len(likes)} machines"
+            fix = "remove a replica first, or give the run more GPUs (cluster.n_gpus_per_node)"
+            free = ", ".join(map(str, spare))
+            return f"another replica needs {len(likes[0].gpus)} GPUs of {where}, and {free} are free: {fix}"
+        parts = [
+            another_server(like, index, host=host, gpus=gpus) for like, (host, gpus) in zip(likes, places, strict=True)
+        ]
+        unit = Unit(parts, self._backend, self._clock)
         unit.phase = "joining"
         self._units.append(unit)
         self._since[unit.name] = now_s
@@ -166,15 +167,21 @@ class ReplicaChanges:
         taken = {(host, gpu) for host, gpus in used for gpu in gpus}
         return {host: sorted(gpu for gpu in gpus if (host, gpu) not in taken) for host, gpus in self._gpus.items()}
 
-    def _host_with(self, num_gpus: int, free: Mapping[Host, Sequence[str]]) -> Host | None:
-        """The first machine with enough free GPUs; for a server on the CPU the one with the fewest servers."""
+    def _free_places(self, num_gpus: int, num_parts: int) -> list[tuple[Host, tuple[str, ...]]]:
+        """The first machines with enough free GPUs, one for each part; none when there are too few.
+
+        For a server on the CPU it is the machine with the fewest servers.
+        """
         if num_gpus:
-            return next((host for host, gpus in free.items() if len(gpus) >= num_gpus), None)
+            found = [
+                (host, tuple(gpus[:num_gpus])) for host, gpus in self._free_gpus().items() if len(gpus) >= num_gpus
+            ]
+            return found[:num_parts] if len(found) >= num_parts else []
         hosts = dict.fromkeys(
             self._backend.place_of(child.planned)[0] for unit in self._units for child in unit.children
         )
         servers = Counter(self._backend.place_of(unit.children[0].planned)[0] for unit in self._servers)
-        return min(hosts, key=lambda host: servers[host])
+        return [(min(hosts, key=lambda host: servers[host]), ())]
 
     def _remove(self, request: Request, now_s: float) -> str:
         members = {unit.name: unit for unit in self._servers if unit.phase == "member"}

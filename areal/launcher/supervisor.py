@@ -293,12 +293,8 @@ class Supervisor:
         """Remove the entries by which others find the processes of a unit, and their heartbeats."""
         for child in unit.children:
             child.is_ready = False
-            self._registry.remove(f"ready/{child.name}")
-            if unit.role == "server":
-                self._registry.remove(f"servers/{child.planned.index}")
-                self._registry.remove(f"parts/{child.planned.index}")
-            elif unit.role == "controller":
-                self._registry.remove("controller")
+            for name in child.registered_names:
+                self._registry.remove(name)
             self._paths.alive_of(child.name).unlink(missing_ok=True)
 
     def _removed(self, unit: Unit) -> None:

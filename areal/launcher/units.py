@@ -46,6 +46,17 @@ class Child:
         return self.planned.name
 
     @property
+    def registered_names(self) -> list[str]:
+        """The names in the registry by which others find this process."""
+        index, part = self.planned.index, self.planned.part
+        by_role = {
+            "server": [f"servers/{index}", f"parts/{index}", f"gateways/{index}-{part}"],
+            "controller": ["controller"],
+            "trainer": [],
+        }
+        return [f"ready/{self.name}", *by_role[self.planned.role]]
+
+    @property
     def exit_code(self) -> int | None:
         """Negative = ended by this signal; None while it runs or before its first start."""
         return None if self.pid is None else self._backend.poll(self.name)

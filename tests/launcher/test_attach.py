@@ -206,6 +206,22 @@ def test_a_replica_takes_as_many_gpus_as_the_others_have(run):
     assert run.notes()[1:] == ["server-1 4,6"]
 
 
+def test_a_replica_of_two_parts_takes_two_machines(run):
+    run.gpus = {"server-0": ("0", "1"), "server-0-part-1": ("0", "1")}
+    run.spare_gpus = tuple(
+        (Host(node=node), tuple(gpus)) for node, gpus in zip("abcd", ("5", "67", "34", "8"), strict=True)
+    )
+    shows = "note(f\"{name} {context['host']['node']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\"); " + SERVER
+    session = Session(run, [ADD, ADD, ["--remove-replica", "server-1"], ADD])
+    joined, refused, _, again = session(server_0=shows, server_0_part_1=shows)
+    assert in_order(joined, "server-1")
+    assert in_order(again, "server-1")
+    assert refused.code == "launch.request_refused"
+    assert in_order(str(refused), 2, 2, 1, 1)
+    added = ["server-1 b 6,7", "server-1-part-1 c 3,4"]
+    assert sorted(run.notes()[2:]) == sorted(added * 2)
+
+
 def test_a_failed_added_replica_does_not_end_the_run(run):
     fails = "if name == 'server-1': print('areal: error: no memory'); sys.exit(2)\n"
     session = Session(run, [ADD])
