@@ -113,9 +113,14 @@ def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
 def run(slurm: SlurmCluster, data: Path, tmp_path: Path) -> Iterator[Run]:
     made = Run(slurm, data, tmp_path)
     yield made
-    if made.job:
-        slurm.command("scancel", made.job)
-        wait_for(lambda: not slurm.queue(), "an empty queue")
+    slurm.command("scancel", "--user=root")
+    wait_for(lambda: not slurm.queue(), "an empty queue")
+
+
+@pytest.fixture
+def other(slurm: SlurmCluster, data: Path, tmp_path: Path, run: Run) -> Run:
+    """A second run at the same time, without recovery."""
+    return Run(slurm, data, tmp_path / "other")
 
 
 def _of_the_command(entered: "subprocess.Popen[str]") -> psutil.Process:
@@ -136,20 +141,9 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_run_completes_on_three_nodes(run: Run) -> None:
-    status, errors = ended(run.launch("total_train_steps=4"))
-    assert status == 0, errors
-    assert run.step == 4
-    plan = json.loads((run.folder / "plan.json").read_text())
-    assert len({process["host"]["node"] for process in plan["processes"]}) > 1
-    assert not any(process["host"]["advertise"].startswith("127.") for process in plan["processes"])
-    run.assert_clean()
-
-
 @pytest.mark.parametrize(
     ("override", "word"),
-    [("launcher.slurm.partition=nope", "nope"), ("cluster.n_gpus_per_node=16", "configuration"),
-     ("launcher.trainer_mem_per_gpu=999999", "configuration"), ("cluster.n_nodes=7", "PartitionConfig"),
+    [("launcher.trainer_mem_per_gpu=999999", "configuration"), ("cluster.n_nodes=7", "PartitionConfig"),
      ("launcher.slurm.time_limit=5-0", "Partition"), ("launcher.stop_grace_s=15", "KillWait")],
 )  # fmt: skip
 def test_a_job_that_cannot_start_ends_in_one_line(run: Run, override: str, word: str) -> None:
@@ -160,24 +154,7 @@ def test_a_job_that_cannot_start_ends_in_one_line(run: Run, override: str, word:
     wait_for(lambda: not run.slurm.queue(), "an empty queue")
 
 
-def test_scancel_ends_the_run_and_its_follower(run: Run) -> None:
-    follower = run.launch()
-    run.await_step(1)
-    run.slurm.command("scancel", run.job)
-    status, errors = ended(follower)
-    assert status == 130, errors
-    run.assert_clean()
-
-
-def test_interrupt_of_the_follower_cancels_the_job(run: Run) -> None:
-    follower = run.launch()
-    run.await_step(1)
-    _of_the_command(follower).send_signal(signal.SIGINT)
-    assert ended(follower)[0] == 130
-    run.assert_clean()
-
-
-def test_detach_leaves_a_job_that_is_followed_again(run: Run) -> None:
+def test_a_run_on_three_nodes_is_left_followed_again_and_completes(run: Run) -> None:
     leaves = run.launch("--detach", "total_train_steps=6")
     output, _ = leaves.communicate(timeout=_LIMIT_S)
     assert (leaves.returncode, output.strip()) == (0, run.job)
@@ -186,38 +163,36 @@ def test_detach_leaves_a_job_that_is_followed_again(run: Run) -> None:
     status, errors = ended(run.command("--attach", str(run.folder)))
     assert status == 0, errors
     assert run.step == 6
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert len({process["host"]["node"] for process in plan["processes"]}) > 1
+    assert not any(process["host"]["advertise"].startswith("127.") for process in plan["processes"])
     run.assert_clean()
 
 
-def test_the_signal_before_the_time_limit_saves_and_requeues(run: Run) -> None:
-    follower = run.launch("total_train_steps=9", "recover.freq_steps=1000")
-    run.await_step(3)
-    run.slurm.command("scancel", "--signal=USR1", "--batch", run.job)
-    wait_for(lambda: run.facts().restarts == 1, "a requeue")
-    assert [path.name for path in (run.folder / "recover").glob("step-*")]
-    status, errors = ended(follower)
-    assert status == 0, errors
-    assert run.step == 9
-    run.assert_clean()
-
-
-def test_the_time_limit_of_slurm_does_not_end_the_run(run: Run) -> None:
-    """Slurm itself sends the signal. A limit of one minute is the shortest."""
-    limit = ("launcher.slurm.time_limit=1", "launcher.slurm.signal_s=50", "total_train_steps=100000")
-    follower = run.launch(*limit)
+def test_the_time_limit_of_slurm_does_not_end_the_run_that_recovers(run: Run, other: Run) -> None:
+    """Slurm itself sends the signal. A limit of one minute is the shortest. scancel ends the run."""
+    limit = ("launcher.slurm.time_limit=1", "total_train_steps=100000")
+    follower = run.launch(*limit, "launcher.slurm.signal_s=50")
+    without = other.launch(*limit, "recover.mode=disabled", "cluster.n_nodes=1")
     wait_for(lambda: run.facts().restarts >= 1 if run.job else False, "a requeue")
     step = run.step
     run.await_step(step + 1)
     run.slurm.command("scancel", run.job)
     assert ended(follower)[0] == 130
+    status, errors = ended(without)
+    assert status == 1, errors
+    assert "TIMEOUT" in errors.splitlines()[-1]
     run.assert_clean()
 
 
 @pytest.mark.parametrize("lost", ["node2", "node3"])
-def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster, lost: str) -> None:
+def test_a_lost_node_requeues_the_run_that_recovers(run: Run, other: Run, slurm: SlurmCluster, lost: str) -> None:
     """The launcher runs on node2. Processes of node3 start elsewhere until Slurm notices, and puts the job back."""
-    elsewhere = ("cluster.n_nodes=2", "launcher.slurm.sbatch_additional_args=--exclude=node1")
-    follower = run.launch("total_train_steps=100000", "cluster.node_silence_s=2", *elsewhere)
+    words = ("cluster.n_nodes=2", "launcher.slurm.sbatch_additional_args=--exclude=node1", "cluster.node_silence_s=2")
+    follower = run.launch("total_train_steps=100000", *words)
+    run.await_step(1)
+    without = other.launch("total_train_steps=100000", "recover.mode=disabled", *words)
+    other.await_step(1)
     run.await_step(4)
     slurm.nodes[int(lost[-1])].power_off()
     wait_for(lambda: meaning_of(run.facts()).phase == "pending", "a requeue")
@@ -225,13 +200,17 @@ def test_a_lost_node_requeues_the_run_which_recovers(run: Run, slurm: SlurmClust
     step = run.step
     run.await_step(step + 3)
     assert run.facts().restarts == 1
-    run.slurm.command("scancel", run.job)
+    _of_the_command(follower).send_signal(signal.SIGINT)  # as scancel
     assert ended(follower)[0] == 130
+    status, errors = ended(without)
+    assert status == 1, errors
+    assert "NODE_FAIL" in errors.splitlines()[-1]
     run.assert_clean()
+    wait_for(lambda: set(slurm.states().values()) == {"idle"}, "idle nodes")
 
 
 def test_separate_jobs_run_a_component_each_and_a_lost_server_gets_a_new_one(run: Run, slurm: SlurmCluster) -> None:
-    words = ("launcher.slurm.separate_jobs=true", "total_train_steps=60", "cluster.node_silence_s=3")
+    words = ("launcher.slurm.separate_jobs=true", "total_train_steps=30", "cluster.node_silence_s=3")
     follower = run.launch(*words, "allocation_mode=native:d2+fsdp:d2")
     run.await_step(3)
     jobs = json.loads((run.folder / "slurm" / "jobs.json").read_text())
@@ -240,7 +219,7 @@ def test_separate_jobs_run_a_component_each_and_a_lost_server_gets_a_new_one(run
     slurm.command("scancel", jobs["server-1"])
     status, errors = ended(follower)
     assert status == 0, errors
-    assert run.step == 60
+    assert run.step == 30
     again = json.loads((run.folder / "slurm" / "jobs.json").read_text())
     assert {name for name in jobs if again[name] != jobs[name]} == {"server-1"}
     run.assert_clean()
@@ -271,38 +250,21 @@ def test_a_sweep_is_an_array_whose_runs_are_followed_together(run: Run, slurm: S
     wait_for(lambda: not slurm.queue(), "an empty queue")
 
 
-def test_a_job_of_higher_priority_requeues_the_run_which_recovers(run: Run, slurm: SlurmCluster) -> None:
-    follower = run.launch("total_train_steps=40", "cluster.n_nodes=3")
-    run.await_step(4)
-    urgent = slurm.command(
-        "sbatch", "--parsable", "-p", "urgent", "-N3", "--exclusive", "--wrap", "sleep 5", "-o", "/dev/null"
-    )
-    wait_for(lambda: run.facts().restarts >= 1, f"a requeue after job {urgent.stdout}")
+def test_a_run_survives_the_signal_before_the_limit_and_a_job_of_higher_priority(run: Run, slurm: SlurmCluster) -> None:
+    follower = run.launch("total_train_steps=20", "recover.freq_steps=1000")
+    run.await_step(3)
+    slurm.command("scancel", "--signal=USR1", "--batch", run.job)
+    wait_for(lambda: run.facts().restarts == 1, "a requeue")
+    assert [path.name for path in (run.folder / "recover").glob("step-*")]
+    step = run.step
+    run.await_step(step + 1)
+    words = ("--parsable", "-p", "urgent", "-N3", "--exclusive", "--wrap", "sleep 5", "-o", "/dev/null")
+    urgent = slurm.command("sbatch", *words)
+    wait_for(lambda: run.facts().restarts >= 2, f"a requeue after job {urgent.stdout}")
     status, errors = ended(follower)
     assert status == 0, errors
-    assert run.step == 40
+    assert run.step == 20
     run.assert_clean()
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        (("launcher.slurm.time_limit=1",), "TIMEOUT"),
-        (("cluster.n_nodes=2", "launcher.slurm.sbatch_additional_args=--exclude=node1"), "NODE_FAIL"),
-    ],
-)
-def test_an_end_of_the_job_without_recovery_is_named(run: Run, slurm: SlurmCluster, words, cause) -> None:
-    follower = run.launch("recover.mode=disabled", "total_train_steps=100000", *words)
-    run.await_step(1)
-    if cause == "NODE_FAIL":
-        slurm.nodes[2].power_off()
-    status, errors = ended(follower)
-    if cause == "NODE_FAIL":
-        slurm.power_on(slurm.nodes[2])
-        wait_for(lambda: set(slurm.states().values()) == {"idle"}, "idle nodes")
-    assert status == 1, errors
-    assert cause in errors.splitlines()[-1]
-    wait_for(lambda: not slurm.queue(), "an empty queue")
 
 
 @pytest.mark.skipif(not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs control groups of version 1 for memory")
