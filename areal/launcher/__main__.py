@@ -22,6 +22,7 @@ configured, 130 it was interrupted.
   key.sub=value    replaces an option of the file; `areal config KEY` explains it
   --dry-run        checks everything, prints the plan, starts nothing
   --json           prints the plan, or at the end of the run its summary, as JSON
+  --step-s=SECONDS with --dry-run: for the GPU hours, if no earlier run measured it
   --overwrite      deletes an earlier run of this name
   --launcher NAME  default: launcher.type; if that is auto, ssh with --hosts, else
                    local. `areal run --launcher NAME --help` lists more options
@@ -90,7 +91,7 @@ def _configuring(words: Sequence[str]) -> Iterator[str]:
     for word in remaining:
         if word in ("--sweep", "--at-once"):
             next(remaining, "")
-        elif word not in ("--dry-run", "--detach", "--overwrite", "--json"):
+        elif word not in ("--dry-run", "--detach", "--overwrite", "--json") and not word.startswith("--step-s="):
             yield word
 
 

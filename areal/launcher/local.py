@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -61,12 +62,13 @@ from areal.system.process import interrupts_notice, run_main
 from areal.system.run_paths import RunPaths
 
 USAGE = """usage: python -m areal.launcher.local [SCRIPT.py] --config FILE.yaml [key.sub=value ...] [--dry-run] [--json]
+           [--step-s=SECONDS]
        python -m areal.launcher.local --attach RUN --add-replica | --remove-replica NAME [--json]
 
 Runs a configuration on this machine. SCRIPT.py runs in the controller and in every trainer rank; without one the
 configuration names all parts. --dry-run prints the plan and the first prompt and starts nothing. --json prints the
-plan, or at the end of a run its summary, as one line of JSON. --overwrite deletes an earlier run in the run folder.
---attach changes a running run (see --attach --help).
+plan, or at the end of a run its summary, as one line of JSON. --step-s gives a dry run the seconds of a train step for
+its GPU hours. --overwrite deletes an earlier run in the run folder. --attach changes a running run (see its --help).
 AREAL_LLM_SERVER_ADDRS=host:port,... makes the run use servers that are already running, as rollout.server_addrs does;
 AREAL_SERVER_TOKEN contains their token or API key. The first Ctrl-C saves a recovery checkpoint where recover.mode
 allows; the second ends the run at once.
@@ -89,11 +91,14 @@ class Launch:
     """Delete an earlier run in the run folder."""
     as_json: bool = False
     """Print one JSON object: the plan of a dry run, else the summary of the run at its end."""
+    step_s: float | None = None
+    """Seconds of a train step, for the GPU hours of a dry run; None = as an earlier run measured."""
 
 
 def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine: bool = True) -> Launch:
     """Read and check the whole configuration. ConfigError lists every problem; --help prints and exits."""
-    words = [word for word in argv if word not in ("--dry-run", "--overwrite", "--json")]
+    flags = ("--dry-run", "--overwrite", "--json")
+    words = [word for word in argv if word not in flags and not word.startswith("--step-s=")]
     if "--help" in words or "-h" in words:
         sys.stdout.write(usage)
         load_experiment(words)  # prints the options and exits
@@ -108,8 +113,21 @@ def read_command_line(argv: Sequence[str], *, usage: str = USAGE, on_one_machine
         path = Path(script)
         extras = script_keys(words, path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
     raise_problems(list(function_problems(config, has_script=script is not None)))
-    flags = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
-    return Launch(config=config, extras=extras, script=script, **flags)
+    given = {"dry_run": "--dry-run" in argv, "overwrite": "--overwrite" in argv, "as_json": "--json" in argv}
+    return Launch(config=config, extras=extras, script=script, step_s=_step_s(argv), **given)
+
+
+def _step_s(argv: Sequence[str]) -> float | None:
+    """The number of `--step-s=SECONDS`; None without this word. ConfigError when it is not positive."""
+    for text in (word.partition("=")[2] for word in argv if word.startswith("--step-s=")):
+        try:
+            step_s = float(text)
+        except ValueError:
+            step_s = math.nan
+        if not 0 < step_s < math.inf:
+            raise ConfigError(f"--step-s={text}: give seconds, such as --step-s=90", code="config.bad_override")
+        return step_s
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +208,7 @@ def checked_plan(
         facts = dataclasses.asdict(_public(plan)) | {"first_prompt": tried.prompt, "prompt_tokens": tried.num_tokens}
         sys.stdout.write(json.dumps(facts | {"script_keys": list(request.extras), "problems": problems}) + "\n")
     elif request.dry_run:
-        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config))))
+        sys.stdout.write(plan_text(plan, earlier_step_s(RunPaths.of(config)), given_step_s=request.step_s))
         if tried.prompt:
             sys.stdout.write(f"the first prompt ({tried.num_tokens} tokens):\n{tried.prompt}\n")
         if request.extras:

@@ -9,8 +9,9 @@ from areal.launcher.job import LaunchPlan
 from areal.system.process import AREAL_PROCESS
 
 
-def plan_text(plan: LaunchPlan, step_s: float | None) -> str:
-    """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it."""
+def plan_text(plan: LaunchPlan, step_s: float | None, *, given_step_s: float | None = None) -> str:
+    """The plan as text. `step_s`: seconds of a train step, if an earlier run has measured it; `given_step_s`: as the
+    user expects them, which comes first."""
     hosts = ", ".join(sorted({process.host.bind for process in plan.processes}))
     lines = [f"run folder: {plan.run_dir}", f"allocation: {plan.allocation}", f"ports: chosen at start, on {hosts}"]
     if len({process.host for process in plan.processes}) > 1:
@@ -28,7 +29,7 @@ def plan_text(plan: LaunchPlan, step_s: float | None) -> str:
         lines.append(f"weight updates: {plan.weight_path.transport} ({plan.weight_path.reason})")
     lines.append("numbers:")
     lines += [f"  {name}: {value}" for name, value in describe(plan).items()]
-    lines.append(f"  GPU hours: {_gpu_hours(plan, step_s)}")
+    lines.append(f"  GPU hours: {_gpu_hours(plan, step_s, given_step_s)}")
     lines.append("Model state: weights, gradients, optimiser state and KV cache, without activations and libraries.")
     return "\n".join(lines) + "\n"
 
@@ -49,13 +50,15 @@ def _table(plan: LaunchPlan) -> list[str]:
     return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _gpu_hours(plan: LaunchPlan, step_s: float | None) -> str:
+def _gpu_hours(plan: LaunchPlan, measured_s: float | None, given_s: float | None) -> str:
     gpus, steps = sum(len(process.gpus) for process in plan.processes), plan.numbers.total_steps
     if not gpus:
         return "0 (the run uses no GPU)"
+    step_s = measured_s if given_s is None else given_s
     if steps is None or step_s is None:
-        return "unknown (they need the number of steps, and seconds per step of an earlier run in this folder)"
-    return f"about {gpus * steps * step_s / 3600:.1f} ({gpus} GPUs, {steps} steps of {step_s:.1f} s as measured before)"
+        return "unknown (they need the number of steps, and an earlier run in this folder or --step-s=SECONDS)"
+    source = "measured before" if given_s is None else "given by --step-s"
+    return f"about {gpus * steps * step_s / 3600:.1f} ({gpus} GPUs, {steps} steps of {step_s:.1f} s as {source})"
 
 
 def bytes_text(count: int | None) -> str:

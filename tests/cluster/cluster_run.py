@@ -219,10 +219,10 @@ class ClusterRun(Run):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    def prove(self, data: Path) -> list[str]:
+    def prove(self, data: Path, *, replays: bool = True) -> list[str]:
         """Nothing is lost or trained twice, and no process is left on any node. Returns the facts."""
         assert self.wait() == 0, self.tail(self.log_path, 40)
-        facts, problems = prove(self, data=data, is_to_solve=False)
+        facts, problems = prove(self, data=data, is_to_solve=False, replays=replays)
         assert problems == [], problems
         return facts
 

@@ -343,3 +343,4 @@ def test_gpu_hours_need_the_steps_and_the_seconds_of_a_step(tmp_path):
     hours = used * plan.numbers.total_steps * 90.0 / 3600
     assert f"about {hours:.1f}" in plan_text(plan, 90.0)
     assert "GPU hours: unknown" in plan_text(plan, None)
+    assert f"about {hours:.1f}" in plan_text(plan, 1.0, given_step_s=90.0), "what the user gives comes first"

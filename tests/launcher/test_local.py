@@ -11,10 +11,13 @@ import pytest
 
 from areal.api.errors import ConfigError, LaunchError
 from areal.launcher import local
+from areal.launcher.__main__ import launcher_of
+from areal.launcher.local import read_command_line
 from areal.launcher.placement import Machine
 from areal.system.durable import publish_folder
 from areal.system.process import ProcessContext
 from areal.system.run_paths import RunPaths
+from tests.expect import raises_code
 
 CONFIG = """
 experiment_name: e
@@ -287,3 +290,15 @@ def test_unknown_keys_are_refused_without_a_script(folder):
 def test_launcher_needs_no_torch():
     code = "import sys, areal.launcher.local; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf", ""])
+def test_seconds_per_step_are_a_positive_number(text):
+    with raises_code("config.bad_override"):
+        read_command_line(["--config", "examples/quickstart/sft.yaml", "--dry-run", f"--step-s={text}"])
+
+
+def test_seconds_per_step_reach_the_launch_and_every_launcher_skips_the_word():
+    words = ["--config", "examples/quickstart/sft.yaml", "--dry-run", "--step-s=90"]
+    assert read_command_line(words).step_s == 90.0
+    assert launcher_of(words) == ("local", words)
