@@ -88,6 +88,27 @@ def site(request: Any, can_have_ssh: None, data: Path, tmp_path_factory: Any) ->
             assert nodes[1].run([sys.executable, "-c", RESERVED]).stdout.strip() == "[]"
 
 
+@contextlib.contextmanager
+def mounted(site: Site, target: Path, *words: str) -> Iterator[None]:
+    """Something else at a path of the last node."""
+    assert site.last.run(["mount", *words, str(target)]).returncode == 0
+    try:
+        yield
+    finally:
+        assert site.last.run(["umount", str(target)], cwd="/").returncode == 0
+
+
+@contextlib.contextmanager
+def firewall(site: Site) -> Iterator[None]:
+    """The last two nodes lose each other silently. The launcher reaches both."""
+    two = len(list(site.nodes)) - 1
+    site.nodes.cut(two, two + 1)
+    try:
+        yield
+    finally:
+        site.nodes.heal(two, two + 1)
+
+
 def test_no_cluster(site: Site) -> None:
     if site.launcher == "ssh":
         assert site.refusal(hosts="10.255.0.1:2222,10.255.0.9:2222") == "launch.node_unreachable"
@@ -130,33 +151,16 @@ def test_impossible_resources(site: Site) -> None:
 
 
 def test_a_node_without_the_shared_folder(site: Site) -> None:
-    site.last.run(["mount", "-t", "tmpfs", "none", str(site.fileroot)])
-    try:
+    with mounted(site, site.fileroot, "-t", "tmpfs", "none"):
         assert site.refusal() == "launch.folder_not_shared"
-    finally:
-        site.last.run(["umount", str(site.fileroot)])
 
 
 def test_another_version_on_a_node(site: Site) -> None:
     own = ROOT / "areal" / "__init__.py"
     other = site.folder / "__init__.py"
     other.write_text(f"{own.read_text()}\n__version__ = '0.0.0'\n")
-    site.last.run(["mount", "--bind", str(other), str(own)])
-    try:
+    with mounted(site, own, "--bind", str(other)):
         assert site.refusal() == "launch.other_version"
-    finally:
-        site.last.run(["umount", str(own)])
-
-
-@contextlib.contextmanager
-def firewall(site: Site) -> Iterator[None]:
-    """The last two nodes lose each other silently. The launcher reaches both."""
-    two = len(list(site.nodes)) - 1
-    site.nodes.cut(two, two + 1)
-    try:
-        yield
-    finally:
-        site.nodes.heal(two, two + 1)
 
 
 def test_a_firewall_between_two_nodes(site: Site) -> None:
@@ -179,11 +183,8 @@ def test_a_refused_key(site: Site) -> None:
 def test_a_node_without_the_working_folder(site: Site) -> None:
     if site.launcher != "ssh":
         pytest.skip("Ray and Slurm start nothing there")
-    site.last.run(["mount", "-t", "tmpfs", "none", str(ROOT.parent)])
-    try:
+    with mounted(site, ROOT.parent, "-t", "tmpfs", "none"):
         assert site.refusal() in ("launch.folder_not_shared", "launch.node_unreachable")
-    finally:
-        site.last.run(["umount", str(ROOT.parent)])
 
 
 def test_a_run_completes_after_all_this(site: Site) -> None:
