@@ -110,8 +110,6 @@ class ClusterRun(Run):
     """One run folder, and a launcher on the first node of `cluster`."""
 
     cluster: Cluster
-    hosts: str = ""
-    """For `--hosts`; empty = all nodes."""
     environ: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -120,7 +118,7 @@ class ClusterRun(Run):
 
     def start(self) -> None:
         module = f"areal.launcher.{self.cluster.launcher}"
-        argv = [sys.executable, "-m", module, *self.arguments, *self.cluster.words(self.hosts)]
+        argv = [sys.executable, "-m", module, *self.arguments, *self.cluster.words()]
         environ = {name: value for name, value in self.cluster.environ.items() if name != "AREAL_SERVER_TOKEN"}
         with open(self.log_path, "ab") as log:
             self.launcher = self.nodes[1].popen(

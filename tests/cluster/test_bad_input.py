@@ -132,7 +132,7 @@ def test_closed_port_of_the_cluster(site: Site) -> None:
         assert site.refusal(environ={"SLURM_CONF": str(site.folder / "slurm.conf")}) == "launch.slurm_silent"
 
 
-def test_wrong_partition(site: Site) -> None:
+def test_an_unknown_partition_or_host(site: Site) -> None:
     if site.launcher == "slurm":
         assert site.refusal("launcher.slurm.partition=nope") == "launch.slurm_refused"
     elif site.launcher == "ssh":

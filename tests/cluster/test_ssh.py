@@ -8,7 +8,6 @@ import pytest
 
 from tests.cluster.cluster_run import Cluster, cluster_run, foreign_sockets, write_config
 from tests.cluster.nodes import wait_for
-from tests.faults.driver import ROOT
 
 SILENCE = ("cluster.node_silence_s=2", "cluster.node_connect_s=10")
 
@@ -35,9 +34,9 @@ def make_run(cluster, data, tmp_path):
     """Starts the launcher on node1, with the controller, server-0 and rank 0. node2: server-1; node3: rank 1."""
     runs = []
 
-    def make(*overrides, hosts=""):
+    def make(*overrides):
         run = cluster_run(cluster, tmp_path, write_config(tmp_path, data), *SILENCE, *overrides)
-        run.hosts, run.environ = hosts, {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
+        run.environ = {"HF_TOKEN": "hf_secret", "WANDB_API_KEY": "wandb_secret"}
         runs.append(run)
         run.start()
         return run
@@ -91,45 +90,3 @@ def test_a_pulled_cable_ends_the_processes_of_the_node_before_they_run_elsewhere
     assert not [pid for pid in before & set(nodes[3].pids()) if "areal.trainer" in command(pid)]
     nodes[3].cable("up")
     run.prove(data)
-
-
-def refused(run, nodes, *codes):
-    """The launcher ends with 2 and one of the codes in its last line; no process of the run is left on any node."""
-    assert run.wait(60) == 2
-    errors = [line for line in run.log_path.read_text().splitlines() if line.startswith("areal: error:")]
-    assert len(errors) == 1
-    assert errors[0].endswith(tuple(f"[{code}]" for code in codes)), errors
-    own = [pid for node in nodes for pid in node.pids() if "areal" in command(pid) or "ssh -o" in command(pid)]
-    assert own == []
-
-
-@pytest.mark.parametrize(
-    "third", ["10.255.0.9:2222", "10.255.0.3:2223", "no-such-host:2222"], ids=["no host", "closed port", "no name"]
-)
-def test_a_host_that_does_not_answer_is_refused(make_run, nodes, third):
-    run = make_run(hosts=f"10.255.0.1:2222,10.255.0.2:2222,{third}")
-    refused(run, nodes, "launch.node_unreachable")
-
-
-def test_a_wrong_key_is_refused(make_run, nodes, cluster):
-    (cluster.ssh.folder / "authorized_keys").write_text("")
-    refused(make_run(), nodes, "launch.node_unreachable")
-
-
-def test_a_node_without_the_run_folder_is_refused(make_run, nodes, tmp_path):
-    (tmp_path / "faults").mkdir()
-    nodes[3].run(["mount", "-t", "tmpfs", "none", str(tmp_path / "faults")])
-    refused(make_run(), nodes, "launch.folder_not_shared")
-
-
-def test_a_node_without_the_working_folder_is_refused(make_run, nodes):
-    nodes[3].run(["mount", "-t", "tmpfs", "none", str(ROOT.parent)])
-    refused(make_run(), nodes, "launch.folder_not_shared", "launch.node_unreachable")
-
-
-def test_another_version_on_a_node_is_refused(make_run, nodes, tmp_path):
-    other = tmp_path / "__init__.py"
-    text = (ROOT / "areal" / "__init__.py").read_text()
-    other.write_text(f"{text}\n__version__ = '0.0.0'\n")
-    nodes[3].run(["mount", "--bind", str(other), str(ROOT / "areal" / "__init__.py")])
-    refused(make_run(), nodes, "launch.other_version")
