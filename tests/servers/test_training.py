@@ -156,3 +156,16 @@ def test_weights_over_disk_with_the_server_killed_on_the_way(backend: Backend, w
     servers[0].kill()
     check_to_the_end(run)
     assert servers[0].pid not in {process.pid for process in run.processes()}
+
+
+def test_weights_over_http_with_the_trainer_killed_on_the_way(backend: Backend, warm_up: Path) -> None:
+    """The trainer that starts again serves its versions at another address; the server pulls them from there."""
+    recovers = ("recover.mode=auto", "recover.freq_steps=3")
+    run = launch(backend, warm_up, "actor.weight_update_mode=http", *recovers)
+    run.wait_for_steps(6)
+    (trainer,) = [
+        one for one in run.processes("areal.trainer") if json.loads(one.environ()["AREAL_PROCESS"])["role"] == "trainer"
+    ]
+    trainer.kill()
+    check_to_the_end(run)
+    assert not any((run.folder / "weights").glob("*"))
