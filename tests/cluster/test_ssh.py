@@ -46,8 +46,10 @@ def make_run(cluster, data, tmp_path):
         run.abandon()
 
 
-def test_a_run_on_three_nodes_uses_no_address_but_theirs_and_shows_no_secret(make_run, nodes, data):
-    run = make_run("total_train_steps=4")
+def test_a_run_shows_no_secret_and_survives_the_loss_of_a_servers_and_of_a_trainers_node(
+    make_run, nodes, cluster, data
+):
+    run = make_run("total_train_steps=16")
     run.wait_for_step(1)
     assert foreign_sockets(nodes) == []
     assert all(len(node.listening()) > 1 for node in nodes)
@@ -56,29 +58,20 @@ def test_a_run_on_three_nodes_uses_no_address_but_theirs_and_shows_no_secret(mak
     assert not [text for text in commands if token in text or "hf_secret" in text or "wandb_secret" in text]
     environ = Path(f"/proc/{next(pid for pid in nodes[2].pids() if 'inference.server' in command(pid))}/environ")
     assert "HF_TOKEN=hf_secret" in environ.read_text().split("\0")
-    run.prove(data)
-
-
-def test_a_server_whose_node_loses_power_continues_on_another_node(make_run, nodes, data):
-    run = make_run("total_train_steps=12")
-    run.wait_for_step(2)
     nodes[2].power_off()
-    run.prove(data)
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert list(summary["restarts"]) == ["server-1"]
-    text = run.log_path.read_text()
-    assert "launch.node_lost" in text or "is lost" in text
-
-
-def test_a_trainer_whose_node_loses_power_recovers_also_after_the_node_is_back(make_run, nodes, cluster, data):
-    run = make_run("total_train_steps=16")
-    run.wait_for_step(2)
+    run.wait_for_step(run.steps() + 3)
+    nodes[2].power_on()
+    cluster.prepare(nodes[2])
     nodes[3].power_off()
-    run.wait_for_step(run.steps() + 4)
+    run.wait_for_step(run.steps() + 3)
     nodes[3].power_on()
     cluster.prepare(nodes[3])
     run.prove(data)
-    assert "trainers" in json.loads((run.folder / "summary.json").read_text())["restarts"]
+    restarts = json.loads((run.folder / "summary.json").read_text())["restarts"]
+    assert restarts.keys() >= {"server-1", "trainers"}
+    assert "controller" not in restarts
+    text = run.log_path.read_text()
+    assert "launch.node_lost" in text or "is lost" in text
 
 
 def test_a_pulled_cable_ends_the_processes_of_the_node_before_they_run_elsewhere(make_run, nodes, data):
@@ -89,4 +82,4 @@ def test_a_pulled_cable_ends_the_processes_of_the_node_before_they_run_elsewhere
     wait_for(lambda: "trainers continue from" in run.log_path.read_text(), 120.0)
     assert not [pid for pid in before & set(nodes[3].pids()) if "areal.trainer" in command(pid)]
     nodes[3].cable("up")
-    run.prove(data)
+    run.prove(data, replays=False)
