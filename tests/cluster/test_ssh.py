@@ -62,6 +62,7 @@ def test_a_run_shows_no_secret_and_survives_the_loss_of_a_servers_and_of_a_train
     run.wait_for_step(run.steps() + 3)
     nodes[2].power_on()
     cluster.prepare(nodes[2])
+    assert "trainers continue from" not in run.log_path.read_text(), "the loss of a server restarts nothing else"
     nodes[3].power_off()
     run.wait_for_step(run.steps() + 3)
     nodes[3].power_on()
