@@ -1,6 +1,6 @@
 """Trains an agent on a laptop: build a model, warm it up, and let the agent learn to use its calculator.
 
-    python examples/agents/quickstart.py [--seed 0] [--fileroot runs] [--config calculator.yaml] [key=value ...]
+    python examples/agents/quickstart.py [--task calculator|search] [--seed 0] [--fileroot runs] [key=value ...]
 
 Every stage is a command that a user can also type; each is printed before it runs. `key=value` is passed to the last
 stage. Progress is written to standard error, one line of JSON to standard output.
@@ -18,8 +18,12 @@ from typing import Any
 
 from areal.system.process import run_to_its_end
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHANGES = {
+    "calculator": (),
+    "search": ("trial_name=search", "workflow_args.agent=examples/agents/search.py:Search", "agent.max_turns=6"),
+}
+"""By task, what differs from calculator.yaml."""
 
 
 def run(*argv: str) -> None:
@@ -55,20 +59,22 @@ def report(folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data, sampling and training")
-    parser.add_argument("--fileroot", default="runs", help="root of the run folders (removed before: agents/)")
-    parser.add_argument("--config", default="calculator.yaml", help="the agent, a file in examples/agents")
+    parser.add_argument(
+        "--fileroot", default="runs", help="root of the run folders (removed before: agents/, or agents_search/)"
+    )
+    parser.add_argument("--task", choices=CHANGES, default="calculator", help="the tools of the agent")
     parser.add_argument("overrides", nargs="*", help="key=value for the training of the agent")
     args = parser.parse_args()
-    folder = (REPOSITORY / args.fileroot / "agents").resolve()
+    experiment = "agents" if args.task == "calculator" else f"agents_{args.task}"
+    folder = (REPOSITORY / args.fileroot / experiment).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}")
+    common = (f"seed={args.seed}", f"cluster.fileroot={args.fileroot}", f"experiment_name={experiment}")
     launch = ("-m", "areal.launcher.local", "--config")
-    run("examples/agents/prepare.py", str(folder / "data"), "--seed", str(args.seed))
+    run("examples/agents/prepare.py", str(folder / "data"), "--task", args.task, "--seed", str(args.seed))
     run(*launch, "examples/agents/warm_up.yaml", *common)
-    config = HERE / args.config
-    run(*launch, str(config.relative_to(REPOSITORY)), *common, *args.overrides)
-    print(json.dumps(report(folder / config.stem) | {"seconds_total": round(time.monotonic() - began, 1)}))
+    run(*launch, "examples/agents/calculator.yaml", *common, *CHANGES[args.task], *args.overrides)
+    print(json.dumps(report(folder / args.task) | {"seconds_total": round(time.monotonic() - began, 1)}))
 
 
 if __name__ == "__main__":
