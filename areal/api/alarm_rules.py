@@ -57,6 +57,26 @@ def _mismatch(*, code: str, value: str, side: Literal["above", "below"], limit: 
 
 
 ALARM_RULES: tuple[AlarmRule, ...] = (
+    AlarmRule(
+        code="alarm.budget_stops",
+        value="`rollout/episode/budget_stops`: share of agents' sessions that used their budget of turns or tokens",
+        side="above",
+        limit=0.5,
+        steps=3,
+        meaning="most sessions of agents end because their budget is used, not because the agent has finished",
+        causes="agent.max_turns, agent.max_tokens or gconfig.max_tokens is too small; the policy repeats tool calls",
+        look_at="areal show RUN --worst 5; rollout/episode/num_turns, tool_calls and malformed_tool_calls",
+    ),
+    AlarmRule(
+        code="alarm.drifts",
+        value="`rollout/episode/drifts`: turns of a session whose messages extend an answer, and whose tokens do not",
+        side="above",
+        limit=0.5,
+        steps=3,
+        meaning="the chat template or the client changes the history of dialogues, so a session becomes more samples",
+        causes="a client that does not send answers back unchanged; a template that removes earlier reasoning",
+        look_at="areal prove-template; areal show RUN; rollout/episode/forks; agent.template_options, agent.on_drift",
+    ),
     _mismatch(
         code="alarm.effective_sample_size", value="`batch/mismatch/ess_token`", side="below", limit=0.05, steps=3
     ),

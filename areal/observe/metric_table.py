@@ -56,6 +56,22 @@ rollout/episode/greedy_reward: reward: Reward of the greedy answer (actor.adv_es
 rollout/episode/greedy_reward_errors: calls: Failed calls of reward functions for the greedy answer.
 rollout/episode/reward/NAME: score: Mean score of one reward function without its weight, or a number that it returned.
 rollout/episode/reward_by_source/NAME: reward: Mean reward of the episodes of one data source.
+rollout/episode/tool_calls: calls: Tool calls of a session of an agent.
+rollout/episode/malformed_tool_calls: calls: Tool calls of a session that could not be read; they arrive as text.
+rollout/episode/cut_answers: answers: Answers of a session that a limit of tokens cut.
+rollout/episode/budget_stops: share: Sessions that used their budget of turns or tokens.
+rollout/episode/forks: turns: Turns of a session whose prompt extends no earlier answer.
+rollout/episode/drifts: turns: Turns of a session whose messages extend an earlier answer, and whose tokens do not.
+rollout/episode/retries: requests: Requests of a session that were answered from the record.
+rollout/episode/server_failures: turns: Turns of a session that the servers did not answer.
+rollout/episode/no_reward: share: Sessions without a reward.
+rollout/episode/zero_reward: share: Sessions with the reward 0, among those with a reward.
+rollout/episode/agent_errors: share: Sessions whose agent raised an error or whose process ended.
+rollout/episode/agent_timeouts: share: Sessions whose agent exceeded agent.timeout_s.
+rollout/episode/other_sampling: turns: Turns of a session with another temperature or top_p than the run.
+rollout/episode/queue_s: s: Time of a session before the first token of each answer, added up.
+rollout/episode/open_sessions: sessions: Open sessions at the start of a session.
+rollout/episode/zeros_by_load: share: Zero rate under much load minus that of other sessions; 0 = not beyond chance.
 rollout/episode/NAME: number: A statistic of the workflow (log_metric, stats of the group), mean over its episodes.
 
 # The train batch, as the trainer sees it

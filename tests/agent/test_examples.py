@@ -1,0 +1,156 @@
+"""The examples of agents: each loses nothing in its rehearsal, and each is trained in a real run."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal.cli.main import run_command
+from areal.ledger.audit import audit
+from tests.agent.observed_agents import MARK
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES, OBSERVED = ROOT / "examples" / "agents", Path(__file__).parent / "observed_agents.py"
+CONFIG = str(EXAMPLES / "calculator.yaml")
+OTHER = "~workflow_args.agent"
+CALCULATOR: list[str] = []
+ENVIRONMENT = [
+    OTHER,
+    f"workflow_args.environment={EXAMPLES}/environment.py:Multiplication",
+    f"workflow_args.tools=[{EXAMPLES}/calculator.py:calculator]",
+]
+BLACK_BOX = [OTHER, f'workflow_args.command=[python, {EXAMPLES}/black_box.py, "{{question}}"]', "reward_fn=exact"]
+HTTP = [OTHER, f'workflow_args.command=[python, {EXAMPLES}/black_box_http.py, "{{question}}", "{{answer}}"]']
+SEARCH = [f"workflow_args.agent={EXAMPLES}/search.py:Search"]
+PRIVATE = [f"workflow_args.agent={OBSERVED}:run"]
+PRIVATE_COMMAND = [OTHER, f'workflow_args.command=[python, {OBSERVED}, "{{question}}"]', "reward_fn=exact"]
+INLINE = ["agent.inline=true"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, Path]:
+    """The random model and the data of each task."""
+    folders: dict[str, Path] = {}
+    for task in ("calculator", "search"):
+        folders[task] = tmp_path_factory.mktemp(task)
+        words = [EXAMPLES / "prepare.py", folders[task], "--task", task]
+        subprocess.run([sys.executable, *map(str, words)], check=True)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("calculator", ["--config", CONFIG, *CALCULATOR]),
+        ("calculator", ["--config", CONFIG, *ENVIRONMENT]),
+        ("calculator", ["--config", CONFIG, *BLACK_BOX]),
+        ("calculator", ["--config", CONFIG, *HTTP]),
+        ("calculator", ["--online", f"python {EXAMPLES}/online.py {{run}}"]),
+        ("search", [f"{EXAMPLES}/search.py:Search"]),
+    ],
+    ids=["calculator", "environment", "black_box", "black_box_http", "online", "search"],
+)
+def test_an_example_loses_nothing_in_its_rehearsal(data, capsys, monkeypatch, task, words):
+    monkeypatch.chdir(ROOT)
+    status = run_command(["rehearse", *words, "--data", str(data[task] / "held_out.jsonl"), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert {one["scenario"]: one["problems"] for one in report["scenarios"] if one["problems"]} == {}
+    assert all(one["is_reached"] for one in report["scenarios"])
+    assert (status, report["good_reward"]) == (0, 1.0)
+
+
+def trained(data: Path, folder: Path, *words: str, program: tuple[str, ...] = ()) -> list[dict]:
+    """A run of two train steps, and what `areal show` prints of it. `program`: runs at the same time."""
+    common = [
+        f"cluster.fileroot={folder}",
+        f"actor.path={data}/model",
+        f"train_dataset.path={data}/train.jsonl",
+        "train_dataset.batch_size=3",
+        "valid_dataset=null",
+        "evaluator.stop_at={}",
+        "evaluator.eval_before_train=false",
+        "total_train_steps=2",
+        "gconfig.n_samples=2",
+        "~rollout.should_accept_fn",
+    ]
+    run = folder / "agents" / "calculator"
+    command = [sys.executable, "-m", "areal.launcher.local", "--config", CONFIG, *common, *words]
+    with contextlib.ExitStack() as stack:
+        if program:
+            stack.enter_context(subprocess.Popen([sys.executable, *program, str(run)]))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = audit(run / "ledger")
+    assert not report.violations
+    shown = subprocess.run(
+        [sys.executable, "-m", "areal", "show", str(run), "--json", "--limit", "99"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(shown.stdout)["samples"]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("calculator", CALCULATOR),
+        ("calculator", INLINE),
+        ("calculator", ENVIRONMENT),
+        ("calculator", BLACK_BOX),
+        ("calculator", HTTP),
+        ("search", SEARCH),
+        ("calculator", PRIVATE),
+        ("calculator", PRIVATE_COMMAND),
+    ],
+    ids=["calculator", "inline", "environment", "black_box", "black_box_http", "search", "private", "private_command"],
+)
+def test_an_example_is_trained_in_a_real_run(data, tmp_path, task, words):
+    samples = trained(data[task], tmp_path, *words)
+    assert sum(one["state"] == "trained" for one in samples) >= 12
+    assert all(one["session"]["turns"] and one["session"]["status"] == "ok" for one in samples)
+    metrics = (tmp_path / "agents" / "calculator" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["rollout/episode/num_turns"] >= 1
+
+
+def test_a_program_from_outside_is_trained(data, tmp_path):
+    program = ("-c", WAIT, str(EXAMPLES / "online.py"))
+    samples = trained(data["calculator"], tmp_path, OTHER, "workflow_args.online=true", program=program)
+    assert sum(one["state"] == "trained" for one in samples) >= 12
+
+
+WAIT = """
+import pathlib, subprocess, sys, time
+run = pathlib.Path(sys.argv[2])
+while not (run / "sessions.json").exists():
+    time.sleep(0.1)
+sys.exit(subprocess.run([sys.executable, *sys.argv[1:], "--sessions", "8"]).returncode)
+"""
+"""Starts a program when a run has its address."""
+
+
+def test_what_agents_of_users_do_ends_with_a_clear_line_and_leaves_nothing(data, tmp_path):
+    """Errors, a hang, a child process, prints, turns at the same time, a client that blocks."""
+    words = [f"workflow_args.agent={OBSERVED}:behaves", "agent.timeout_s=20", "agent.workers=2", "total_train_steps=4"]
+    samples = trained(data["calculator"], tmp_path, *words)
+    assert {len(one["session"]["turns"]) for one in samples} == {1, 3}
+    run = tmp_path / "agents" / "calculator"
+    failed = subprocess.run(
+        [sys.executable, "-m", "areal", "show", str(run), "--rejected", "--json", "--limit", "99"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    reasons = {one["reason"] for one in json.loads(failed.stdout)["samples"]}
+    assert any("LookupError: no such page" in one and "observed_agents.py" in one for one in reasons)
+    assert "no_reward" in reasons
+    left = [one.pid for one in psutil.process_iter(["cmdline"]) if MARK in " ".join(one.info["cmdline"] or [])]
+    assert not left
