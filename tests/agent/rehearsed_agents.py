@@ -85,3 +85,21 @@ async def streams(row: dict[str, Any], client: Any, session: Any) -> float:
     async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
         text += chunk.choices[0].delta.content or ""
     return float(text == row["answer"])
+
+
+class OneAnswer:
+    """An environment that compares one answer."""
+
+    async def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.answer = row["answer"]
+        return [{"role": "user", "content": row["question"]}]
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], float(message["content"] == self.answer), True
+
+
+class Unprepared(OneAnswer):
+    """It expects that an answer has text."""
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], float(message["content"][0] == self.answer), True  # fails here

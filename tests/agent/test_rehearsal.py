@@ -17,6 +17,7 @@ from areal.cli.rehearse import Target, play
 from tests.expect import raises_code
 
 AGENTS = Path(__file__).parent / "rehearsed_agents.py"
+CALCULATOR = str(Path(__file__).parents[2] / "examples" / "agents" / "calculator.yaml")
 
 
 module_loop = pytest.mark.asyncio(loop_scope="module")
@@ -30,9 +31,10 @@ async def pool():
     await made.aclose()
 
 
-async def rehearsed(pool, name, *scenarios, timeout_s=60.0):
+async def rehearsed(pool, name, *scenarios, timeout_s=60.0, way="agent"):
     """The facts of scenarios by their names."""
-    job = AgentJob(row=ROW, base_url="", key="", agent=FunctionRef(name=name, file=str(AGENTS)), watch=True)
+    ref = FunctionRef(name=name, file=str(AGENTS))
+    job = AgentJob(row=ROW, base_url="", key="", watch=True, **{way: ref})
     report = await play(pool, Target(job=job, script=Script(answer="42")), chosen(scenarios), timeout_s=timeout_s)
     return {one["scenario"]: one for one in report["scenarios"]}
 
@@ -146,6 +148,22 @@ async def test_a_stream_that_ends_early_or_comes_late(pool):
     assert not report["parallel_calls"]["is_reached"]
 
 
+@module_loop
+async def test_an_environment_is_rehearsed_and_its_line_is_found(pool):
+    report = await rehearsed(pool, "OneAnswer", "overflow", way="environment")
+    assert [one["problems"] for one in report.values()] == [[], []]
+    report = await rehearsed(pool, "Unprepared", "empty_answer", way="environment")
+    assert report["empty_answer"]["problems"] == ["crashed"]
+    assert line_with("# fails here") in report["empty_answer"]["message"]
+    assert line_with("# fails here") in report["empty_answer"]["last_error"]
+
+
+@module_loop
+async def test_a_malformed_call_is_counted_as_in_a_run(pool):
+    report = await rehearsed(pool, "good", "malformed_call")
+    assert (report["malformed_call"]["num_malformed_calls"], report["answers"]["num_malformed_calls"]) == (1, 0)
+
+
 def test_the_exit_status_is_1_when_a_command_leaves_a_process_behind(command):
     code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3)"
     status, (facts,) = command("--command", f'{sys.executable} -S -c "{code}"', "--scenario", "answers")
@@ -162,8 +180,13 @@ def test_an_agent_that_cannot_be_started_is_refused(command):
         command("--command", "./no_such_program")
     with raises_code("config.bad_reference"):
         command(f"{AGENTS}:no_such_agent")
+    for words in ([], [f"{AGENTS}:good", "--command", "true"], ["--config", CALCULATOR, "--online", "true"]):
+        with raises_code("agent.no_agent"):
+            command(*words)
     with raises_code("agent.no_agent"):
-        command()
+        command("--config", CALCULATOR, "~workflow_args.agent", "workflow_args.online=true")
+    with raises_code("workflow.invalid_args"):
+        command("--config", CALCULATOR, "workflow_args.agnt=x")
     with raises_code("data.not_found"):
         command(f"{AGENTS}:good", "--row", "1")
     with raises_code("config.bad_override"):
