@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from areal.api.errors import InputError
+from areal.engine.adapter_format import PeftAdapter
 from areal.engine.mesh import TrainerMesh
 from areal.system.durable import publish_folder, writing_folder
 from areal.weights.weight_files import write_tensors, write_weights
@@ -42,6 +44,8 @@ class RecoveryState:
     optimizer: dict[str, Tensor]
     num_steps: int
     """Optimiser steps so far: the position in the schedule."""
+    base: str = ""
+    """What the weights are adapters of; empty = they are all weights of the model."""
 
 
 def export_model(
@@ -66,6 +70,20 @@ def export_model(
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
 
+    _write_gathered(final, mesh, write, weights)
+
+
+def export_adapter(final: Path, adapter: PeftAdapter, mesh: TrainerMesh) -> None:
+    """Write an adapter folder that `peft` loads; a collective. InputError is raised on every rank."""
+    weights = adapter.named_weights()
+    _write_gathered(final, mesh, lambda folder: adapter.write(folder, weights), weights)
+
+
+def _write_gathered(
+    final: Path, mesh: TrainerMesh, write: Callable[[Path], None], weights: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Rank 0 writes `weights`, which all ranks gather."""
+
     def gather() -> Mapping[str, int]:
         for _ in weights:
             pass
@@ -83,7 +101,8 @@ def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh) -> None:
         tensors |= {f"optimizer/{name}": value for name, value in state.optimizer.items()}
         checksums[mesh.rank] = write_tensors(folder / _rank_file(mesh.rank, mesh), tensors)
         if mesh.rank == 0:
-            facts = {"format": _FORMAT, "world_size": mesh.world_size, "num_steps": state.num_steps}
+            facts: dict[str, object] = {"format": _FORMAT, "world_size": mesh.world_size, "num_steps": state.num_steps}
+            facts |= {"base": state.base} if state.base else {}
             (folder / _STATE).write_text(json.dumps(facts))
 
     def exchange() -> Mapping[str, int]:
@@ -93,12 +112,10 @@ def save_recovery(final: Path, state: RecoveryState, mesh: TrainerMesh) -> None:
     _write_folder(final, mesh, write, always=exchange)
 
 
-def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
-    """Read this rank's state from `folder`. Raises InputError when there is none, or for another number of ranks."""
-    try:
-        facts = json.loads((folder / _STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
+def load_recovery(folder: Path, mesh: TrainerMesh, base: str = "") -> RecoveryState:
+    """Read this rank's state from `folder`. Raises InputError when there is none, or for another number of ranks or
+    another `base`."""
+    facts = _facts(folder, base)
     for key, value in {"format": _FORMAT, "world_size": mesh.world_size}.items():
         if facts[key] != value:
             raise InputError(
@@ -118,15 +135,30 @@ def load_recovery(folder: Path, mesh: TrainerMesh) -> RecoveryState:
     return RecoveryState(weights=parts["weights"], optimizer=parts["optimizer"], num_steps=facts["num_steps"])
 
 
-def read_whole_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def _facts(folder: Path, base: str) -> dict[str, Any]:
+    """What rank 0 wrote about a recovery state, after the check of its base model."""
+    try:
+        facts = json.loads((folder / _STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} contains no recovery state: {error}", code="checkpoint.missing") from error
+    if (found := facts.get("base", "")) != base:
+        whole = "all weights of a model"
+        message = f"recovery state in {folder} has {found or whole}, but this run has {base or whole}"
+        raise InputError(message, code="checkpoint.other_base")
+    return facts
+
+
+def read_whole_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], base: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a recovery state as one process holds them, by name.
 
     The file of a rank has its part of each weight, split in dimension 0. `shapes`: those of the whole weights.
-    Raises InputError when a file is missing or damaged, or a shape differs.
+    Raises InputError when a file is missing or damaged, or a shape or the `base` differs.
     """
     files = sorted(folder.glob("rank-*.safetensors"))
     try:
-        if len(files) != json.loads((folder / _STATE).read_bytes())["world_size"]:
+        if len(files) != _facts(folder, base)["world_size"]:
             raise ValueError(f"it has {len(files)} files of ranks")
         with contextlib.ExitStack() as stack:
             ranks = [stack.enter_context(safe_open(file, framework="pt")) for file in files]

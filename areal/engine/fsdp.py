@@ -16,7 +16,15 @@ from areal.api.engine import ReduceOp
 from areal.api.errors import InputError, StageError
 from areal.api.metrics import Metrics, merge_metrics
 from areal.data.split import token_positions
-from areal.engine.checkpoint import RecoveryState, export_model, load_recovery, read_whole_weights, save_recovery
+from areal.engine.adapter_format import PeftAdapter
+from areal.engine.checkpoint import (
+    RecoveryState,
+    export_adapter,
+    export_model,
+    load_recovery,
+    read_whole_weights,
+    save_recovery,
+)
 from areal.engine.mesh import TrainerMesh
 from areal.engine.micro_batch import dummy_input, make_micro_batch, plan_micro_batches
 from areal.engine.optimizer import ScheduledOptimizer, local_part
@@ -54,6 +62,7 @@ class FSDPEngine:
         mb_spec: MicroBatchSpec,
         dtype: torch.dtype,
         source: Path,
+        lora: PeftAdapter | None = None,
     ) -> None:
         """`dtype` is the compute type; `source` the checkpoint folder whose tokenizer goes into exports."""
         self._model = model
@@ -62,6 +71,7 @@ class FSDPEngine:
         self._mb_spec = mb_spec
         self._dtype = dtype
         self._source = source
+        self._lora = lora
         self._loss = torch.zeros(())
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
@@ -73,7 +83,10 @@ class FSDPEngine:
     def dp_size(self) -> int:
         return self._mesh.dp_size
 
-    def forward(self, batch: TrainBatch) -> TokenOutputs:
+    def forward(self, batch: TrainBatch, *, with_adapters: bool = True) -> TokenOutputs:
+        if not with_adapters and self._lora is not None:
+            with self._lora.adapters.disabled():
+                return self.forward(batch)
         self._model.eval()
         whole: list[Tensor] = []
         with torch.no_grad():
@@ -125,7 +138,8 @@ class FSDPEngine:
     def named_weights(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
         """In the compute type, except for float32 heads; `stored`: in the type that the optimiser updates."""
         for name, weight in self._model.named_tensors():
-            value = weight.detach().to(self._mesh.device)
+            value = weight.detach() if self._lora is None else self._lora.adapters.merged(name, weight.detach())
+            value = value.to(self._mesh.device)
             # Before the ranks exchange it: the same bits in half the bytes.
             value = value if stored else value.to(self._dtype_outside(name, value))
             yield from self._model.form.views(name, value.full_tensor() if isinstance(value, DTensor) else value)
@@ -149,24 +163,40 @@ class FSDPEngine:
             return export_model(path, weights, self._model.model, dtype=dtype, source=self._source, mesh=self._mesh)
         optimizer = self._optimizer
         state = RecoveryState(
-            weights={name: local_part(weight) for name, weight in self._model.named_tensors()},
+            weights={name: local_part(weight) for name, weight in self._changing().items()},
+            base=self._base,
             optimizer={} if optimizer is None else optimizer.state(),
             num_steps=0 if optimizer is None else optimizer.num_steps,
         )
         save_recovery(path, state, self._mesh)
 
     def load(self, path: Path) -> None:
-        state = load_recovery(path, self._mesh)
-        own = {name: _Target(name, local_part(weight)) for name, weight in self._model.named_tensors()}
+        state = load_recovery(path, self._mesh, self._base)
+        own = {name: _Target(name, local_part(weight)) for name, weight in self._changing().items()}
         self._copy(state.weights.items(), own, f"recovery state {path}")
         if self._optimizer is not None:
             self._optimizer.load_state(state.optimizer, state.num_steps)
 
     def load_whole(self, path: Path) -> None:
         """Load the weights, without optimiser, of recovery state that any number of ranks wrote. Raises InputError."""
-        own = {name: _Target(name, weight) for name, weight in self._model.named_tensors()}
+        own = {name: _Target(name, weight) for name, weight in self._changing().items()}
         shapes = {name: tuple(target.tensor.shape) for name, target in own.items()}
-        self._copy(read_whole_weights(path, shapes), own, f"recovery state {path}")
+        self._copy(read_whole_weights(path, shapes, self._base), own, f"recovery state {path}")
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter alone, as `peft` does. Raises InputError on every rank as `save`, and without LoRA."""
+        if self._lora is None:
+            raise InputError("this model was trained without actor.lora: export it whole", code="adapter.none")
+        export_adapter(path, self._lora, self._mesh)
+
+    def _changing(self) -> dict[str, Tensor]:
+        """What training changes, by name; with LoRA the adapters."""
+        return dict(self._model.named_tensors()) if self._lora is None else self._lora.adapters.state()
+
+    @property
+    def _base(self) -> str:
+        """`RecoveryState.base` of this model."""
+        return "" if self._lora is None else self._lora.identity
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own, form, targets = dict(self._model.named_tensors()), self._model.form, dict[str, _Target]()

@@ -7,9 +7,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from areal.api.batch import OutputSpec
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import ModelRole
+from areal.engine.adapter_format import with_values
 from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import enable_checkpointing, fill_model, load_model, resolve_model_folder, shard_units
 from areal.engine.liger_head import require_liger
+from areal.engine.lora import Adapters
 from areal.engine.mesh import TrainerMesh
 from areal.engine.optimizer import ScheduledOptimizer
 from areal.engine.packed_attention import choose_attention
@@ -39,16 +41,18 @@ def build_fsdp_engine(
     if config.logprob_kernel == "liger":
         require_liger(mesh.device, outputs or OutputSpec())
     compute = _DTYPES[config.dtype]
-    stored = torch.float32 if config.optimizer is not None else compute
+    stored = torch.float32 if config.optimizer is not None else compute  # of weights that are trained
     folder = resolve_model_folder(config.path)
     attention = choose_attention(config.attn_impl, mesh.device, compute)
     has_head = role in ("critic", "reward")
     is_sharded = mesh.world_size > 1 or stored != compute or config.fsdp.offload_params
+    held = stored if config.lora is None else compute
     kind = {"is_critic": has_head, "seed": seed}
-    hf_model = load_model(folder, config, **kind, dtype=stored, attention=attention, is_empty=is_sharded)
+    hf_model = load_model(folder, config, **kind, dtype=held, attention=attention, is_empty=is_sharded)
     if config.optimizer is None:
         hf_model.requires_grad_(False)
-    elif config.gradient_checkpointing:
+    adapters = None if config.lora is None else Adapters(hf_model, config.lora)
+    if config.optimizer is not None and config.gradient_checkpointing:
         enable_checkpointing(hf_model)
     model: TokenModel
     if has_head:
@@ -68,10 +72,14 @@ def build_fsdp_engine(
         fill_model(hf_model, model.form, folder, config, **kind, device=device)
     else:
         model.to(mesh.device)  # nothing to shard or cast: the plain model is exact and faster
+    lora = None if adapters is None else with_values(adapters, folder, config, seed, compute)
     optimizer = None
     if config.optimizer is not None:
-        optimizer = ScheduledOptimizer(dict(hf_model.named_parameters()), config.optimizer, total_steps)
-    return FSDPEngine(model, mesh=mesh, optimizer=optimizer, mb_spec=config.mb_spec, dtype=compute, source=folder)
+        trained = {name: weight for name, weight in hf_model.named_parameters() if weight.requires_grad}
+        optimizer = ScheduledOptimizer(trained, config.optimizer, total_steps)
+    return FSDPEngine(
+        model, mesh=mesh, optimizer=optimizer, mb_spec=config.mb_spec, dtype=compute, source=folder, lora=lora
+    )
 
 
 def _shard(

@@ -155,7 +155,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
         module._parameters.update(whole)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_seed_of(seed, path))
+                torch.manual_seed(seed_of(seed, path))
                 model._init_weights(module)
         finally:
             module._parameters.update(targets)
@@ -172,7 +172,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
 @torch.no_grad()
 def draw_head(weight: Tensor, seed: int) -> None:
     """Draw a critic's head [1, hidden]: normal with a standard deviation of 1 / (hidden + 1)."""
-    generator = torch.Generator().manual_seed(_seed_of(seed, HEAD))
+    generator = torch.Generator().manual_seed(seed_of(seed, HEAD))
     values = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1)
     _copy_own(weight, lambda first, last: values[first:last])
 
@@ -197,6 +197,6 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
                 raise ConfigError(message, code="model.unsupported")
 
 
-def _seed_of(seed: int, path: str) -> int:
+def seed_of(seed: int, path: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

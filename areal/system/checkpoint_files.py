@@ -41,7 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stored_weights(folder: Path) -> dict[str, StoredWeight]:
     """All weights of a checkpoint by name. InputError when a file is cut short or contradicts the index."""
-    by_file = {path.name: _header_of(path) for path in weight_files(folder)}
+    by_file = {path.name: file_header(path).weights for path in weight_files(folder)}
     for name, file in _index_of(folder).items():
         if name not in by_file[file]:
             message = f"checkpoint file {folder / file} lacks {name}, which {INDEX} places there"
@@ -115,7 +115,18 @@ def _index_of(folder: Path) -> dict[str, str]:
     return places
 
 
-def _header_of(path: Path) -> dict[str, StoredWeight]:
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The header of a weight file."""
+
+    weights: dict[str, StoredWeight]
+    places: dict[str, tuple[int, int]]
+    """First byte of each weight in the file, and the one after its last."""
+    metadata: dict[str, str]
+
+
+def file_header(path: Path) -> FileHeader:
+    """Raises InputError when the file is not whole."""
     try:
         with open_regular(path) as file:
             num_bytes = file.seek(0, 2)
@@ -124,14 +135,15 @@ def _header_of(path: Path) -> dict[str, StoredWeight]:
             if num_bytes < 8 or length > min(num_bytes - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its {num_bytes} bytes are not a safetensors file, or only a part of one")
             entries = json.loads(file.read(length))
-            entries.pop("__metadata__", None)
+            metadata = entries.pop("__metadata__", {})
             weights = {name: StoredWeight(list(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
             end = max((_end_of(entry) for entry in entries.values()), default=0)
         if num_bytes != 8 + length + end:
             raise ValueError(f"it has {num_bytes} bytes instead of {8 + length + end}")
     except _DAMAGED as error:
         raise _unreadable(path, error) from error
-    return weights
+    offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+    return FileHeader(weights, {name: (8 + length + a, 8 + length + b) for name, (a, b) in offsets.items()}, metadata)
 
 
 def _end_of(entry: dict[str, Any]) -> int:

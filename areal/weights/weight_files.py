@@ -26,14 +26,14 @@ _TYPE_NAMES = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
     """Write and fsync one safetensors file; returns its CRC-32.
 
     The checksum is computed from memory, so it also detects errors between memory and file. Tensors are copied to the
     CPU one by one.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # readers need alignment
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes

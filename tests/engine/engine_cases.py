@@ -28,6 +28,7 @@ from transformers import (
 
 from areal.api.batch import LossOutput, MicroBatch, OutputSpec, TokenOutputs, TrainBatch
 from areal.api.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.api.config.lora import LoRAConfig
 from areal.api.errors import ArealError, TrainingDiverged
 from areal.api.metrics import Metric
 from areal.data.balance import balanced_parts
@@ -45,6 +46,7 @@ RICH_NAMES = ("logprobs", "entropy", "clamped_entropy", "squared_sums", "candida
 SGD = OptimizerConfig(type="sgd", lr=1.0, weight_decay=0.0, gradient_clipping=1e9)
 RICH = OutputSpec(entropy_grad=True, entropy_clamp=0.3, squared_sums=True, candidates=4)
 ADAM = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", warmup_steps_proportion=0.3, gradient_clipping=0.5)
+LORA = LoRAConfig(rank=3, alpha=4, init="pissa", modules_to_save=["norm"])
 
 
 def write_models(folder: Path) -> None:
@@ -159,6 +161,8 @@ VARIANTS = {
     "micro": {"mb_spec": MicroBatchSpec(max_tokens_per_mb=14)},
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"dtype": "bfloat16"},
+    "lora": {"lora": LORA, "gradient_checkpointing": True},
+    "lora_bf16": {"lora": LORA, "dtype": "bfloat16"},
 }
 ON_TWO_RANKS = [*product(("qwen2", "qwen3"), VARIANTS), ("qwen3_moe", "plain"), ("deepseek_v3", "checkpointed")]
 """(model, variant)"""
@@ -181,6 +185,7 @@ def two_rank_scenarios(mesh: TrainerMesh, folder: Path) -> dict[str, object]:
     _rich(mesh, folder, batch)
     _critic(mesh, folder, batch)
     _checkpoints(mesh, folder, batch)
+    _adapters(mesh, folder, batch)
     facts["errors"] = _errors(mesh, models)
     facts["diverged"] = _diverged(mesh, models)
     return facts
@@ -241,6 +246,26 @@ def _checkpoints(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
     copy = make_engine(folder / "models" / "qwen3_moe", mesh, init_from_scratch=True, seed=7)
     copy.load_weights(experts.named_weights())  # a rank copies the experts that it holds
     assert all(torch.equal(weights_of(copy)[name], value) for name, value in weights_of(experts).items())
+
+
+def _adapters(mesh: TrainerMesh, folder: Path, batch: TrainBatch) -> None:
+    """A recovery checkpoint and an adapter folder of two ranks, and the base model without the adapters."""
+    mine, path = share_of(batch, mesh), folder / "models" / "qwen3"
+    engine = make_engine(path, mesh, optimizer=ADAM, lora=replace(LORA, dropout=0.2))
+    untrained = engine.forward(mine, with_adapters=False).logprobs
+    torch.manual_seed(mesh.rank)
+    train(engine, mine, steps=2)
+    assert torch.equal(engine.forward(mine, with_adapters=False).logprobs, untrained)
+    engine.save(folder / "recover-lora", with_optimizer=True)
+    engine.save_adapter(folder / "adapter")
+    torch.manual_seed(mesh.rank)
+    train(engine, mine, steps=2)
+    save_file(weights_of(engine), folder / f"unbroken-lora-{mesh.rank}")
+    recovered = make_engine(path, mesh, optimizer=ADAM, lora=replace(LORA, dropout=0.2), seed=7)
+    recovered.load(folder / "recover-lora")
+    torch.manual_seed(mesh.rank)
+    train(recovered, mine, steps=2)
+    save_file(weights_of(recovered), folder / f"recovered-lora-{mesh.rank}")
 
 
 def _errors(mesh: TrainerMesh, models: Path) -> list[str]:

@@ -11,6 +11,7 @@ from areal.api.config.inference import GenerationHyperparameters, NativeServerCo
 from areal.api.config.kl import KLControlConfig, KLOptions
 from areal.api.config.launcher import ClusterSpecConfig, ElasticConfig, LauncherConfig, NameResolveConfig
 from areal.api.config.load import load_config, load_experiment, save_config, script_keys
+from areal.api.config.lora import LoRAConfig
 from areal.api.config.loss_assembly import AdaptiveEntropyConfig, AssemblyOptions, ResamplingConfig
 from areal.api.config.observe import (
     AlarmRuleConfig,

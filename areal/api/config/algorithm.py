@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from areal.api.config.advantages import REWARDS, AdvantageOptions
-from areal.api.config.fields import Problems, choice, number
+from areal.api.config.fields import Problem, Problems, choice, number
 from areal.api.config.kl import KLOptions
 from areal.api.config.loss_assembly import AGGREGATIONS, HAS_SCALE, AssemblyOptions, scale_problems
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
 from areal.api.config.relevance import when
-from areal.api.config.train import TrainEngineConfig
+from areal.api.config.train import NO_ADAPTERS, TrainEngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +65,5 @@ class PPOCriticConfig(TrainEngineConfig):
         yield from scale_problems(self.loss_aggregation, self.loss_scale_tokens)
         if self.logprob_kernel != "torch":
             yield "logprob_kernel", "applies to language models, and a critic has no log-probabilities: remove it"
+        if self.lora is not None:
+            yield Problem("lora", NO_ADAPTERS, "config.unsupported")

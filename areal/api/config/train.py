@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from areal.api.config.fields import Problem, Problems, choice, number, option
+from areal.api.config.lora import LoRAConfig
 from areal.api.config.relevance import given, when
 
 DEFAULT_TOKENS_PER_MB = 16384
@@ -70,6 +71,9 @@ class FSDPEngineConfig:
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
 
 
+NO_ADAPTERS = "adapts language models, and this model has a new head that is trained whole: remove it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineConfig:
     """A model in the trainer."""
@@ -102,6 +106,8 @@ class TrainEngineConfig:
     """Optimiser; null = the model is not trained (a reference)."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the FSDP engine."""
+    lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
+    """Train low-rank adapters of a frozen model; null = train all weights."""
 
     def problems(self) -> Problems:
         if not self.path:
@@ -109,6 +115,10 @@ class TrainEngineConfig:
             yield Problem("path", text, "config.missing_requirement")
         if self.logprob_kernel == "liger" and self.temperature != 1.0:
             yield "logprob_kernel", f"liger does not support temperature={self.temperature:g}: use torch"
+        if self.lora is not None and self.optimizer is None:
+            yield "lora", "is set, but a model without an optimizer is never trained: remove it"
+        if self.lora is not None and self.init_from_scratch:
+            yield "lora", "adapts the weights of a checkpoint, and init_from_scratch=true loads none: remove one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +131,5 @@ class ScoreModelConfig(TrainEngineConfig):
             yield "temperature", "applies to the logits of language models, and this model has none: remove it"
         if self.logprob_kernel != "torch":
             yield "logprob_kernel", "applies to language models, and a score has no log-probabilities: remove it"
+        if self.lora is not None:
+            yield Problem("lora", NO_ADAPTERS, "config.unsupported")

@@ -1,0 +1,249 @@
+"""LoRA adapters in a Hugging Face model: layers, initial values, merged weights, and the base model without them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from areal.api.config import LoRAConfig
+from areal.api.config.lora import ALL_LINEAR, is_target
+from areal.api.errors import ConfigError
+from areal.engine.optimizer import local_part
+from areal.engine.sharded_load import seed_of
+from areal.system.adapter_files import is_saved, prefixes, require_targets
+
+DOWN, UP = "lora_A", "lora_B"
+START_DOWN, START_UP = "start_A", "start_B"
+"""Initial values that are not zero together: their product is subtracted, so that training begins at the base model."""
+_NAMES = (DOWN, UP, START_DOWN, START_UP)
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with an adapter: y = x W^T + b + scale (dropout(x) A^T B^T - x A0^T B0^T).
+
+    `weight` and `bias` keep their names, and `state_dict` has only them. A is [rank, in], B [out, rank]; both float32.
+    A0 and B0 exist where the initial adapter changes the output (pissa, olora); peft subtracts them from W instead.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    start_A: nn.Parameter | None
+    start_B: nn.Parameter | None
+
+    @classmethod
+    def around(cls, linear: nn.Linear, config: LoRAConfig) -> "LoRALinear":
+        """A layer with the parameters of `linear`, which are frozen, and an adapter without values on its device."""
+        layer = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.requires_grad_(False)
+        down, up = (config.rank, linear.in_features), (linear.out_features, config.rank)
+        has_start = config.init in ("pissa", "olora")
+        for name, shape in zip(_NAMES, (down, up, down, up), strict=True):
+            value = None
+            if has_start or name in (DOWN, UP):
+                empty = torch.empty(shape, dtype=torch.float32, device=linear.weight.device)
+                value = nn.Parameter(empty, requires_grad=name in (DOWN, UP))
+            layer.register_parameter(name, value)
+        layer.scale, layer.dropout, layer.is_enabled = config.scale, config.dropout, True
+        return layer
+
+    scale: float
+    dropout: float
+    is_enabled: bool
+    """False: the output is that of the base model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = F.linear(input, self.weight, self.bias)
+        if not self.is_enabled:
+            return found
+        given = F.dropout(input, self.dropout, self.training) if self.dropout else input
+        found = found + F.linear(F.linear(given, self.lora_A), self.lora_B) * self.scale
+        if self.start_A is not None and self.start_B is not None:
+            found = found - F.linear(F.linear(input, self.start_A), self.start_B) * self.scale
+        return found
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + scale (B A - B0 A0) in float32, sharded as W. A collective for a sharded layer."""
+        change = self._product(self.lora_A, self.lora_B)
+        if self.start_A is not None and self.start_B is not None:
+            change -= self._product(self.start_A, self.start_B)
+        weight = self.weight.detach()
+        local = local_part(weight).float() + change * self.scale
+        if not isinstance(weight, DTensor):
+            return local
+        place = (weight.device_mesh, weight.placements)
+        return DTensor.from_local(local, *place, run_check=False, shape=weight.shape, stride=weight.stride())
+
+    def _product(self, down: Tensor, up: Tensor) -> Tensor:
+        """The rows of B A that this rank has of W: B is split as W is, in dimension 0."""
+        return local_part(up) @ whole(down)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in _NAMES:
+            destination.pop(prefix + name, None)
+
+
+class Adapters:
+    """The trained parameters of a model with LoRA: adapters, and modules that are trained whole."""
+
+    def __init__(self, model: PreTrainedModel, config: LoRAConfig) -> None:
+        """Freeze `model` and add adapters to it, without values. Raises ConfigError."""
+        self.config = config
+        self._model = model
+        found = _targets(model, config)
+        saved = _saved_modules(model, config)
+        model.requires_grad_(False)
+        self._layers: dict[str, LoRALinear] = {}
+        for name, linear in found.items():
+            parent, _, attribute = name.rpartition(".")
+            self._layers[name] = LoRALinear.around(linear, config)
+            setattr(model.get_submodule(parent), attribute, self._layers[name])
+        for module in saved:
+            module.float().requires_grad_(True)
+        self._base: dict[str, Tensor] = {}
+        """This rank's part of the base model's values of the modules that are trained whole, in the compute type."""
+        self._set_aside: dict[str, Tensor] = {}
+        """Trained values while the base model is used."""
+
+    @property
+    def layers(self) -> Mapping[str, LoRALinear]:
+        """By the name of the module."""
+        return self._layers
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimiser updates, by name."""
+        return {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+
+    def trained_whole(self) -> dict[str, nn.Parameter]:
+        """The weights of lora.modules_to_save."""
+        return {name: one for name, one in self.trained().items() if not name.endswith((f".{DOWN}", f".{UP}"))}
+
+    def target_names(self) -> list[str]:
+        """The shortest names that choose these layers in this model: last parts if they choose no other layer."""
+        short = sorted({name.rpartition(".")[2] for name in self._layers})
+        others = [name for name, one in self._model.named_modules() if isinstance(one, nn.Linear)]
+        fits = all(name in self._layers for name in others if is_target(name, short))
+        return short if fits else sorted(self._layers)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must contain besides the base model: adapters with their start, modules trained whole."""
+        names = tuple(f".{name}" for name in _NAMES)
+        every = self._model.named_parameters()
+        return {name: weight for name, weight in every if weight.requires_grad or name.endswith(names)}
+
+    @torch.no_grad()
+    def draw(self, seed: int, compute: torch.dtype) -> None:
+        """Set initial values, equal for every number of ranks; a collective.
+
+        `compute`: the type in which the base model computes.
+        """
+        self._base = {name: local_part(weight).to(compute, copy=True) for name, weight in self.trained_whole().items()}
+        for name, layer in self._layers.items():
+            down, up = _initial(layer, self.config, seed_of(seed, f"{name}.{DOWN}"))
+            for target in (layer.lora_A, layer.start_A):
+                assign(target, down)
+            for target in (layer.lora_B, layer.start_B):
+                assign(target, up)
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The weight `name` of the model, merged with its adapter if it has one; a collective."""
+        layer = self._layers.get(name.removesuffix(".weight"))
+        return weight if layer is None or not name.endswith(".weight") else layer.merged()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside the block the model is the base model. Sharded weights must not be gathered outside of passes."""
+        self._set_enabled(False)
+        try:
+            yield
+        finally:
+            self._set_enabled(True)
+
+    @torch.no_grad()
+    def _set_enabled(self, enabled: bool) -> None:
+        for layer in self._layers.values():
+            layer.is_enabled = enabled
+        trained = self.trained()
+        for name, base in self._base.items():
+            own = local_part(trained[name])
+            if not enabled:
+                self._set_aside[name] = own.clone()
+                own.copy_(base)
+            else:
+                own.copy_(self._set_aside.pop(name))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, without gradients; a collective for such."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+@torch.no_grad()
+def assign(target: Tensor | None, value: Tensor) -> None:
+    """Copy a full tensor into `target`, if there is one; a sharded one gets its part of rank 0's value."""
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        value = distribute_tensor(value.to(mesh.device_type), mesh, target.placements).to_local()
+    if target is not None:
+        local_part(target).copy_(value)
+
+
+def _initial(layer: LoRALinear, config: LoRAConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """Initial A and B, in float32, as peft computes them. A collective for pissa and olora of a sharded layer."""
+    down, up = torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)
+    if config.init in ("default", "gaussian"):
+        generator = torch.Generator().manual_seed(seed)
+        if config.init == "default":
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+        else:
+            nn.init.normal_(down, std=1 / config.rank, generator=generator)
+        return down, up
+    weight, rank = whole(layer.weight).float().cpu(), config.rank
+    if config.init == "olora":
+        left, right = torch.linalg.qr(weight)
+        return right[:rank].contiguous(), left[:, :rank].contiguous()
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    root = (values[:rank] / config.scale).sqrt()
+    return root[:, None] * right[:rank], left[:, :rank] * root
+
+
+def _targets(model: PreTrainedModel, config: LoRAConfig) -> dict[str, nn.Linear]:
+    """The linear layers that get adapters, by name; all-linear is every one but the output head, as in peft."""
+    head, targets = model.get_output_embeddings(), config.target_modules
+    linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and one is not head}
+    saved = config.modules_to_save
+    linear = {name: one for name, one in linear.items() if not any(is_saved(part, saved) for part in prefixes(name))}
+    require_targets(config, list(linear), list(_with_weights(model)))
+    every = targets in (ALL_LINEAR, [ALL_LINEAR])
+    found = {name: one for name, one in linear.items() if every or is_target(name, targets)}
+    for name, one in found.items() if config.init in ("pissa", "olora") else ():
+        if config.rank > min(one.weight.shape):
+            text = f"lora.rank={config.rank} with init={config.init} exceeds the size {min(one.weight.shape)} of {name}"
+            raise ConfigError(f"{text}: lower it", code="adapter.rank")
+    return found
+
+
+def _with_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {name: one for name, one in model.named_modules() if name and next(one.parameters(), None) is not None}
+
+
+def _saved_modules(model: PreTrainedModel, config: LoRAConfig) -> list[nn.Module]:
+    """The modules of lora.modules_to_save."""
+    modules = _with_weights(model)
+    found = {name: one for name, one in modules.items() if is_saved(name, config.modules_to_save)}
+    for name, one in found.items():
+        weights = set(map(id, one.parameters()))
+        for other, two in modules.items():
+            is_apart = not f"{name}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{name}.")
+            if is_apart and weights & set(map(id, two.parameters())):
+                text = f"lora.modules_to_save: {name} and {other} have one weight, and an adapter cannot replace both"
+                raise ConfigError(f"{text}: remove it", code="model.unsupported")
+    return list(found.values())
