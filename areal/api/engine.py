@@ -59,8 +59,11 @@ class TrainEngine(WeightSource, Protocol):
         """Reduce a CPU float64 tensor over the data-parallel ranks: each share of the batch counts once."""
         ...
 
-    def forward(self, batch: TrainBatch) -> TokenOutputs:
-        """Compute the outputs of the whole batch in its own order, without gradients, on the CPU."""
+    def forward(self, batch: TrainBatch, *, with_adapters: bool = True) -> TokenOutputs:
+        """Compute the outputs of the whole batch in its own order, without gradients, on the CPU.
+
+        `with_adapters` false: those of the base model, if this model has adapters.
+        """
         ...
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, denominator: float) -> Metrics:

@@ -10,6 +10,19 @@ _TABLE = """
 areal.error: An error without a more specific code.
     Read the message.
 
+adapter.no_target: A name in lora.target_modules or lora.modules_to_save matches no module of the model.
+    Use names of the list in the message.
+adapter.none: An adapter is requested of a model that was trained without actor.lora.
+    Export the whole model, without --adapter.
+adapter.not_readable: A folder is no LoRA adapter in the format of peft.
+    Give a folder with adapter_config.json and adapter_model.safetensors.
+adapter.other_base: A LoRA adapter was trained on another base model.
+    Set actor.path to the model that the adapter was trained on.
+adapter.other_settings: A LoRA adapter has other settings or weights than actor.lora, or an option that areal lacks.
+    Set the options of actor.lora to those in the message, or use another adapter.
+adapter.rank: lora.rank is above the size of a module, and lora.init takes that many singular vectors from it.
+    Lower lora.rank, or use lora.init=default.
+
 agent.cut_not_invariant: An option of the actor would make the update depend on how sessions are cut into rows.
     Use the option that the message names; docs/algorithms.md lists the combinations.
 agent.drift: A request continues an answer whose rendered tokens differ, and agent.on_drift is reject.
@@ -94,6 +107,8 @@ checkpoint.none_to_resume: recover.mode=resume needs a complete recovery checkpo
     Set recover.mode=auto.
 checkpoint.not_written: A checkpoint or an export could not be written.
     Free disk space or correct the permissions, then start again.
+checkpoint.other_base: A recovery checkpoint has adapters of another base model or with other settings, or none.
+    Use the actor.path and actor.lora of the run that wrote it, or change trial_name.
 checkpoint.other_run: A recovery checkpoint belongs to another model, allocation_mode or version.
     Use the configuration it was written with, or change trial_name to start a new run.
 

@@ -25,6 +25,7 @@ class Request(argparse.Namespace):
     run: Path
     step: int | None
     recover: bool
+    adapter: bool
     role: str | None
     output: Path | None
     json: bool
@@ -38,6 +39,9 @@ def _parse(words: Sequence[str]) -> Request:
     parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run, or experiment/trial")
     parser.add_argument("--step", type=int, metavar="N", help="after N train steps (default: the newest checkpoint)")
     parser.add_argument("--recover", action="store_true", help="from a recovery checkpoint, not from an export")
+    parser.add_argument(
+        "--adapter", action="store_true", help="with --recover: the LoRA adapter alone, as peft writes it"
+    )
     parser.add_argument("--role", metavar="NAME", help="the model, for example critic (default: the trained policy)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: RUN/export/ROLE-step-N")
     parser.add_argument("--json", action="store_true", help="print source, step and folder as JSON")
@@ -50,6 +54,9 @@ def export(words: Sequence[str]) -> int:
     paths = RunPaths(request.run.absolute())
     config = load_experiment(["--config", str(paths.config)], allow_unknown_top_level=True)
     role = request.role or next(iter(config.models))
+    if request.adapter and not request.recover:
+        message = "--adapter: the saver writes whole models: add --recover"
+        raise InputError(message, code="export.no_checkpoint")
     if role not in config.models:
         message = f"--role {role}: the models of this run are {', '.join(config.models)}"
         raise InputError(message, code="export.no_checkpoint")
@@ -61,7 +68,7 @@ def export(words: Sequence[str]) -> int:
         raise InputError(f"{source} is damaged or incomplete: {damage}", code="checkpoint.damaged")
     final.parent.mkdir(parents=True, exist_ok=True)
     if request.recover:
-        _export_recovery(config, role, source, final)
+        _export_recovery(config, role, source, final, adapter=request.adapter)
     else:
         _copy(source, final)
     facts = {"run": str(paths.root), "role": role, "step": step, "source": str(source), "folder": str(final)}
@@ -108,7 +115,7 @@ def _copy(source: Path, final: Path) -> None:
         raise InputError(message, code="checkpoint.not_written") from error
 
 
-def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, final: Path) -> None:
+def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, final: Path, *, adapter: bool) -> None:
     """Load the weights of all ranks into a frozen model of this process, and export that as a trainer does."""
     import torch
 
@@ -120,7 +127,10 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     build = TRAIN_ENGINES[config.allocation.train[0].backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load_whole(source)
-    engine.save(final, with_optimizer=False)
+    if adapter:
+        engine.save_adapter(final)
+    else:
+        engine.save(final, with_optimizer=False)
 
 
 def _model_role(config: BaseExperimentConfig, role: str) -> ModelRole:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from areal.api.config import BaseExperimentConfig, PPOConfig, TrainEngineConfig
+from areal.api.config.lora import ALL_LINEAR, LoRAConfig
 from areal.api.config.train import DEFAULT_TOKENS_PER_MB
 from areal.launcher.job import LaunchPlan
 from areal.system.model_shape import ModelShape
@@ -51,12 +52,14 @@ def rank_memory(
     for model, shape in models:
         width = 2 if model.dtype == "bfloat16" else 4
         trained = model.optimizer is not None
-        weights += shape.parameters * (4 if trained else width) // ranks
+        weights += shape.parameters * (4 if trained and model.lora is None else width) // ranks
         if model.optimizer is not None:
-            gradients += shape.parameters * 4 // ranks
-            optimizer += shape.parameters * {"adam": 8, "sgd": 0}[model.optimizer.type] // ranks
+            learned = shape.parameters if model.lora is None else adapter_parameters(model.lora, shape)
+            weights += 0 if model.lora is None else learned * 4 // ranks
+            gradients += learned * 4 // ranks
+            optimizer += learned * {"adam": 8, "sgd": 0}[model.optimizer.type] // ranks
         if ranks > 1 or (trained and width < 4):
-            gathered = max(gathered, _gathered(shape, width, trained=trained))
+            gathered = max(gathered, _gathered(shape, width, trained=trained and model.lora is None))
         activations = max(activations, activation_bytes(model, shape, tokens, on_gpu=on_gpu))
         largest = max(largest, shape.vocabulary * shape.hidden * width)
     return RankMemory(
@@ -67,6 +70,26 @@ def rank_memory(
         activations=activations,
         publishing=largest + bucket_bytes,
     )
+
+
+def adapter_parameters(lora: LoRAConfig, shape: ModelShape) -> int:
+    """Trained parameters with adapters. A pattern counts as all-linear; modules_to_save are counted by known names."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "q_proj": (shape.hidden, queries),
+        "k_proj": (shape.hidden, keys),
+        "v_proj": (shape.hidden, keys),
+        "o_proj": (queries, shape.hidden),
+        "gate_proj": (shape.hidden, shape.intermediate),
+        "up_proj": (shape.hidden, shape.intermediate),
+        "down_proj": (shape.intermediate, shape.hidden),
+    }
+    targets = (
+        sizes if isinstance(lora.target_modules, str) or lora.target_modules == [ALL_LINEAR] else lora.target_modules
+    )
+    chosen = [size for name, size in sizes.items() if name in targets]
+    whole = sum(shape.vocabulary * shape.hidden for name in ("lm_head", "embed_tokens") if name in lora.modules_to_save)
+    return whole + shape.layers * lora.rank * sum(map(sum, chosen))
 
 
 def activation_bytes(model: TrainEngineConfig, shape: ModelShape, tokens: int, *, on_gpu: bool) -> int:
@@ -101,7 +124,8 @@ def memory_problems(
 ) -> Iterator[str]:
     """One sentence when a trainer rank needs more than its card has, or all ranks on the CPU more than the host."""
     ranks = [process for process in plan.processes if process.role == "trainer"]
-    shapes = [(model, ModelShape.read(model.path)) for model in config.models.values()]
+    held = {name: one for name, one in config.models.items() if name != "ref" or not config.reference_is_base}
+    shapes = [(model, ModelShape.read(model.path)) for model in held.values()]
     known = [(model, shape) for model, shape in shapes if shape is not None]
     if not ranks or len(known) < len(shapes):
         return

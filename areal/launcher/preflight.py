@@ -38,6 +38,7 @@ from areal.api.workflow import constructor_problems
 from areal.data.mix import mixed_counts
 from areal.data.row_check import file_problem
 from areal.fleet.backends import backend_named
+from areal.system.adapter_files import adapter_weights, prefixes, require_targets
 from areal.system.checkpoint_files import stored_weights
 from areal.system.durable import is_complete
 from areal.system.model_shape import ModelShape
@@ -46,6 +47,8 @@ from areal.system.run_paths import RunPaths
 _BEFORE_ANY_EPISODE = (b'{"event":"group"', b'{"event":"started"')
 _STEP = re.compile(r"step-(\d+)")
 _HEAD = "score.weight"
+_NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe")
+"""Endings of modules with a matrix that are no linear layer with an adapter."""
 _DATA_ENDINGS = (".jsonl", ".json")
 _OTHER_WAYS = "--overwrite deletes it and starts again, trial_name=NAME starts another run"
 _SPARE_BYTES = 64 * 2**20
@@ -64,6 +67,7 @@ def missing_inputs(config: BaseExperimentConfig, script: str | None) -> list[str
     for key in loaded:
         model = config.models[key]
         problems += _model_problems(f"{key}.path", model.path, needs_weights=not model.init_from_scratch)
+        problems += _adapter_problems(key, model)
     if isinstance(config, PPOConfig):
         backend = backend_named(config.server_backend)
         model = backend.model(config)
@@ -157,6 +161,22 @@ def _model_problems(key: str, path: str, *, needs_weights: bool) -> Iterator[str
     elif needs_weights:
         for text in _errors_of(partial(stored_weights, folder)):
             yield f"{key}: {text}; copy or download it again"
+
+
+def _adapter_problems(key: str, model: TrainEngineConfig) -> Iterator[str]:
+    """Adapters that do not fit the local checkpoint `model.path`, whose headers name its layers."""
+    lora, folder = model.lora, Path(model.path).expanduser()
+    if lora is None or not any(folder.glob("*.safetensors")):
+        return
+    if not _errors_of(partial(stored_weights, folder)):
+        stored = {name.rpartition(".")[0]: weight for name, weight in stored_weights(folder).items()}
+        names = [name for name, weight in stored.items() if len(weight.shape) == 2 and not name.endswith(_NOT_ADAPTED)]
+        around = sorted({one for name in stored for one in prefixes(name)})
+        for text in _errors_of(partial(require_targets, lora, names, [*around, "lm_head"])):
+            yield f"{key}.{text}"
+        if lora.path:
+            for text in _errors_of(partial(adapter_weights, Path(lora.path).expanduser(), lora, folder)):
+                yield f"{key}.lora.path: {text}"
 
 
 def _head_problems(config: PPOConfig) -> Iterator[str]:

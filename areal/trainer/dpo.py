@@ -22,7 +22,8 @@ class DPOTask(PairTask):
     """The chosen answer of a pair gains probability over the rejected one, relative to a reference."""
 
     def __init__(self, engine: TrainEngine, reference: TrainEngine | None, options: DPOOptions) -> None:
-        """`reference` None: its log-probabilities are 0 (dpo.reference_free)."""
+        """`reference` None: its log-probabilities are 0 (dpo.reference_free); `engine`: its base model without
+        adapters."""
         super().__init__("actor", engine)
         self._reference = reference
         self._options = options
@@ -31,7 +32,9 @@ class DPOTask(PairTask):
         if self._reference is None:
             return batch
         with phase("ref_logprobs"):
-            return replace(batch, ref_logprobs=required(self._reference.forward(batch).logprobs, "logprobs"))
+            is_base, ref = self._reference is self._engine, self._reference
+            outputs = ref.forward(batch, with_adapters=False) if is_base else ref.forward(batch)
+            return replace(batch, ref_logprobs=required(outputs.logprobs, "logprobs"))
 
     def _compare(self, outputs: TokenOutputs, batch: TrainBatch, pairs: PairPlaces) -> dict[str, Tensor]:
         """Rewards are implicit: beta (log pi - log ref)."""
@@ -74,5 +77,6 @@ class DPOTrainer(RowTrainer[DPOConfig, EncodedPair]):
         engine = build(with_whole_pairs(config.actor), role="actor", total_steps=total_steps)
         reference = None
         if config.ref is not None and not config.dpo.reference_free:
-            reference = build(with_whole_pairs(config.ref), role="ref", total_steps=0)
+            is_base = config.reference_is_base
+            reference = engine if is_base else build(with_whole_pairs(config.ref), role="ref", total_steps=0)
         return DPOTask(engine, reference, config.dpo)

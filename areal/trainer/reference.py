@@ -1,6 +1,7 @@
 """The reference policy: log-probabilities for the KL divergence, and resets to the current policy."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from areal.api.batch import TrainBatch, required
 from areal.api.config import PPOActorConfig
@@ -24,15 +25,22 @@ class Reference:
     """A policy that is not trained, on all trainer ranks; every rank calls every method."""
 
     def __init__(
-        self, engine: TrainEngine, config: PPOActorConfig | None = None, *, resets: ReferenceResets | None = None
+        self,
+        engine: TrainEngine,
+        config: PPOActorConfig | None = None,
+        *,
+        resets: ReferenceResets | None = None,
+        is_base: bool = False,
     ) -> None:
         """`config`: that of the policy; None = no divergence of whole distributions. `resets` None: constant weights.
+        `is_base`: the engine is that of the policy, and the reference is its base model without adapters.
         Raises ConfigError when the weights of the policy do not fit the reference."""
         if resets is not None:
             _require_same_model(engine, resets.policy)
         self._engine = engine
         self._config = config
         self._resets = resets
+        self._is_base = is_base
 
     @property
     def is_frozen(self) -> bool:
@@ -41,7 +49,9 @@ class Reference:
 
     def with_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add the reference's log-probabilities, and the divergence of whole distributions; a collective."""
-        outputs = self._engine.forward(replace(batch, prox_candidate_logprobs=None))
+        batch_in = replace(batch, prox_candidate_logprobs=None)
+        forward = partial(self._engine.forward, with_adapters=False) if self._is_base else self._engine.forward
+        outputs = forward(batch_in)
         batch = replace(batch, ref_logprobs=required(outputs.logprobs, "logprobs"))
         return batch if self._config is None else with_divergence(batch, outputs, self._config)
 

@@ -57,7 +57,9 @@ def build_roles(config: PPOConfig, mesh: TrainerMesh, length: TrainingLength) ->
         steps = length.total_steps * config.critic.ppo_n_minibatches * config.critic.ppo_epochs
         trained["critic"] = build(config.critic, role="critic", total_steps=steps)
     frozen: dict[str, TrainEngine] = {}
-    if config.ref is not None and uses_reference(config.actor):
+    if config.ref is not None and uses_reference(config.actor) and config.reference_is_base:
+        get_logger("trainer").info("ref is the actor without its adapters, and has no copy of the weights")
+    elif config.ref is not None and uses_reference(config.actor):
         ref_outputs = OutputSpec(candidates=num_candidates(config.actor))
         frozen["ref"] = build_frozen(config.ref, role="ref", outputs=ref_outputs)
     elif config.ref is not None:
@@ -75,6 +77,11 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
         resets = ReferenceResets(
             policy=trained["actor"], every_steps=config.ref_reset_steps, with_optimizer=config.ref_reset_optimizer
         )
+    reference = None
+    if config.ref is not None and uses_reference(config.actor):
+        is_base = config.reference_is_base
+        engine = trained["actor"] if is_base else frozen["ref"]
+        reference = Reference(engine, config.actor, resets=resets, is_base=is_base)
     return PPORoles(
         actor=PPOActor(
             trained["actor"],
@@ -85,7 +92,7 @@ def _roles_of(config: PPOConfig, trained: dict[str, TrainEngine], frozen: dict[s
             critic_lambda=None if critic is None else critic.gae_lambda,
             teacher=config.teacher,
         ),
-        reference=Reference(frozen["ref"], config.actor, resets=resets) if "ref" in frozen else None,
+        reference=reference,
         critic=None if critic is None else Critic(trained["critic"], critic, seed=config.seed),
         reward_model=_reward_model(config, frozen["reward_model"]) if "reward_model" in frozen else None,
         teacher=None if config.teacher is None else Teacher(frozen["teacher"], config.teacher),

@@ -102,15 +102,14 @@ def test_an_sft_file_loads_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "path"),
     [
-        ("actor.use_lora=true", "actor.use_lora"),
+        ("actor.use_lora=maybe", "actor.use_lora"),
+        ("actor.peft_type=ia3", "actor.peft_type"),
         ("actor.pad_to_maximum=true", "actor.pad_to_maximum"),
         ("actor.is_critic=true", "actor.is_critic"),
         ("actor.log_agent_stats=true", "actor.log_agent_stats"),
         ("actor.optimizer.offload=true", "actor.optimizer.offload"),
         ("actor.optimizer.initial_loss_scale=65536", "actor.optimizer.initial_loss_scale"),
         ("rollout.queue_size=99", "rollout.queue_size"),
-        ("rollout.use_lora=true", "rollout.use_lora"),
-        ("gconfig.lora_name=mine", "gconfig.lora_name"),
         ("enable_offload=true", "enable_offload"),
         ("valid_dataset.drop_last=true", "valid_dataset.drop_last"),
         ("stats_logger.wandb.config={a: 1}", "stats_logger.wandb.config"),
@@ -122,6 +121,40 @@ def test_what_is_not_implemented_is_refused(grpo, override: str, path: str) -> N
     with pytest.raises(ConfigError) as caught:
         grpo(override)
     assert [(problem.path, problem.code) for problem in caught.value.problems] == [(path, "config.unsupported")]
+
+
+def test_the_keys_of_adapters_make_a_section(grpo) -> None:
+    both = "actor.use_lora=true", "rollout.use_lora=true", "gconfig.lora_name=mine"
+    lora = grpo(*both, "actor.lora_rank=8", "actor.lora_alpha=4").actor.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.scale) == (8, 4.0, "all-linear", 0.5)
+    lora = grpo(*both, "actor.target_modules=[q_proj]").actor.lora
+    assert lora is not None
+    assert lora.target_modules == ["q_proj"]
+    assert grpo("actor.lora_rank=8").actor.lora is None
+
+
+def test_adapters_of_the_servers_need_those_of_the_actor(grpo) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo("rollout.use_lora=true")
+    assert [(found.path, found.code) for found in caught.value.problems] == [("rollout.use_lora", "config.conflict")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "code"),
+    [
+        (["actor.lora.rank=0"], "actor.lora.rank", "config.out_of_range"),
+        (["actor.lora={}", "actor.init_from_scratch=true"], "actor.lora", "config.conflict"),
+        (["ref.lora={}"], "ref.lora", "config.conflict"),
+        (["actor.lora.target_modules=[]"], "actor.lora.target_modules", "config.missing_requirement"),
+        (["actor.lora.target_modules=q_(proj"], "actor.lora.target_modules", "config.conflict"),
+        (["actor.lora.init=eva"], "actor.lora.init", "config.not_a_choice"),
+    ],
+)
+def test_wrong_options_of_adapters_are_refused(grpo, overrides, path, code) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo(*overrides)
+    assert (path, code) in [(found.path, found.code) for found in caught.value.problems]
 
 
 @pytest.mark.parametrize(

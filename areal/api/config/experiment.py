@@ -91,6 +91,12 @@ class BaseExperimentConfig:
         """The models in the trainer by section name; empty for classes that do not define it."""
         return {}
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the trained policy without its adapters, without memory for itself."""
+        policy, ref = self.models.get("actor"), self.models.get("ref")
+        return policy is not None and ref is not None and ref.is_base_of(policy)
+
     def problems(self) -> Problems:
         """Everything wrong with the combination of options, beyond the limits of single fields."""
         for path, name in (("experiment_name", self.experiment_name), ("trial_name", self.trial_name)):
@@ -195,6 +201,10 @@ class PPOConfig(BaseExperimentConfig):
     def models(self) -> dict[str, TrainEngineConfig]:
         models = {name: getattr(self, name) for name in ("actor", "critic", "ref", "teacher", "reward_model")}
         return {name: model for name, model in models.items() if model is not None}
+
+    @property
+    def reference_is_base(self) -> bool:
+        return super().reference_is_base and self.ref_reset_steps is None
 
     @property
     def max_concurrent_rollouts(self) -> int:

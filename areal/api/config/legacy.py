@@ -19,10 +19,10 @@ from areal.api.errors import ConfigProblem
 class LegacyRule:
     """What happens to the value of one key."""
 
-    action: Literal["accept", "ignore", "copy", "move", "switched_off", "rejection_sampling", "backend"]
+    action: Literal["accept", "ignore", "copy", "move", "switched_off", "rejection_sampling", "backend", "lora"]
     """accept: only `values`, without effect. ignore: any value, without effect. copy: null, empty or equal to `path`.
     move: the value of the option `path`. switched_off: a section whose `enabled` is false. rejection_sampling, backend:
-    keys of AReaL 1.0 that belong to `rollout_correction` and `allocation_mode`.
+    keys of AReaL 1.0 that belong to `rollout_correction` and `allocation_mode`. lora: keys that make a `lora` section.
     """
     path: str = ""
     """copy: the other key. move: the other option, dotted below the section of the key."""
@@ -65,11 +65,8 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "backend": _BACKEND,
         "pad_to_maximum": _FALSE,
         "megatron": _IGNORED,
-        "use_lora": _FALSE,
-        "lora_rank": _SILENT,
-        "lora_alpha": _SILENT,
-        "target_modules": _SILENT,
-        "peft_type": _SILENT,
+        **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha", "target_modules"), LegacyRule("lora")),
+        "peft_type": _accept("lora", hint="lora is the only kind of adapter"),
         "is_critic": _FALSE,
         "weight_update_mode": _SILENT,  # only the actor's weights are published
     },
@@ -91,13 +88,13 @@ _LEGACY: dict[str, dict[str, LegacyRule]] = {
         "loss_scale_window": _accept(5),
         "hysteresis": _accept(2),
     },
-    "GenerationHyperparameters": {"lora_name": _accept("", None)},
+    "GenerationHyperparameters": {"lora_name": _IGNORED},  # requests name the adapter of their policy version
     "InferenceEngineConfig": {
         **_PLACE,
         **_SCHEDULING,
         "backend": _BACKEND,
         "queue_size": _accept(None, hint="rollout.max_concurrent_rollouts bounds the episodes in flight"),
-        "use_lora": _FALSE,
+        "use_lora": LegacyRule("lora"),
         "tokenizer_path": _copy("tokenizer_path"),
         "dump_to_file": _SILENT,  # the ledger keeps every trajectory
     },
@@ -145,6 +142,8 @@ class LegacyKeys:
     ignored: list[str] = field(default_factory=list[str])
     """Accepted keys without effect that the user should know of."""
     _backends: dict[str, str] = field(default_factory=dict[str, str])
+    _lora: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """The keys about adapters by section."""
 
     def apply(self, cls: type[Any]) -> None:
         for section_class, values, path in list(sections_in(cls, self.tree)):
@@ -157,6 +156,7 @@ class LegacyKeys:
                     given = _below(self.given, path) if path else self.given
                     self._apply(rule, value, values, given, f"{path}.{key}" if path else str(key))
         self._set_allocation()
+        self._set_lora()
 
     def _apply(self, rule: LegacyRule, value: Any, tree: dict[str, Any], given: Any, path: str) -> None:
         other = rule.path
@@ -180,6 +180,9 @@ class LegacyKeys:
                     self._differs(path, value, other, found)
             case "rejection_sampling":
                 self._rejection_sampling(value, tree, given, path)
+            case "lora":
+                section, _, key = path.rpartition(".")
+                self._lora.setdefault(section, {})[key] = value
             case "backend":
                 if value not in (None, "", "fsdp"):  # "fsdp" without sizes is in files older than v0.5
                     self._backends[path] = str(value)
@@ -228,6 +231,26 @@ class LegacyKeys:
         elif wanted and not _same_allocation(wanted, str(written)):
             path = "rollout.backend" if servers else first
             self._differs(path, wanted, "allocation_mode", written, "remove one of them")
+
+    def _set_lora(self) -> None:
+        """The section `lora` of each model, from the keys that AReaL has for it, if use_lora is true."""
+        wanted = bool(self._lora.pop("rollout", {}).get("use_lora"))
+        for section, keys in self._lora.items():
+            tree = _below(self.tree, section)
+            if keys.get("use_lora") is True and isinstance(tree, dict):
+                targets = keys.get("target_modules") or "all-linear"  # AReaL: an empty list = all
+                new = {
+                    "rank": keys.get("lora_rank", 32),
+                    "alpha": keys.get("lora_alpha", 16),
+                    "target_modules": targets,
+                }
+                self._move(
+                    True, new, cast("dict[str, Any]", tree), _below(self.given, section), f"{section}.use_lora", "lora"
+                )
+            elif keys.get("use_lora") not in (None, False):
+                self._unsupported(f"{section}.use_lora", f"{shown(keys['use_lora'])} is no switch: use true or false")
+        if wanted and not _below(self.tree, "actor.lora"):
+            self._differs("rollout.use_lora", True, "actor.lora", None)
 
     def _unsupported(self, path: str, message: str) -> None:
         self.problems.append(ConfigProblem(path, message, "config.unsupported"))

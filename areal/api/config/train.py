@@ -71,6 +71,8 @@ class FSDPEngineConfig:
     """Keep sharded parameters and optimiser state in CPU memory between uses."""
 
 
+_SAME_OUTPUTS = ("path", "temperature", "dtype", "head_dtype", "attn_impl", "logprob_kernel")
+"""Options that decide what a frozen model computes."""
 NO_ADAPTERS = "adapts language models, and this model has a new head that is trained whole: remove it"
 
 
@@ -108,6 +110,10 @@ class TrainEngineConfig:
     """Options of the FSDP engine."""
     lora: LoRAConfig | None = option(None, also="AReaL: use_lora")
     """Train low-rank adapters of a frozen model; null = train all weights."""
+
+    def is_base_of(self, policy: "TrainEngineConfig") -> bool:
+        """Whether this frozen model computes what `policy` computes without its adapters, so that it needs no copy."""
+        return policy.lora is not None and all(getattr(self, name) == getattr(policy, name) for name in _SAME_OUTPUTS)
 
     def problems(self) -> Problems:
         if not self.path:
