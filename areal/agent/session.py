@@ -185,7 +185,7 @@ class Session:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt of a request, without a turn. Raises TurnRefused."""
-        return len(self.transcript.context(request).token_ids)
+        return len(self._context(request).token_ids)
 
     def delivered(self, answers: Sequence[TurnAnswer]) -> None:
         """The client has received these answers."""
@@ -237,7 +237,7 @@ class Session:
             self.counts.refused[error.code] += 1
 
     async def _answer(self, request: TurnRequest, room: int | None) -> tuple[TurnAnswer, ...]:
-        context = self.transcript.context(request, self._forced(request))
+        context = self._context(request, self._forced(request))
         settings = self._settings(request.settings, len(context.token_ids), room)
         first, self._num_answers = self._num_answers, self._num_answers + request.num_answers
         turn_ids = [f"{self.session_id}.{first + number}" for number in range(request.num_answers)]
@@ -266,6 +266,12 @@ class Session:
         turn = next(turn for turn in self._turns[request.fingerprint] if turn.task is asyncio.current_task())
         self._by_answer |= {answer.turn_id: turn for answer in found}
         return found
+
+    def _context(self, request: TurnRequest, forced: Sequence[int] = ()) -> Context:
+        try:
+            return self.transcript.context(request, forced)
+        except InputError as error:
+            raise TurnRefused(str(error), code="agent.template_refused", status=400, param="messages") from error
 
     def _forced(self, request: TurnRequest) -> list[int]:
         """The tokens that make an answer call the tool that the request requires. TurnRefused where none are known."""

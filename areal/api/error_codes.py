@@ -57,6 +57,8 @@ agent.reward_too_late: A reward came for a session that has ended (409).
     Report it earlier, or raise agent.reward_window_s.
 agent.session_ended: A turn came after the end of its session.
     Send no turns after the final reward or the end of the agent.
+agent.template_refused: The chat template refuses the messages of a request, for example the order of their roles.
+    Send messages that the template takes: areal prove-template shows what it refuses.
 agent.time_budget: A session has used agent.max_seconds.
     End the agent after this refusal, or raise the limit.
 agent.token_budget: A session has used agent.max_tokens.

@@ -140,3 +140,14 @@ async def streams(row: dict[str, Any], client: Any, session: Any) -> float:
             logprobs[choice.index] += len(choice.logprobs.content or ()) if choice.logprobs else 0
     row["streamed"] = texts, logprobs
     return 1.0
+
+
+async def rewards_each_call(row: dict[str, Any], client: Any, session: Any) -> float:
+    messages: list[Any] = [{"role": "user", "content": row["question"]}]
+    for _ in range(2):
+        completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        messages.append(completion.choices[0].message)
+        for call in completion.choices[0].message.tool_calls:
+            session.reward(0.5, of=call.id)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "1"})
+    return 1.0

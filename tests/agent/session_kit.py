@@ -85,9 +85,9 @@ class ScriptedDirectory:
 
 
 @contextlib.asynccontextmanager
-async def served(*script, **options):
-    """(address, session with KEY, directory) of a server on loopback."""
-    session = ScriptedSession(*script)
+async def served(*script, session=None, **options):
+    """(address, session with KEY, directory) of a server on loopback. `session`: None = a scripted one."""
+    session = session or ScriptedSession(*script)
     directory = ScriptedDirectory(**{KEY: session, OTHER_KEY: ScriptedSession()})
     server = SessionServer(directory, admin_token=TOKEN, token_text=lambda token_id: f"t{token_id}", **options)
     async with listening(server.application(), auto_decompress=False, access_log=None) as address:

@@ -66,6 +66,15 @@ async def test_rewards_of_turns_and_parts_become_metrics(make) -> None:
     assert group.stats["reward"] == 1.5 or group.stats["reward"] == 1.75
 
 
+async def test_a_reward_of_a_tool_call_belongs_to_its_turn_and_is_discounted_for_earlier_ones(make) -> None:
+    workflow = make("rewards_each_call", n_samples=1, turn_discount=0.5)
+    group = await workflow.arun_episode(ScriptedEngine(lambda prompt: CALL), dict(ROW))
+    (row,) = group.trajectories
+    values = {turn: value for turn, value in zip(row.turns, row.turn_rewards, strict=True) if turn >= 0}
+    assert values == {0: 0.5 + 0.5 * (0.5 + 1.0), 1: 0.5 + 1.0}, "the reward of the session belongs to its last turn"
+    assert row.reward == 2.0
+
+
 async def test_a_missing_reward_rejects_the_episode_and_is_no_zero(make) -> None:
     group = await make("without_reward").arun_episode(ScriptedEngine(lambda prompt: "1"), dict(ROW))
     assert group.rejected == "no_reward"

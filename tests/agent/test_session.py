@@ -14,13 +14,15 @@ from areal.agent.turn_journal import TurnJournal
 from areal.agent.turns import TurnRefused, TurnRequest, TurnSettings
 from areal.api.config import GenerationHyperparameters
 from areal.api.errors import ServerUnavailable
+from areal.data.template_tokenizer import template_tokenizer
+from tests.agent.bridge.templates import CHATML, NO_USER_AFTER_TOOL
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 
 QUESTION = {"role": "user", "content": "2+2?"}
 
 
-def session_of(engine, *, limits=None, sampling="client", events=None, style="hermes") -> Session:
-    tokenizer = tool_tokenizer()
+def session_of(engine, *, limits=None, sampling="client", events=None, style="hermes", template=CHATML) -> Session:
+    tokenizer = template_tokenizer(template)
     bridge = template_bridge(tokenizer)
     gconfig = GenerationHyperparameters(
         max_new_tokens=50, max_tokens=500, temperature=0.7, stop_token_ids=sorted(bridge.stop_token_ids)
@@ -30,7 +32,7 @@ def session_of(engine, *, limits=None, sampling="client", events=None, style="he
         settings=gconfig,
         limits=limits or SessionLimits(),
         sampling=sampling,
-        new_transcript=lambda: Transcript(bridge, max_tokens=500),
+        new_transcript=lambda: Transcript(bridge, max_tokens=500, encode=lambda text, _: tokenizer.encode(text)),
         style=style_of(style, tokenizer.chat_template),
     )
     return Session("s1", setup, engine, events=events)
@@ -218,3 +220,16 @@ async def test_a_required_call_is_refused_where_the_style_reads_no_call() -> Non
         "tool_choice",
     )
     assert session.counts.refused["agent.unsupported_field"] == 1
+
+
+@pytest.mark.parametrize("ask", ["answer", "count_tokens"])
+async def test_a_dialogue_that_the_chat_template_refuses_is_an_error_of_the_client(ask) -> None:
+    session = session_of(numbered(), template=NO_USER_AFTER_TOOL)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    dialogue = (QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]})
+    dialogue = (*dialogue, {"role": "tool", "tool_call_id": "c", "content": "4"}, QUESTION)
+    with pytest.raises(TurnRefused) as caught:
+        await getattr(session, ask)(TurnRequest(messages=dialogue, tools=(ADD,), fingerprint="1"))
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("agent.template_refused", 400, "messages")
+    (answer,) = await session.answer(request())
+    assert answer.text == "0"

@@ -30,8 +30,9 @@ async def test_no_bytes_on_the_port_of_a_session_server_disturb_it(caplog):
     assert TOKEN not in caplog.text
 
 
+@pytest.mark.parametrize(("is_real", "num"), [(False, 5000), (True, 1000)])
 @pytest.mark.parametrize("path", VALID)
-async def test_no_request_disturbs_a_session(path, rng, caplog):
+async def test_no_request_disturbs_a_session(path, is_real, num, rng, caplog):
     with caplog.at_level(logging.INFO):
-        await attack(path, rng, 5000)
+        await attack(path, rng, num, is_real=is_real)
     assert [record.getMessage() for record in caplog.get_records("call") if record.exc_info] == []
