@@ -40,7 +40,7 @@ workflow: WORKFLOW:StruckAgent
 workflow_args: {agent: "WORKFLOW:run", target: TARGET, folder: RUNS/strikes}
 agent: {workers: 1}
 gconfig: {n_samples: 2, max_new_tokens: 40, max_tokens: 128, min_new_tokens: 20}
-rollout: {max_head_offpolicyness: 2}
+rollout: {max_head_offpolicyness: 2, weight_update: RUNNING}
 native: {dtype: float32, max_running_requests: 64, context_length: 128}
 actor:
   path: DATA/model
@@ -51,7 +51,8 @@ actor:
   optimizer: {lr: 1.0e-3, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}
 recover: {mode: auto, freq_steps: 3, retries: 9}
 """
-MODES = {"controller": "xccl", "agent": "disk", "connection": "http"}
+MODES = {"controller": ("xccl", "interrupt"), "agent": ("disk", "keep"), "connection": ("http", "interrupt")}
+"""How the weights travel, and what happens to running requests at an update."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,8 @@ def versions_in_answers(run: Run) -> set[int]:
 
 
 def config_of(data: Path, folder: Path, target: str) -> str:
-    config = CONFIG.replace("MODE", MODES[target]).replace("TARGET", target)
+    mode, running = MODES[target]
+    config = CONFIG.replace("MODE", mode).replace("RUNNING", running).replace("TARGET", target)
     config = config.replace("WORKFLOW", str(ROOT / "tests/faults/struck_agent.py"))
     return config.replace("DATA", str(data)).replace("RUNS", str(folder))
 
