@@ -76,7 +76,7 @@ async def blocks(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> floa
     return 1.0
 
 
-BEHAVIOURS = (raises, hangs, forks_a_child, prints, gathers, blocks)
+BEHAVIOURS = (raises, hangs, forks_a_child, prints, gathers, blocks, prints, gathers)
 
 
 async def behaves(row: dict[str, Any], client: AsyncOpenAI, session: Any) -> float:

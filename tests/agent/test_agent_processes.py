@@ -74,6 +74,15 @@ async def test_a_command_gets_the_row_and_the_session_in_its_environment(tmp_pat
     assert out.read_text() == "http://localhost:1/v16*7{other}"
 
 
+async def test_python_is_the_interpreter_of_the_run_and_a_program_from_outside_gets_no_session(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    code = f"import os, sys; sys.exit(os.environ.get('OPENAI_API_KEY') or sys.executable != {sys.executable!r})"
+    command = ("python", "-S", "-c", code)
+    job = AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command)
+    assert "secret" in (await run_command(job)).message
+    assert (await run_command(job, knows_session=False)).status == "ok"
+
+
 async def test_a_command_that_fails_has_its_last_output_in_the_message() -> None:
     command = (sys.executable, "-c", "raise SystemExit('no such page')")
     found = await run_command(AgentJob(row={}, base_url="http://localhost:1", key="secret", command=command))

@@ -138,7 +138,7 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:], "--sessions", "8"]).retu
 
 def test_what_agents_of_users_do_ends_with_a_clear_line_and_leaves_nothing(data, tmp_path):
     """Errors, a hang, a child process, prints, turns at the same time, a client that blocks."""
-    words = [f"workflow_args.agent={OBSERVED}:behaves", "agent.timeout_s=20", "agent.workers=2", "total_train_steps=4"]
+    words = [f"workflow_args.agent={OBSERVED}:behaves", "agent.timeout_s=20", "agent.workers=2", "total_train_steps=6"]
     samples = trained(data["calculator"], tmp_path, *words)
     assert {len(one["session"]["turns"]) for one in samples} == {1, 3}
     run = tmp_path / "agents" / "calculator"
