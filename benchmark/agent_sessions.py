@@ -32,7 +32,7 @@ from areal.agent.tool_calls import style_of
 from areal.agent.transcript import Transcript
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

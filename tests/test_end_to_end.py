@@ -16,12 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from areal.api.errors import InputError
-from areal.cli.main import run_command
 from areal.data.prompt_stream import PromptStream
 from areal.ledger.audit import AuditReport, audit
 from areal.ledger.event_files import LedgerReader
 from areal.observe.metric_table import entry_of
+from tests.run_checks import check_evaluations, check_exports, check_samples
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(900)
@@ -170,9 +169,10 @@ def folder(tmp_path_factory) -> Path:
     rows = prepare.task.make_rows(256, seed=1)
     for row in rows:
         number = zlib.crc32(row["prompt"].encode()) % 100
-        row |= {"unwanted": number < 30, "fails": 30 <= number < 35}
+        row |= {"unwanted": number < 30, "fails": 30 <= number < 35, "heat": 0.6 + number / 100}
     prepare.write_rows(folder / "train.jsonl", rows)
     prepare.write_rows(folder / "held_out.jsonl", prepare.task.make_rows(8, seed=2))
+    prepare.write_rows(folder / "more.jsonl", prepare.task.make_rows(4, seed=3))
     (folder / "script.py").write_text(SCRIPT)
     (folder / "c.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
     return folder
@@ -230,16 +230,24 @@ def versions(found: Run) -> list[int]:
 
 
 STEPS = 12
+RECOVER = ("recover.mode=auto", "recover.freq_steps=99")
+"""One recovery checkpoint, at the end."""
 
 
 def test_asynchronous_grpo_with_rejected_and_failed_episodes(folder, tmp_path, capsys):
     """Both ways to start training in one run: the controller uses the configured functions, the trainer a script."""
     functions = [f"reward_fn={folder}/script.py:raises_for_some", f"rollout.should_accept_fn={folder}/script.py:accept"]
-    recover = ["recover.mode=auto", "recover.freq_steps=99"]  # one recovery checkpoint, at the end
-    found = run(folder, f"total_train_steps={STEPS}", *functions, *recover, script=True)
+    several = [
+        "evaluator.modes=[greedy, sampled]",
+        "evaluator.n_samples=2",
+        f"evaluator.sets={{more: {folder}/more.jsonl}}",
+    ]
+    each = "gconfig.temperature_key=heat"  # the trainer's log-probabilities are the server's only at this temperature
+    found = run(folder, f"total_train_steps={STEPS}", *functions, *RECOVER, *several, each, script=True)
     check_training(found, folder)
+    check_evaluations(found.steps)
     check_replacements(found, folder)
-    check_exports(found.folder, tmp_path)
+    check_exports(found.folder, tmp_path, step=STEPS)
     capsys.readouterr()
     check_samples(found.folder, capsys)
 
@@ -268,36 +276,6 @@ def check_training(found: Run, folder: Path) -> None:
     assert all(value <= min(step, MAX_STALENESS + 1) for step, value in enumerate(found.batch_staleness()))
     assert max(found.batch_staleness()) > 0, "nothing was asynchronous"
     check_checkpoint(found.folder / "checkpoints" / "actor" / f"step-{STEPS:06}", folder / "model")
-
-
-def check_exports(root: Path, output: Path) -> None:
-    """An export, and one of the recovery checkpoint of the same step, have bitwise the saved weights."""
-    saved = root / "checkpoints" / "actor" / f"step-{STEPS:06}"
-    for words in ([], ["--recover"]):
-        folder = output / f"exported{len(words)}"
-        assert run_command(["export", str(root), *words, "-o", str(folder)]) == 0
-        assert (folder / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
-        assert {path.name for path in folder.iterdir()} == {path.name for path in saved.iterdir()}
-    with pytest.raises(InputError) as error:
-        run_command(["export", str(root), "--step", "3"])
-    assert error.value.code == "export.no_checkpoint"
-
-
-def check_samples(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`areal show` finds accepted, rejected and failed answers; some of a step are in a table."""
-    assert run_command(["show", str(root), "--best", "3", "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["samples"]
-    assert [sample["reward"] for sample in best] == pytest.approx([s["answer"].count("1") / 8 for s in best])
-    assert run_command(["show", str(root), "--rejected", "--limit", "200", "--json"]) == 0
-    lost = json.loads(capsys.readouterr().out)["samples"]
-    assert {sample["state"] for sample in lost} == {"rejected", "failed"}
-    kept = [sample for sample in lost if "answer" in sample]
-    assert kept
-    assert all((sample["reward"] is None) == (sample["state"] == "failed") for sample in kept)
-    assert all(sample["prompt"].endswith("=") and sample["num_generated"] for sample in [*best, *kept])
-    tables = {path.name: path.read_text().splitlines() for path in (root / "samples").iterdir()}
-    assert {name: len(lines) for name, lines in tables.items()} == {"step-000001.jsonl": 4, "step-000010.jsonl": 4}
-    assert all(json.loads(line)["prompt"].endswith("=") for lines in tables.values() for line in lines)
 
 
 def check_checkpoint(path: Path, start: Path) -> None:
@@ -336,7 +314,7 @@ def taken(found: Run, stream: PromptStream[dict[str, Any]]) -> list[dict[str, An
 @pytest.mark.parametrize("mode", ["disk", "http"])
 def test_two_servers_two_ranks_and_weights_by_folder(folder, tmp_path, monkeypatch, mode):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}")
+    found = run(folder, "allocation_mode=native:d2+fsdp:d2", f"actor.weight_update_mode={mode}", *RECOVER)
     assert [event["kind"] for event in found.events if event["event"] == "published"] == [mode] * 4
     assert (found.folder / "weights").is_dir() == (mode == "disk")
     assert list(tmp_path.glob("areal-*/*")) == [], "copies of weights are left on the disk of a machine"
@@ -346,17 +324,19 @@ def test_two_servers_two_ranks_and_weights_by_folder(folder, tmp_path, monkeypat
     servers = {name for event in found.events if event["event"] == "accepted" for name in event["replicas"]}
     assert servers == {"server-0", "server-1"}
     check_checkpoint(found.folder / "checkpoints" / "actor" / "step-000004", folder / "model")
+    check_exports(found.folder, tmp_path / "exports", step=4)
 
 
 @pytest.mark.slow
-def test_ppo_with_a_critic_and_a_reference(folder):
+def test_ppo_with_a_critic_and_a_reference(folder, tmp_path):
     model = f"{{path: {folder}/model, dtype: float32, optimizer: {{lr: 1.0e-3}}}}"
     frozen = f"{{path: {folder}/model, dtype: float32}}"
-    found = run(folder, f"critic={model}", f"ref={frozen}", "actor.kl_ctl=0.1")
+    found = run(folder, f"critic={model}", f"ref={frozen}", "actor.kl_ctl=0.1", *RECOVER)
     assert found.column("batch/ref_kl")[0] == pytest.approx(0.0, abs=1e-6)
     assert found.column("batch/ref_kl")[-1] > 0
     assert all(value > 0 for value in found.column("critic/grad_norm"))
-    assert (found.folder / "checkpoints" / "critic" / "step-000004").is_dir()
+    for role in ("actor", "critic"):
+        check_exports(found.folder, tmp_path / role, step=4, role=role)
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def _synthetic(config: PPOConfig, path: Path, *, num_steps: int) -> list[str]:
         f"gconfig.max_tokens={longest + options.prompt_length}",
         "rollout.should_accept_fn=''",
         "reward_fn=''",
+        "alarms.action=off",  # random rewards and drawn lengths
     ]
 
 

@@ -123,7 +123,8 @@ def _export_recovery(config: BaseExperimentConfig, role: str, source: Path, fina
     from areal.engine.mesh import TrainerMesh
 
     mesh = TrainerMesh(0, 1, torch.device("cpu"))
-    model = dataclasses.replace(config.models[role], optimizer=None)
+    # The initial checkpoint of a critic has no head, so that the weights of the run are loaded into random ones.
+    model = dataclasses.replace(config.models[role], optimizer=None, init_from_scratch=True)
     build = TRAIN_ENGINES[config.allocation.train[0].backend]
     engine = build(model, role=_model_role(config, role), total_steps=0, mesh=mesh, seed=config.seed)
     engine.load_whole(source)

@@ -13,7 +13,7 @@ from areal.agent.bridge import TemplateBridge, TemplateScenario
 from areal.agent.bridge.dialogues import Comparison, compare
 from areal.agent.bridge.proof import Row, Scope
 from areal.api.errors import ConfigError, InputError
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from areal.data.tokenizer import Tokenizer, load_tokenizer
 
 _SCOPES: dict[Scope, str] = {

@@ -13,8 +13,9 @@ from areal.ledger.samples import EpisodeRecord, Sample
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COLORS = ((-0.1, 32), (-0.7, 36), (-2.3, 33), (-math.inf, 31))
 """Lowest log-probability and terminal colour: probabilities above 0.9, 0.5, 0.1, and the rest."""
-_LEGEND = "log-probability: green above -0.1, cyan above -0.7, yellow above -2.3, red below; grey = not in the loss"
-_PLAIN_LEGEND = "a token in the loss is followed by {log-probability}; <vN> = from here policy version N"
+_VERSION = "; <vN> = from here policy version N"
+_LEGEND = f"log-probability: green > -0.1, cyan > -0.7, yellow > -2.3, red below; grey = not in the loss{_VERSION}"
+_PLAIN_LEGEND = f"a token in the loss is followed by {{log-probability}}{_VERSION}"
 MAX_COLUMN = 500
 """Maximum characters of a dataset column in text; JSON has all."""
 

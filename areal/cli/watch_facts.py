@@ -41,6 +41,7 @@ _CURVES = {
     "gradient norm": ("actor/grad_norm", "grad_norm"),
 }
 """Name -> the metrics of which the first recorded one is its curve."""
+_SPEED = "rollout/generated_tokens_per_s"
 _STALENESS = "rollout/staleness_frac/"
 
 
@@ -192,7 +193,7 @@ class Watched:
             seconds_by_phase=_phases(rows),
             waits=_waits(rows),
             waiting_for=(status or {}).get("waiting_for", ""),
-            tokens_per_s=status["tokens_per_s"] if status else last.get("rollout/generated_tokens_per_s"),
+            tokens_per_s=status["tokens_per_s"] if status else _tokens_per_s(rows),
             episodes=episodes_of(paths, status or self._last_status) or {},
             first_failure=(status or {}).get("first_failure", ""),
             alarms=recorded_alarms(paths.alarms),
@@ -254,6 +255,12 @@ def _newer(summary: Path, plan: Path) -> dict[str, Any]:
 def _step_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
     times = [row["time"] for row in rows]
     return median(after - before for before, after in pairwise(times)) if len(times) > 1 else None
+
+
+def _tokens_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean of the newest steps. In the last ones less is generated, because no batch needs more."""
+    found = [row[_SPEED] for row in rows if _SPEED in row]
+    return fmean(found) if found else None
 
 
 def _staleness(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -36,8 +36,12 @@ class PPOTrainer:
         self._config = config
         self._train_rows = train_dataset
         self._valid_sets = ({"": valid_dataset} if valid_dataset else {}) | dict(valid_sets or {})
-        if config.valid_dataset is not None and not valid_dataset and self._context.index == 0:
-            get_logger("trainer").warning("no evaluation runs: the script passed no valid_dataset to PPOTrainer")
+        configured = {name: f"valid_sets[{name!r}]" for name in config.evaluator.sets}
+        configured |= {} if config.valid_dataset is None else {"": "valid_dataset"}
+        missing = [argument for name, argument in configured.items() if not self._valid_sets.get(name)]
+        if missing and self._context.index == 0:
+            text = "no evaluation runs of %s: the script did not pass it to PPOTrainer"
+            get_logger("trainer").warning(text, ", ".join(missing))
         self._length = TrainingLength.of(config, num_rows=len(train_dataset), samples_per_row=config.gconfig.n_samples)
 
     def __enter__(self) -> PPOTrainer:

@@ -8,46 +8,25 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import task
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from areal.data.tiny_model import character_tokenizer, tiny_model
 
 NUM_SFT_ROWS = 55 * 256
 NUM_RL_ROWS = 8192
 NUM_HELD_OUT = 256
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> Any:
     """One token per character."""
-    vocabulary = {token: index for index, token in enumerate([*task.SPECIALS, *task.CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
-    )
+    return character_tokenizer([*task.SPECIALS, *task.CHARACTERS])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """2 layers of width 64, 2 heads of 32, so that vLLM can serve the same checkpoint."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=16,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
+def build_model(tokenizer: Any, seed: int) -> Any:
+    """2 layers of width 64."""
+    return tiny_model(tokenizer, seed, vocab_size=16)
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

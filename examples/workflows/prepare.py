@@ -11,42 +11,9 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from areal.data.tiny_model import character_tokenizer, tiny_model
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+=?"]
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    model = models.WordLevel({token: index for index, token in enumerate(TOKENS)}, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
-    )
-
-
-def build_model(seed: int) -> Qwen2ForCausalLM:
-    """2 layers of width 64."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(TOKENS),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    return Qwen2ForCausalLM(config)
 
 
 def problems(count: int, seed: int) -> Iterator[tuple[str, str]]:
@@ -75,8 +42,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save_pretrained(args.folder / "model")
-    build_model(args.seed).save_pretrained(args.folder / "model")
+    tokenizer = character_tokenizer(TOKENS)
+    tokenizer.save_pretrained(args.folder / "model")
+    tiny_model(tokenizer, args.seed).save_pretrained(args.folder / "model")
     rows = {
         "warm_up": list(warm_up_rows(120 * 256, args.seed + 1)),
         "train": [{"prompt": f"{text}=", "answer": value} for text, value in problems(4096, args.seed + 2)],

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from areal.api.data import GenerationRequest, GenerationResponse
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge.templates import CHATML
 
 

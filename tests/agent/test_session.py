@@ -14,7 +14,7 @@ from areal.agent.turn_journal import TurnJournal
 from areal.agent.turns import TurnRefused, TurnRequest, TurnSettings
 from areal.api.config import GenerationHyperparameters
 from areal.api.errors import ServerUnavailable
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge.templates import CHATML, NO_USER_AFTER_TOOL
 from tests.agent.policies import ScriptedEngine, tool_tokenizer
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal.cli.main import run_command
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code
 

@@ -11,7 +11,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from areal.agent.bridge import BridgeGap, TemplateBridge, TemplateScenario, template_bridge
 from areal.agent.bridge.dialogues import compare
 from areal.agent.bridge.probe import TOOLS
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code
 

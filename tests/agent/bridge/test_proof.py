@@ -7,7 +7,7 @@ import pytest
 from areal.agent.bridge import TemplateBridge, TemplateScenario
 from areal.agent.bridge.dialogues import compare
 from areal.agent.bridge.proof import summary
-from areal.data.template_tokenizer import template_tokenizer
+from areal.data.tiny_model import template_tokenizer
 from tests.agent.bridge import templates
 from tests.expect import raises_code
 
