@@ -16,14 +16,18 @@ from areal.api.config.redaction import public
 from areal.api.config.relevance import relevance_of
 from areal.api.config.schema import find_field, type_text
 from areal.api.errors import ConfigError
+from areal.cli.import_config import import_config
 from areal.system.run_paths import RunPaths, run_folder
 
 
 def config(words: Sequence[str]) -> int:
-    """`areal config --config FILE [key=value ...]`, `areal config RUN [key=value ...]`, `areal config OPTION`."""
+    """`areal config --config FILE [key=value ...]`, or in place of --config: RUN, OPTION, `import SYSTEM FILE`."""
+    if list(words[:1]) == ["import"]:
+        return import_config(words[1:])
     parser = argparse.ArgumentParser(
         prog="areal config",
-        usage="%(prog)s (--config FILE.yaml | RUN) [key.sub=value ...] [--json]\n       %(prog)s OPTION [--json]",
+        usage="%(prog)s (--config FILE.yaml | RUN) [key.sub=value ...] [--json]\n       %(prog)s OPTION [--json]\n"
+        "       %(prog)s import verl|roll|cosmos|areal FILE [key.sub=value ...] [-o OUT.yaml] [--json]",
         description="Print the effective configuration of a file or of a run, without secrets, or explain an option.",
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="several are merged in order")

@@ -1,0 +1,106 @@
+"""`areal config import`: a configuration of another system as one of ours, with the origin of every line."""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal.api.errors import ConfigError
+from areal.importers.cosmos import from_cosmos
+from areal.importers.draft import Draft, flat
+from areal.importers.own import from_areal
+from areal.importers.roll import from_roll
+from areal.importers.text import report_json, report_lines, yaml_text
+from areal.importers.verl import from_verl
+from areal.system.durable import write_atomic
+
+SYSTEMS: dict[str, Callable[[dict[str, Any]], Draft]] = {
+    "verl": lambda tree: from_verl(flat(tree)),
+    "roll": lambda tree: from_roll(flat(tree)),
+    "cosmos": lambda tree: from_cosmos(flat(tree)),
+    "areal": from_areal,
+}
+
+
+def import_config(words: Sequence[str]) -> int:
+    """`areal config import SYSTEM FILE [key=value ...] [-o OUT.yaml] [--json]`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="areal config import",
+        description="Translate a configuration. The YAML has the origin of each line as a comment; the report says for "
+        "each key whether it was kept, computed, passed to the servers, dropped (and why), or has no counterpart.",
+    )
+    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML or TOML, or a shell script with key=value words")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options in the words of the other system")
+    parser.add_argument("-o", "--output", type=Path, metavar="OUT", help="write the YAML there (default: print it)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    given = parser.parse_intermixed_args(words)
+    tree = _read(given.file)
+    for word in given.overrides:
+        _put(tree, word)
+    draft = SYSTEMS[given.system](_resolved(tree, given.file))
+    text = yaml_text(draft, given.file.name)
+    if given.output is not None:
+        write_atomic(given.output, text.encode())
+    if given.json:
+        sys.stdout.write(json.dumps(report_json(draft), indent=1, default=str) + "\n")
+        return 0
+    sys.stdout.write("" if given.output is not None else text)
+    sys.stderr.write("\n".join(report_lines(draft)) + "\n")
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".sh":
+            tree: dict[str, Any] = {}
+            for word in shlex.split(text, comments=True):
+                if re.fullmatch(r"\+{0,2}[a-z]\w*(\.\w+)+=.*", word, re.DOTALL):
+                    _put(tree, word)
+            return tree
+        found: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise _unreadable(path, " ".join(str(error).split())) from error
+    if not isinstance(found, dict):
+        raise _unreadable(path, "it is no mapping of keys to values")
+    found = cast("dict[str, Any]", found)
+    found.pop("defaults", None)  # of Hydra: other files, which are not read
+    return found
+
+
+def _unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path}: {why}", code="config.unreadable_file")
+
+
+def _put(tree: dict[str, Any], word: str) -> None:
+    """Set `key.sub=value` in a tree."""
+    key, equals, text = word.lstrip("+").partition("=")
+    *sections, name = key.split(".")
+    if not equals or not name:
+        raise ConfigError(f"{word}: write key.sub=value", code="config.bad_override")
+    place: dict[str, Any] = tree
+    for section in sections:
+        below = place.get(section)
+        place[section] = place = cast("dict[str, Any]", below) if isinstance(below, dict) else {}
+    place[name] = text if text.startswith("$") else yaml.safe_load(text)
+
+
+def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The tree with the values of its interpolations."""
+    try:
+        found = OmegaConf.to_container(cast("DictConfig", OmegaConf.create(dict(tree))), resolve=True)
+    except OmegaConfBaseException as error:
+        raise _unreadable(path, " ".join(str(error).split())) from error
+    return cast("dict[str, Any]", found)

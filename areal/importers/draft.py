@@ -1,0 +1,134 @@
+"""A translated configuration with the origin of each option, and what became of each key of the source. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast
+
+Fate = Literal["kept", "computed", "server", "dropped", "missing"]
+"""kept: an option with the same meaning. computed: from this and other keys. server: a flag of the inference server.
+dropped: safe to leave out. missing: there is no counterpart."""
+UNKNOWN = "no counterpart is known"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What became of one key of the source."""
+
+    fate: Fate
+    text: str
+    """The option that it became, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    value: Any
+    origin: str
+    """Where the value comes from; a comment in the YAML file."""
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value. Lists and empty mappings are values."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            found |= flat(cast("dict[str, Any]", value), f"{key}.")
+        else:
+            found[key] = value
+    return found
+
+
+@dataclass
+class Draft:
+    """Takes the values of a source one by one."""
+
+    system: str
+    values: dict[str, Any]
+    """Of the source, by dotted key."""
+    options: dict[str, Option] = field(default_factory=dict[str, Option])
+    notes: dict[str, Note] = field(default_factory=dict[str, Note])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or `default` without one. The key stays unclassified."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def keep(self, key: str, *options: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
+        """The key means the same as each of `options`. A null is left out: the default is used."""
+        if key not in self.values or key in self.notes:
+            return
+        value = self.values[key]
+        if value is None:
+            self.notes[key] = Note("dropped", "null: the default is used")
+            return
+        for option in options:
+            self.options[option] = Option(convert(value), f"{self.system}: {key}")
+        self.notes[key] = Note("kept", ", ".join(options))
+
+    def keep_all(self, table: Mapping[str, str]) -> None:
+        for key, option in table.items():
+            self.keep(key, option)
+
+    def set(self, option: str, value: Any, why: str, *keys: str) -> None:
+        """An option that is computed from `keys`, or required here. `why` is its comment."""
+        self.options[option] = Option(value, why)
+        for key in keys:
+            if key in self.values:
+                self.notes[key] = Note("computed", f"{option}={value}")
+
+    def server(self, prefix: str, section: str, names: Mapping[str, str] | None = None) -> None:
+        """The keys below `prefix` are flags of the server. `names`: only these, with the names of the flags."""
+        for key in [key for key in self.values if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            flag = name if names is None else names.get(name)
+            if flag is None or key in self.notes:
+                continue
+            option = f"{section}.{flag}"
+            if self.values[key] is None:
+                self.notes[key] = Note("dropped", "null: the server's default")
+            else:
+                self.options[option] = Option(self.values[key], f"{self.system}: {key}, a flag of the server")
+                self.notes[key] = Note("server", option)
+
+    def drop(self, why: str, *patterns: str) -> None:
+        """Keys that need no counterpart."""
+        self._note("dropped", why, patterns)
+
+    def lack(self, why: str, *patterns: str, off: Sequence[Any] = (None, False, 0, -1, "", [], {})) -> None:
+        """Keys of something that does not exist here. With a value of `off` they have no effect."""
+        for key in self._matching(patterns):
+            is_off = any(self.values[key] == value and type(self.values[key]) is type(value) for value in off)
+            self.notes[key] = Note("dropped", "it is switched off") if is_off else Note("missing", why)
+
+    def finish(self) -> None:
+        """Required options get a value; every key that nothing has classified is missing, unless it is null."""
+        for role, rate in (("actor", 1e-6), ("critic", 1e-5)):
+            has_role = any(option.startswith(f"{role}.") for option in self.options)
+            if self.system != "AReaL" and has_role and f"{role}.optimizer.lr" not in self.options:
+                self.set(f"{role}.optimizer.lr", rate, f"{self.system} has it as its default: check it")
+        self.lack(UNKNOWN, "*", off=(None,))
+
+    def _note(self, fate: Fate, why: str, patterns: Sequence[str]) -> None:
+        for key in self._matching(patterns):
+            self.notes[key] = Note(fate, why)
+
+    def _matching(self, patterns: Sequence[str]) -> list[str]:
+        return [key for key in self.values if key not in self.notes and any(fnmatchcase(key, one) for one in patterns)]
+
+
+def split_gpus(total: int, server_size: int, batch_size: int, server: str) -> str:
+    """allocation_mode for systems that use all GPUs for both activities in turn: about half of them for each."""
+    replicas = max(1, total // 2 // server_size)
+    return allocation(server, replicas, server_size, max(1, total - replicas * server_size), batch_size)
+
+
+def allocation(server: str, replicas: int, server_size: int, ranks: int, batch_size: int) -> str:
+    """allocation_mode. There are at most as many ranks as prompts in a batch."""
+    servers = f"{server}:d{replicas}" + (f"t{server_size}" if server_size > 1 else "")
+    return f"{servers}+fsdp:d{min(ranks, batch_size)}"
+
+
+def minibatches(batch: int, size: int) -> int:
+    """A number of minibatches from their size."""
+    return max(1, -(-batch // max(1, size)))

@@ -1,0 +1,64 @@
+"""Configurations of AReaL, v0.5 and 1.x: most keys are options here, others have rules in `areal.api.config.legacy`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from areal.api.config.kinds import kind_of
+from areal.api.config.legacy import LegacyRule, legacy_rule
+from areal.api.config.load import read
+from areal.api.config.schema import find_field
+from areal.importers.draft import Draft, flat
+
+
+def from_areal(tree: Mapping[str, Any]) -> Draft:
+    """The draft of an AReaL file without interpolations."""
+    kind = kind_of(tree, allow_unknown=True)
+    draft = Draft("AReaL", flat(tree))
+    reading = read(kind, dict(tree), allow_unknown_top_level=True)
+    problems = {problem.path: problem.message for problem in reading.problems}
+    found = flat(asdict(reading.config)) if reading.config is not None else {}
+    for key, value in draft.values.items():
+        wrong = next((text for path, text in problems.items() if f"{key}.".startswith(f"{path}.")), "")
+        rule = None if _is_option(kind, key) else _rule(kind, key)
+        if rule is None and not wrong and _is_option(kind, key):
+            draft.set(key, value, "AReaL")
+            draft.keep(key, key)
+        elif wrong or rule is None:
+            draft.lack(wrong or "an unknown key: of a script, or of another version", key, off=())
+        elif rule.action in ("move", "rejection_sampling", "backend"):
+            section = key.rpartition(".")[0]
+            path = {"backend": "allocation_mode", "rejection_sampling": "actor.rollout_correction"}.get(
+                rule.action, f"{section}.{rule.path}" if section else rule.path
+            )
+            for name in [name for name in found if f"{name}.".startswith(f"{path}.")]:
+                draft.set(name, found[name], f"AReaL: {key}", key)
+            draft.drop("no effect with its value", key)
+        elif rule.action == "copy":
+            draft.drop(f"a copy of {rule.path}", key)
+        else:
+            draft.drop(rule.hint or "no effect here", key)
+    draft.finish()
+    return draft
+
+
+def _is_option(kind: type[Any], key: str) -> bool:
+    """Whether the key is an option, or an entry of one that is a mapping."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        spec = find_field(kind, ".".join(parts[:end]))
+        if spec is not None:
+            return end == len(parts) or not spec.is_section
+    return False
+
+
+def _rule(kind: type[Any], key: str) -> LegacyRule | None:
+    """The rule for the key, or for the section that contains it."""
+    parts = key.split(".")
+    for end in range(1, len(parts) + 1):
+        section = ".".join(parts[: end - 1])
+        spec = find_field(kind, section) if section else None
+        owner = spec.hint if spec is not None and spec.is_section else None if section else kind
+        if owner is not None and (rule := legacy_rule(owner, parts[end - 1], section)) is not None:
+            return rule
+    return None

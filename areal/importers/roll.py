@@ -1,0 +1,239 @@
+"""Configurations of ROLL's RLVR pipeline."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from areal.importers.draft import Draft, allocation
+
+_SAME = {
+    "exp_name": "trial_name",
+    "seed": "seed",
+    "max_steps": "total_train_steps",
+    "save_steps": "saver.freq_steps",
+    "eval_steps": "evaluator.freq_steps",
+    "output_dir": "cluster.fileroot",
+    "num_gpus_per_node": "cluster.n_gpus_per_node",
+    "rollout_batch_size": "train_dataset.batch_size",
+    "prompt_length": "train_dataset.max_length",
+    "response_length": "gconfig.max_new_tokens",
+    "num_return_sequences_in_group": "gconfig.n_samples",
+    "pretrain": "actor.path",
+    "ppo_epochs": "actor.ppo_epochs",
+    "adv_estimator": "actor.adv_estimator",
+    "pg_clip": "actor.eps_clip",
+    "pg_clip_low": "actor.eps_clip",
+    "pg_clip_high": "actor.eps_clip_higher",
+    "reward_clip": "actor.reward_clip",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "loss_agg_mode": "actor.loss_aggregation",
+    "gamma": "actor.discount",
+    "lambd": "actor.gae_lambda",
+    "max_grad_norm": "actor.optimizer.gradient_clipping",
+    "async_generation_ratio": "rollout.max_head_offpolicyness",
+    "actor_train.training_args.learning_rate": "actor.optimizer.lr",
+    "actor_train.training_args.weight_decay": "actor.optimizer.weight_decay",
+    "actor_train.training_args.lr_scheduler_type": "actor.optimizer.lr_scheduler_type",
+    "actor_train.training_args.warmup_ratio": "actor.optimizer.warmup_steps_proportion",
+    "actor_train.data_args.file_name": "train_dataset.path",
+    "validation.data_args.file_name": "valid_dataset.path",
+    "validation.generating_args.num_return_sequences": "evaluator.n_samples",
+    "actor_infer.generating_args.temperature": "gconfig.temperature",
+    "actor_infer.generating_args.top_p": "gconfig.top_p",
+    "actor_infer.generating_args.repetition_penalty": "gconfig.repetition_penalty",
+}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
+_SERVERS = {"vllm": "vllm", "sglang": "sglang"}
+
+
+def from_roll(values: Mapping[str, Any]) -> Draft:
+    """The draft of a ROLL file."""
+    draft = Draft("ROLL", dict(values))
+    draft.set("experiment_name", draft.get("logger_project", "roll"), "ROLL: the name of its project")
+    _sampling(draft)
+    draft.keep_all(_SAME)
+    _batches(draft)
+    _loss(draft)
+    _devices(draft)
+    _rewards(draft)
+    _dropped(draft)
+    draft.finish()
+    return draft
+
+
+def _sampling(draft: Draft) -> None:
+    answer, prompt = int(draft.get("response_length", 1024)), int(draft.get("prompt_length", 1024))
+    draft.set("gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
+    draft.set("gconfig.max_new_tokens", answer, "ROLL: response_length", "actor_infer.generating_args.max_new_tokens")
+    if draft.get("actor_infer.generating_args.top_k", 0) > 0:
+        draft.keep("actor_infer.generating_args.top_k", "gconfig.top_k")
+    draft.drop("all tokens, or one beam, as here", "*generating_args.top_k", "*generating_args.num_beams")
+    draft.drop("set by num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
+    if "validation.data_args.file_name" in draft.values:
+        for name in ("temperature", "top_p"):
+            draft.keep(f"validation.generating_args.{name}", f"eval_gconfig.{name}")
+        if any(option.startswith("eval_gconfig.") for option in draft.options):
+            draft.set("eval_gconfig.max_new_tokens", answer, "ROLL: response_length")
+            draft.set("eval_gconfig.max_tokens", prompt + answer, "ROLL: prompt_length + response_length")
+    draft.drop("the limit of training counts", "validation.generating_args.max_new_tokens")
+    draft.drop("there is no held-out set", "validation.*")
+
+
+def _batches(draft: Draft) -> None:
+    prompts, group = int(draft.get("rollout_batch_size", 64)), int(draft.get("num_return_sequences_in_group", 1))
+    args = "actor_train.training_args"
+    micro, steps = (
+        int(draft.get(f"{args}.per_device_train_batch_size", 1)),
+        int(draft.get(f"{args}.gradient_accumulation_steps", 1)),
+    )
+    config = "actor_train.strategy_args.strategy_config"
+    sizes = [draft.get(f"{config}.{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
+    context = int(draft.get(f"{config}.context_parallel_size", draft.get("actor_train.model_args.ulysses_size", 1)))
+    ranks = _num_devices(draft, "actor_train") // (int(sizes[0]) * int(sizes[1]) * context) or 1
+    size = micro * steps * ranks
+    count = max(1, prompts * group // size)
+    why = f"ROLL: {prompts} x {group} answers / global batch of {size}"
+    draft.set("actor.ppo_n_minibatches", count, why, f"{args}.gradient_accumulation_steps")
+    tokens = micro * draft.options["gconfig.max_tokens"].value
+    why = f"ROLL: {micro} sequences of prompt_length + response_length"
+    draft.set("actor.mb_spec.max_tokens_per_mb", tokens, why, f"{args}.per_device_train_batch_size")
+    total, warmup = draft.get("max_steps"), draft.get(f"{args}.warmup_steps")
+    if total and warmup is not None:
+        option = "actor.optimizer.warmup_steps_proportion"
+        draft.set(option, warmup / total, f"ROLL: warmup_steps {warmup} / max_steps {total}", f"{args}.warmup_steps")
+    draft.drop("micro-batches are filled by tokens", "*.infer_batch_size", "*per_device_train_batch_size")
+    draft.drop("gradients are accumulated over a minibatch", "*.gradient_accumulation_steps")
+
+
+def _loss(draft: Draft) -> None:
+    for role, option in (("actor_train", "actor.dtype"), ("reference", "ref.dtype")):
+        key = f"{role}.model_args.dtype"
+        if (dtype := draft.get(key)) in _DTYPES and (role == "actor_train" or _has_reference(draft)):
+            draft.set(option, _DTYPES[str(dtype)], f"ROLL: {key}", key)
+    key = "actor_train.model_args.disable_gradient_checkpointing"
+    draft.set("actor.gradient_checkpointing", not draft.get(key, False), f"ROLL: not {key}", key)
+    if draft.get("use_kl_loss", False):
+        draft.keep("kl_loss_coef", "actor.kl_loss_coef")
+        draft.drop("actor.kl_loss_coef above 0 does it", "use_kl_loss")
+    coefficient = draft.get("init_kl_coef", 0.2) if draft.get("add_token_level_kl", False) else 0.0
+    draft.set(
+        "actor.kl_ctl", coefficient, "ROLL: init_kl_coef, if add_token_level_kl", "init_kl_coef", "add_token_level_kl"
+    )
+    if _has_reference(draft):
+        draft.set("ref.path", draft.get("pretrain"), "ROLL: the reference is the initial policy")
+        draft.keep("reward_pretrain", "ref.path")
+    draft.drop("there is no KL term", "use_kl_loss", "kl_loss_coef", "target_kl", "kl_horizon", "reference.*")
+    draft.drop("no critic, or the one of pretrain", "reward_pretrain")
+    if draft.get("dual_clip_loss", True):
+        draft.set("actor.c_clip", 3.0, "ROLL: dual_clip_loss", "dual_clip_loss")
+    draft.drop("no limit of negative advantages", "dual_clip_loss")
+    if draft.get("use_pg_clip_range", False) is False and "pg_clip" in draft.values:
+        draft.drop("pg_clip is used", "pg_clip_low", "pg_clip_high")
+    draft.drop("pg_clip_low and pg_clip_high are used when they are given", "use_pg_clip_range")
+    if draft.get("adv_estimator", "gae") == "gae":
+        draft.set("critic.path", draft.get("pretrain"), "ROLL: the critic begins as the policy")
+        draft.keep("critic.training_args.learning_rate", "critic.optimizer.lr")
+        draft.keep("value_clip", "critic.eps_clip")
+    elif draft.get("adv_estimator") == "reinforce":
+        draft.set("actor.adv_estimator", "gae", "ROLL: reinforce with normalised rewards, written with reward_norm")
+        draft.set("actor.gae_lambda", 1.0, "ROLL: no critic")
+    levels = {"batch": "batch", "group": "group"}
+    mean = levels.get(str(draft.get("norm_mean_type", draft.get("reward_norm"))))
+    std = levels.get(str(draft.get("norm_std_type", mean)))
+    if draft.options.get("actor.adv_estimator") and draft.options["actor.adv_estimator"].value == "gae":
+        keys = ("norm_mean_type", "norm_std_type", "reward_norm", "reward_shift", "reward_scale")
+        norm = {"mean_level": mean, "std_level": std} if mean else None
+        draft.set("actor.reward_norm", norm, "ROLL: norm_mean_type, norm_std_type", *keys)
+        white = {"mean_level": "batch", "std_level": "batch"} if draft.get("whiten_advantages", False) else None
+        draft.set("actor.adv_norm", white, "ROLL: whiten_advantages", "whiten_advantages")
+    draft.drop("the advantage estimator fixes the normalisation", "norm_*_type", "reward_norm", "reward_s*", "whiten_*")
+    draft.drop("there is no critic", "critic.*", "value_clip", "critic_warmup")
+    draft.set("actor.recompute_logprob", True, "ROLL recomputes the log-probabilities of the old policy")
+
+
+def _has_reference(draft: Draft) -> bool:
+    return bool(draft.get("use_kl_loss", False) or draft.get("add_token_level_kl", False))
+
+
+def _num_devices(draft: Draft, role: str) -> int:
+    """The number of entries of `list(range(0,16))`, or of a list."""
+    given = draft.get(f"{role}.device_mapping", [0])
+    if isinstance(given, list):
+        return len(given)
+    ranges = [tuple(map(int, pair)) for pair in re.findall(r"range\((\d+),\s*(\d+)\)", str(given))]
+    return sum(end - first for first, end in ranges) or 1
+
+
+def _devices(draft: Draft) -> None:
+    strategy = str(draft.get("actor_infer.strategy_args.strategy_name", "vllm"))
+    server = _SERVERS.get(strategy, "native")
+    size = int(draft.get("actor_infer.num_gpus_per_worker", 1))
+    config = "actor_infer.strategy_args.strategy_config"
+    size = int(draft.get(f"{config}.tensor_parallel_size", size))
+    trained, served = _num_devices(draft, "actor_train"), _num_devices(draft, "actor_infer")
+    is_shared = draft.get("actor_train.device_mapping") == draft.get("actor_infer.device_mapping")
+    if is_shared and served > 1:
+        served, trained = served // 2, trained - trained // 2
+    batch = int(draft.options["train_dataset.batch_size"].value)
+    mode = allocation(server, max(1, served // size), size, trained, batch)
+    per_node = int(draft.get("num_gpus_per_node", 8))
+    nodes = -(-(max(1, served // size) * size + trained) // per_node)
+    draft.set("cluster.n_nodes", nodes, "ROLL: the GPUs of device_mapping / num_gpus_per_node")
+    shared = "shared by both roles, here about half for each" if is_shared else "as in the file"
+    keys = [f"{role}.device_mapping" for role in ("actor_train", "actor_infer")]
+    keys += ["actor_infer.num_gpus_per_worker", "actor_infer.strategy_args.strategy_name"]
+    keys += ["actor_train.strategy_args.strategy_name"]
+    keys += [f"{config}.tensor_parallel_size"]
+    draft.set("allocation_mode", mode, f"ROLL: device_mapping, {shared}", *keys)
+    if server != "native":
+        draft.server(f"{config}.", server)
+    draft.drop("the servers load the policy, then get its weights", f"{config}.load_format")
+    draft.lack("a sequence is not divided over ranks here", "*.ulysses_size", off=(1,))
+    train = "actor_train.strategy_args.strategy_config"
+    draft.keep(f"{train}.offload_policy", "actor.fsdp.offload_params")
+    draft.drop("FSDP2 shards each block", f"{train}.fsdp_size", f"{train}.*_dtype", f"{train}.reshard_after_forward")
+    sizes = [f"{train}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert", "virtual_pipeline")]
+    draft.lack(
+        "Megatron's parallel sizes: FSDP shards over all ranks", *sizes, f"{train}.context_parallel_size", off=(1,)
+    )
+    draft.lack("options of Megatron do not exist here", f"{train}.*")
+    draft.drop(
+        "placement of other roles", "*.device_mapping", "*.num_gpus_per_worker", "*.strategy_args.*", "*.world_size"
+    )
+
+
+def _rewards(draft: Draft) -> None:
+    names = {key.split(".")[1] for key in draft.values if key.startswith("rewards.")}
+    known = {"math_rule": "math", "code_sandbox": "code"}
+    chosen = [known[name] for name in sorted(names) if name in known] or ["math"]
+    why = f"ROLL: rewards {', '.join(sorted(names)) or 'of the pipeline'}; reward.by_source chooses by a column"
+    draft.set("reward_fn", chosen[0], why)
+    for name in names:
+        if known.get(name) == chosen[0]:
+            draft.drop(f"reward_fn={chosen[0]}", f"rewards.{name}.*")
+        draft.lack("write a reward function (docs/rewards.md)", f"rewards.{name}.*", off=(None,))
+
+
+def _dropped(draft: Draft) -> None:
+    if str(draft.get("actor_train.data_args.template", "native")) in ("native", "qwen2_5", "qwen3"):
+        draft.drop("the chat template of the tokenizer", "*.data_args.template")
+    draft.lack("the chat template of the tokenizer is used", "*.data_args.template")
+    column = draft.get("actor_train.data_args.prompt") or draft.get("actor_train.data_args.messages")
+    if column in (None, "prompt", "messages"):
+        draft.drop("a column that is read as it is", "*.data_args.prompt", "*.data_args.messages")
+    draft.lack("write train_dataset.map_fn, which renames columns", "*.data_args.prompt", "*.data_args.messages")
+    draft.lack("weights: one path and one weight for each dataset", "*.domain_interleave_probs.*", off=(None,))
+    draft.drop("how ROLL's loader works", "*.data_args.preprocessing_num_workers", "*.data_args.dataset_dir")
+    tracker = draft.get("track_with", "none")
+    if tracker in ("wandb", "tensorboard", "swanlab"):
+        value = {"wandb": ("wandb.mode", "online"), "swanlab": ("swanlab.mode", "cloud")}.get(
+            str(tracker), ("tensorboard.path", "tensorboard")
+        )
+        draft.set(f"stats_logger.{value[0]}", value[1], "ROLL: track_with", "track_with")
+    draft.drop("names and keys of a tracker are in its own variables", "tracker_kwargs.*", "track_with", "logging_*")
+    draft.drop("checkpoints are in Hugging Face format", "checkpoint_config.*", "system_envs.*", "hydra.*", "resume_*")
+    draft.drop("models have the attention and dtype of their role", "*.model_args.*", "model_name", "*.system_envs.*")
+    draft.drop("rejected groups are replaced while the run lasts", "is_use_additional_prompts", "max_running_requests")
+    draft.drop("the sizes of a queue follow from the staleness", "is_num_return_sequences_expand", "generate_opt_level")
+    draft.drop("epochs follow from max_steps", "actor_train.training_args.num_train_epochs")
+    draft.lack("the length of the run is not known: warmup_steps_proportion", "*.training_args.warmup_steps")

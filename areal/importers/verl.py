@@ -1,0 +1,362 @@
+"""Configurations of verl (ppo_trainer), and `key=value` words of its scripts."""
+
+from typing import Any
+
+from areal.importers.draft import Draft, minibatches, split_gpus
+
+_A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_SAME = {
+    "data.train_files": "train_dataset.path",
+    "data.shuffle": "train_dataset.shuffle",
+    "data.train_batch_size": "train_dataset.batch_size",
+    "data.seed": "seed",
+    "data.tokenizer": "tokenizer_path",
+    "data.val_files": "valid_dataset.path",
+    "data.max_response_length": "gconfig.max_new_tokens",
+    "data.reward_fn_key": "reward.source_key",
+    f"{_M}.path": "actor.path",
+    f"{_M}.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+    f"{_A}.grad_clip": "actor.optimizer.gradient_clipping",
+    f"{_A}.optim.lr": "actor.optimizer.lr",
+    f"{_A}.optim.weight_decay": "actor.optimizer.weight_decay",
+    f"{_A}.optim.min_lr_ratio": "actor.optimizer.min_lr_ratio",
+    f"{_A}.clip_ratio": "actor.eps_clip",
+    f"{_A}.clip_ratio_low": "actor.eps_clip",
+    f"{_A}.clip_ratio_high": "actor.eps_clip_higher",
+    f"{_A}.clip_ratio_c": "actor.c_clip",
+    f"{_A}.entropy_coeff": "actor.entropy_coef",
+    f"{_A}.loss_agg_mode": "actor.loss_aggregation",
+    f"{_A}.ppo_epochs": "actor.ppo_epochs",
+    f"{_A}.fsdp_config.param_offload": "actor.fsdp.offload_params",
+    f"{_R}.n": "gconfig.n_samples",
+    f"{_R}.temperature": "gconfig.temperature",
+    f"{_R}.top_p": "gconfig.top_p",
+    f"{_R}.ignore_eos": "gconfig.ignore_eos",
+    "algorithm.gamma": "actor.discount",
+    "algorithm.lam": "actor.gae_lambda",
+    "trainer.project_name": "experiment_name",
+    "trainer.experiment_name": "trial_name",
+    "trainer.nnodes": "cluster.n_nodes",
+    "trainer.n_gpus_per_node": "cluster.n_gpus_per_node",
+    "trainer.total_epochs": "total_train_epochs",
+    "trainer.total_training_steps": "total_train_steps",
+    "trainer.val_before_train": "evaluator.eval_before_train",
+    "trainer.default_local_dir": "cluster.fileroot",
+    "trainer.max_actor_ckpt_to_keep": "saver.keep_last",
+}
+_CRITIC = {
+    "critic.model.path": "critic.path",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "critic.optim.weight_decay": "critic.optimizer.weight_decay",
+    "critic.grad_clip": "critic.optimizer.gradient_clipping",
+    "critic.cliprange_value": "critic.eps_clip",
+    "critic.ppo_epochs": "critic.ppo_epochs",
+    "critic.loss_agg_mode": "critic.loss_aggregation",
+    "critic.model.enable_gradient_checkpointing": "critic.gradient_checkpointing",
+}
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
+_LOSSES = {"vanilla": "ppo"}
+_ESTIMATORS = {"grpo": "grpo", "gae": "gae", "remax": "remax", "rloo": "rloo", "opo": "opo", "gpg": "gpg"}
+_RECOVER = {"auto": "auto", "disable": "disabled", "resume_path": "resume"}
+_VLLM_FLAGS = {
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_model_len": "max_model_len",
+    "enforce_eager": "enforce_eager",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "dtype": "dtype",
+}
+_SGLANG_FLAGS = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_model_len": "context_length",
+    "dtype": "dtype",
+}
+
+
+def from_verl(values: dict[str, Any]) -> Draft:
+    """The draft of a verl file, with the defaults of its trainer where they differ from ours."""
+    draft = Draft("verl", {_without_plus(key): value for key, value in values.items()})
+    backend = str(draft.get(f"{_R}.name", "vllm"))
+    _data(draft)
+    draft.keep_all(_SAME)
+    _batches(draft)
+    _schedule(draft)
+    _algorithm(draft)
+    _loss_scale(draft)
+    _rewards(draft)
+    _sampling(draft)
+    _servers(draft, "sglang" if backend == "sglang" else "vllm")
+    _trackers(draft)
+    _dropped(draft)
+    draft.finish()
+    return draft
+
+
+def _without_plus(key: str) -> str:
+    return key.lstrip("+")
+
+
+def _data(draft: Draft) -> None:
+    prompt, answer = int(draft.get("data.max_prompt_length", 512)), int(draft.get("data.max_response_length", 512))
+    draft.keep("data.max_prompt_length", "train_dataset.max_length")
+    if draft.get("data.val_files"):
+        draft.set("valid_dataset.max_length", prompt, "verl: data.max_prompt_length")
+    draft.set("gconfig.max_tokens", prompt + answer, "verl: data.max_prompt_length + data.max_response_length")
+    is_filtered = bool(draft.get("data.filter_overlong_prompts", False))
+    how = "drop" if is_filtered else "error"
+    draft.set(
+        "train_dataset.truncation",
+        how,
+        "verl: filter_overlong_prompts; cut prompts do not exist here",
+        "data.filter_overlong_prompts",
+        *(["data.truncation"] if is_filtered or draft.get("data.truncation", "error") == "error" else []),
+    )
+    if draft.get("data.prompt_key", "prompt") == "prompt":
+        draft.drop("the column prompt", "data.prompt_key")
+    if draft.get("data.val_max_samples", -1) != -1:
+        draft.keep("data.val_max_samples", "valid_dataset.max_rows")
+    draft.lack("train_dataset.map_fn or a shorter file leaves rows out", "data.*_max_samples")
+    draft.lack("cut prompts do not exist here; long ones are dropped or end the run", "data.truncation")
+    draft.lack("write train_dataset.map_fn, which renames columns", "data.prompt_key", "data.custom_cls.*")
+    draft.lack("code of a model or tokenizer is not run", "*trust_remote_code")
+    draft.drop("an image column is read only by models with images", "data.image_key", "data.video_key")
+    draft.drop(
+        "how verl's loader works", "data.return_*", "data.filter_overlong_prompts_workers", "data.val_batch_size"
+    )
+    draft.drop("how verl's loader works", "data.dataloader_num_workers", "data.validation_shuffle")
+
+
+def _batches(draft: Draft) -> None:
+    batch, tokens = int(draft.get("data.train_batch_size", 1024)), draft.options["gconfig.max_tokens"].value
+    size = int(draft.get(f"{_A}.ppo_mini_batch_size", 256))
+    count = minibatches(batch, size)
+    draft.set("train_dataset.batch_size", batch, "verl: data.train_batch_size, prompts")
+    why = f"verl: train_batch_size {batch} / ppo_mini_batch_size {size}, both in prompts"
+    draft.set("actor.ppo_n_minibatches", count, why, f"{_A}.ppo_mini_batch_size")
+    if draft.get(f"{_A}.use_dynamic_bsz", False) and draft.get(f"{_A}.ppo_max_token_len_per_gpu"):
+        draft.keep(f"{_A}.ppo_max_token_len_per_gpu", "actor.mb_spec.max_tokens_per_mb")
+        draft.drop("micro-batches are always filled by tokens", f"{_A}.use_dynamic_bsz")
+    elif micro := draft.get(f"{_A}.ppo_micro_batch_size_per_gpu"):
+        why = f"verl: {micro} sequences of at most {tokens} tokens"
+        keys = (f"{_A}.ppo_micro_batch_size_per_gpu", f"{_A}.use_dynamic_bsz")
+        draft.set("actor.mb_spec.max_tokens_per_mb", int(micro) * tokens, why, *keys)
+    draft.drop(
+        "sequences are packed and micro-batches filled by tokens: actor.mb_spec",
+        *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*use_remove_padding"),
+        "trainer.balance_batch",
+    )
+
+
+def _schedule(draft: Draft) -> None:
+    style = draft.get(f"{_A}.optim.lr_scheduler_type") or draft.get(f"{_A}.optim.warmup_style", "constant")
+    keys = [f"{_A}.optim.warmup_style", f"{_A}.optim.lr_scheduler_type"]
+    draft.set("actor.optimizer.lr_scheduler_type", style, "verl: actor.optim.warmup_style", *keys)
+    steps, total = draft.get(f"{_A}.optim.lr_warmup_steps", -1), draft.get("trainer.total_training_steps")
+    share = draft.get(f"{_A}.optim.lr_warmup_steps_ratio", 0.0)
+    if steps > 0 and total:
+        share, why = steps / total, f"verl: lr_warmup_steps {steps} / total_training_steps {total}"
+        draft.set("actor.optimizer.warmup_steps_proportion", share, why, f"{_A}.optim.lr_warmup_steps")
+    else:
+        why = "verl: actor.optim.lr_warmup_steps_ratio"
+        draft.set("actor.optimizer.warmup_steps_proportion", share, why, f"{_A}.optim.lr_warmup_steps_ratio")
+    draft.lack("give actor.optimizer.warmup_steps_proportion: the length of the run is not known", "*.lr_warmup_steps")
+    draft.drop("replaced by lr_warmup_steps", "*.lr_warmup_steps_ratio")
+    if (betas := draft.get(f"{_A}.optim.betas")) is not None:
+        for number, beta in enumerate(betas, start=1):
+            draft.set(f"actor.optimizer.beta{number}", beta, "verl: actor.optim.betas", f"{_A}.optim.betas")
+    draft.drop("verl's trainer replaces it", f"{_A}.optim.total_training_steps", "critic.optim.total_training_steps")
+    if draft.get(f"{_A}.optim.num_cycles", 0.5) == 0.5:
+        draft.drop("half a cosine, as here", "*.optim.num_cycles")
+
+
+def _algorithm(draft: Draft) -> None:
+    name = str(draft.get("algorithm.adv_estimator", "gae"))
+    if name == "grpo" and draft.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
+        name = "dr_grpo"
+    why = "verl: algorithm.adv_estimator, norm_adv_by_std_in_grpo"
+    keys = ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
+    draft.set("actor.adv_estimator", _ESTIMATORS.get(name, name), why, *keys)
+    if name == "gae":
+        draft.set("critic.path", draft.get("critic.model.path", draft.get(f"{_M}.path")), "verl: critic.model.path")
+        draft.keep_all(_CRITIC)
+        size = int(draft.get("critic.ppo_mini_batch_size", draft.get(f"{_A}.ppo_mini_batch_size", 256)))
+        count = minibatches(draft.options["train_dataset.batch_size"].value, size)
+        draft.set("critic.ppo_n_minibatches", count, "verl: critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+        draft.set("actor.adv_norm", {"mean_level": "batch", "std_level": "batch"}, "verl whitens the advantages of GAE")
+    else:
+        draft.drop("there is no critic", "critic.*", "trainer.critic_warmup")
+    in_loss, in_reward = bool(draft.get(f"{_A}.use_kl_loss")), bool(draft.get("algorithm.use_kl_in_reward"))
+    if in_loss:
+        draft.keep(f"{_A}.kl_loss_coef", "actor.kl_loss_coef")
+        kind = str(draft.get(f"{_A}.kl_loss_type", "low_var_kl"))
+        estimator = _KL.get(kind.rstrip("+"), kind) + ("+" if kind.endswith("+") else "")
+        draft.set("actor.kl_loss_estimator", estimator, "verl: actor.kl_loss_type", f"{_A}.kl_loss_type")
+    coefficient = draft.get("algorithm.kl_ctrl.kl_coef", 0.001) if in_reward else 0.0
+    why = "verl: algorithm.kl_ctrl.kl_coef" if in_reward else "verl: use_kl_in_reward is false"
+    draft.set("actor.kl_ctl", coefficient, why, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+    if in_reward:
+        kind = str(draft.get("algorithm.kl_penalty", "kl"))
+        draft.set("actor.kl_estimator", _KL.get(kind, kind), "verl: algorithm.kl_penalty", "algorithm.kl_penalty")
+        draft.keep("algorithm.kl_ctrl.type", "actor.kl_control.type")
+        if draft.get("algorithm.kl_ctrl.type") == "adaptive":
+            draft.keep("algorithm.kl_ctrl.target_kl", "actor.kl_control.target")
+            draft.keep("algorithm.kl_ctrl.horizon", "actor.kl_control.horizon")
+    if in_loss or in_reward:
+        draft.set("ref.path", draft.get(f"{_M}.path"), "verl: the reference is the initial policy", f"{_A}.use_kl_loss")
+    draft.drop("there is no KL term", f"{_A}.use_kl_loss", f"{_A}.kl_loss_*", "algorithm.kl_*")
+    mode = str(draft.get(f"{_A}.policy_loss.loss_mode", "vanilla"))
+    draft.set(
+        "actor.policy_loss", _LOSSES.get(mode, mode), "verl: policy_loss.loss_mode", f"{_A}.policy_loss.loss_mode"
+    )
+    if mode == "vanilla":
+        draft.drop("options of other policy losses", f"{_A}.policy_loss.*")
+    if draft.get("algorithm.filter_groups.enable", False):
+        why = "verl: algorithm.filter_groups"
+        draft.set("rollout.should_accept_fn", "mixed_rewards", why, "algorithm.filter_groups.enable")
+    draft.drop("rejected groups are replaced while the run lasts", "algorithm.filter_groups.*", "data.gen_batch_size")
+    draft.set("actor.recompute_logprob", True, "verl recomputes the log-probabilities of the old policy")
+    draft.set("rollout.max_head_offpolicyness", 0, "verl trains on answers of the current policy; 2 is faster")
+
+
+def _loss_scale(draft: Draft) -> None:
+    if draft.get(f"{_A}.loss_agg_mode") == "seq-mean-token-sum-norm":
+        length = draft.options["gconfig.max_new_tokens"].value
+        draft.set("actor.loss_scale_tokens", length, "verl divides by data.max_response_length")
+
+
+def _rewards(draft: Draft) -> None:
+    path, name = draft.get("custom_reward_function.path"), draft.get("custom_reward_function.name", "compute_score")
+    if path:
+        why = "verl: custom_reward_function; here it is f(prompt, completion, prompt_ids, completion_ids, **row)"
+        keys = ("custom_reward_function.path", "custom_reward_function.name")
+        draft.set("reward_fn", f"{path}:{name}", why, *keys)
+    else:
+        files = str(draft.get("data.train_files", ""))
+        guess = "gsm8k" if "gsm8k" in files else "math"
+        draft.set(
+            "reward_fn", guess, "verl chooses by the column data_source: check it; reward.by_source does the same"
+        )
+    draft.drop("there is no custom reward function", "custom_reward_function.*")
+    enabled = next(
+        (
+            key
+            for key in draft.values
+            if key.endswith("overlong_buffer.enable") or key.endswith("overlong_buffer_cfg.enable")
+        ),
+        "",
+    )
+    if enabled and draft.values[enabled]:
+        prefix = enabled.removesuffix("enable")
+        draft.keep(enabled, "actor.overlong_reward_penalty")
+        draft.keep(f"{prefix}len", "actor.overlong_tokens")
+        draft.keep(f"{prefix}penalty_factor", "actor.overlong_penalty_factor")
+        draft.drop("a metric, always recorded", f"{prefix}log")
+    draft.drop("there is no penalty for long answers", "*overlong_buffer*")
+    if draft.get("reward_model.enable", False) is False:
+        draft.drop("there is no reward model", "reward_model.model.*", "reward_model.enable")
+    draft.drop("rewards run in reward.workers processes", "reward_model.reward_manager", "reward_model.launch_*")
+    draft.drop("a copy of the length limit", "reward_model.reward_kwargs.max_resp_len", "reward_model.max_length")
+
+
+def _sampling(draft: Draft) -> None:
+    if draft.get(f"{_R}.top_k", -1) > 0:
+        draft.keep(f"{_R}.top_k", "gconfig.top_k")
+    draft.drop("all tokens, as here", f"{_R}.top_k")
+    if draft.get(f"{_R}.do_sample", True) is False:
+        draft.set("gconfig.greedy", True, "verl: rollout.do_sample=false", f"{_R}.do_sample")
+    draft.drop("answers are sampled", f"{_R}.do_sample")
+    own = f"{_R}.val_kwargs"
+    if draft.get("data.val_files"):
+        sampled = bool(draft.get(f"{own}.do_sample", False))
+        mode = "sampled" if sampled else "greedy"
+        draft.set("evaluator.modes", [mode], "verl: rollout.val_kwargs.do_sample", f"{own}.do_sample")
+        if sampled:
+            draft.keep(f"{own}.n", "evaluator.n_samples")
+            for name in ("temperature", "top_p"):
+                draft.keep(f"{own}.{name}", f"eval_gconfig.{name}")
+            if draft.get(f"{own}.top_k", -1) > 0:
+                draft.keep(f"{own}.top_k", "eval_gconfig.top_k")
+            if any(option.startswith("eval_gconfig.") for option in draft.options):
+                for name in ("max_new_tokens", "max_tokens"):
+                    found = draft.options.get(f"gconfig.{name}")
+                    if found:
+                        draft.set(f"eval_gconfig.{name}", found.value, found.origin)
+    draft.drop("no effect on greedy evaluation, or none at all", f"{own}.*")
+    draft.drop(
+        "set by data.max_prompt_length and data.max_response_length", f"{_R}.prompt_length", f"{_R}.response_length"
+    )
+    draft.lack("write a workflow (docs/workflows.md) or workflow: agent", f"{_R}.multi_turn.enable")
+    if draft.get(f"{_R}.multi_turn.enable", False):
+        draft.lack("an option of your workflow or agent", f"{_R}.multi_turn.*", f"{_R}.agent.*", off=(None,))
+    if draft.get(f"{_R}.multi_turn.enable", False) is False:
+        draft.drop("there are no tools", f"{_R}.multi_turn.*", f"{_R}.agent.*")
+
+
+def _servers(draft: Draft, backend: str) -> None:
+    total = int(draft.get("trainer.nnodes", 1)) * int(draft.get("trainer.n_gpus_per_node", 8))
+    size = int(draft.get(f"{_R}.tensor_model_parallel_size", 2))
+    batch = int(draft.options["train_dataset.batch_size"].value)
+    keys = (f"{_R}.name", f"{_R}.tensor_model_parallel_size")
+    why = f"verl uses all {total} GPUs in turn; here about half generate while the others train"
+    draft.set("allocation_mode", split_gpus(total, size, batch, backend), why, *keys, f"{_A}.strategy")
+    draft.server(f"{_R}.", backend, _VLLM_FLAGS if backend == "vllm" else _SGLANG_FLAGS)
+    draft.server(f"{_R}.engine_kwargs.{backend}.", backend)
+    draft.drop("flags of another server", f"{_R}.engine_kwargs.*", *(f"{_R}.{name}" for name in _VLLM_FLAGS))
+    draft.lack("a sequence is not divided over ranks here", "*ulysses_sequence_parallel_size", off=(1,))
+    for key, option in (("save_freq", "saver.freq_steps"), ("test_freq", "evaluator.freq_steps")):
+        if draft.get(f"trainer.{key}", -1) > 0:
+            draft.keep(f"trainer.{key}", option)
+    draft.drop("never", "trainer.save_freq", "trainer.test_freq")
+    mode = str(draft.get("trainer.resume_mode", "auto"))
+    draft.set("recover.mode", _RECOVER.get(mode, "auto"), "verl: trainer.resume_mode", "trainer.resume_mode")
+
+
+def _trackers(draft: Draft) -> None:
+    loggers = draft.get("trainer.logger", ["console", "wandb"])
+    names = [loggers] if isinstance(loggers, str) else list(loggers)
+    if "wandb" in names:
+        draft.set("stats_logger.wandb.mode", "online", "verl: trainer.logger", "trainer.logger")
+    if "swanlab" in names:
+        draft.set("stats_logger.swanlab.mode", "cloud", "verl: trainer.logger", "trainer.logger")
+    if "tensorboard" in names:
+        draft.set("stats_logger.tensorboard.path", "tensorboard", "verl: trainer.logger", "trainer.logger")
+    if set(names) <= {"console", "wandb", "swanlab", "tensorboard"}:
+        draft.drop("metrics.jsonl and the status line always exist", "trainer.logger")
+    draft.lack("this tracker does not exist here", "trainer.logger")
+    draft.drop(
+        "samples are written to samples/ and to the trackers", "trainer.log_val_generations", "trainer.*_data_dir"
+    )
+
+
+def _dropped(draft: Draft) -> None:
+    draft.drop(
+        "servers and trainers have separate devices", "actor_rollout_ref.hybrid_engine", f"{_R}.free_cache_engine"
+    )
+    draft.drop("servers load the policy, then get its weights", f"{_R}.load_format", f"{_R}.layered_summon")
+    draft.drop("log-probabilities of the servers are always recorded", f"{_R}.calculate_log_probs")
+    draft.drop("generation is always asynchronous", f"{_R}.mode", f"{_R}.disable_log_stats", f"{_R}.log_prob_*")
+    draft.drop("actor.fsdp.offload_params covers it", "*.optimizer_offload", "actor_rollout_ref.ref.fsdp_config.*")
+    draft.drop("the reference has the options of the actor", "actor_rollout_ref.ref.*")
+    draft.drop("a recovery checkpoint has everything, an export is in Hugging Face format", "*.checkpoint.*")
+    draft.drop("FSDP2 shards each block over all ranks", f"{_A}.fsdp_config.*", "*.use_torch_compile", "*.strategy")
+    draft.drop("of the loader of minibatches", f"{_A}.data_loader_seed", f"{_A}.shuffle")
+    draft.drop("paths of checkpoints and of Ray", "trainer.default_hdfs_dir", "trainer.resume_from_path", "ray_*")
+    draft.drop(
+        "how verl's trainer works", "trainer.val_only", "trainer.device", "trainer.use_legacy_*", "global_profiler.*"
+    )
+    draft.drop("time limits are launcher.ready_timeout_s and rollout.setup_timeout", "trainer.ray_wait_register_*")
+    if draft.get("trainer.critic_warmup", 0) == 0:
+        draft.drop("no warm-up of the critic", "trainer.critic_warmup")
+    draft.keep("trainer.critic_warmup", "critic.warmup_steps")
+    draft.lack("adapters do not exist here", f"{_M}.lora_*", f"{_M}.target_modules")
+    draft.lack("options of Megatron do not exist here", "*megatron*")
+    draft.lack("it changes the model's configuration", f"{_M}.override_config*", f"{_M}.external_lib")
+    draft.drop(
+        "nothing to trade: activations are recomputed",
+        "*.enable_activation_offload",
+        f"{_M}.use_liger",
+        f"{_M}.use_shm",
+    )

@@ -1,0 +1,132 @@
+"""Configurations of other systems, rebuilt from their documented keys: every key is classified, and each can start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal.api.config.load import load_experiment
+from areal.cli.main import run_command
+from areal.data.tiny_model import character_tokenizer, tiny_model
+from areal.launcher import local
+from areal.launcher.local import checked_plan, read_command_line
+from areal.launcher.placement import Machine
+from areal.launcher.status import StatusLine
+from areal.system.network import Host
+
+EXAMPLES = sorted((Path(__file__).parent / "examples").iterdir())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """The words in the examples that stand for paths."""
+    folder = tmp_path_factory.mktemp("imported")
+    tokenizer = character_tokenizer(["<pad>", "<eos>", "<unk>", *"0123456789+="], context_length=65536)
+    tokenizer.save_pretrained(folder / "model")
+    tiny_model(tokenizer, 1, num_heads=8).save_pretrained(folder / "model")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "sum"} for n in range(2000)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def score(prompt, completion, prompt_ids, completion_ids, **row):\n    return 1.0\n"
+    )
+    paths = {"MODEL": "model", "DATA": "rows.jsonl", "REWARD": "reward.py", "ROOT": "runs"}
+    return {word: str(folder / name) for word, name in paths.items()}
+
+
+def imported(path: Path, files: dict[str, str], folder: Path, capsys) -> tuple[Path, dict]:
+    """The translated file and its report."""
+    text = path.read_text()
+    for word, value in files.items():
+        text = text.replace(word, value)
+    source, output = folder / path.name, folder / "ours.yaml"
+    source.write_text(text)
+    system = path.name.partition("_")[0]
+    assert run_command(["config", "import", system, str(source), "-o", str(output), "--json"]) == 0
+    return output, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_key_is_classified_and_the_result_can_start(path, files, tmp_path, capsys, monkeypatch):
+    output, report = imported(path, files, tmp_path, capsys)
+    for entry in report["keys"]:
+        assert entry["fate"] in ("kept", "computed", "server", "dropped", "missing")
+        assert entry["text"]
+        if entry["fate"] == "kept":
+            assert all(option in report["options"] for option in entry["text"].split(", "))
+    assert all(option["origin"] for option in report["options"].values())
+    unknown = [entry["key"] for entry in report["keys"] if entry["text"] == "no counterpart is known"]
+    assert unknown == EXPECTED_UNKNOWN.get(path.stem, [])
+    monkeypatch.setattr(local, "server_problems", lambda *given: [])  # SGLang and vLLM are not installed
+    plan = dry_run(output, monkeypatch)
+    assert plan.num_servers >= 1
+
+
+EXPECTED_UNKNOWN = {"roll_rlvr": ["advantage_clip"]}
+
+
+def dry_run(path: Path, monkeypatch):
+    request = read_command_line(["--config", str(path), "--dry-run"], on_one_machine=False)
+    cluster = request.config.cluster
+    gpus = tuple(map(str, range(cluster.n_gpus_per_node)))
+    machines = [Machine(cores=64, gpus=gpus, host=Host(node=f"n{n}")) for n in range(cluster.n_nodes)]
+    monkeypatch.setattr(local, "_nccl_of", lambda *given: None)
+    return checked_plan(request, machines, StatusLine(), tries_row=True)
+
+
+def options_of(name: str, files, tmp_path, capsys) -> tuple[dict, dict]:
+    path = next(path for path in EXAMPLES if path.stem == name)
+    _, report = imported(path, files, tmp_path, capsys)
+    return {path: option["value"] for path, option in report["options"].items()}, {
+        entry["key"]: entry["fate"] for entry in report["keys"]
+    }
+
+
+def test_sizes_become_numbers_and_flags_go_to_the_servers(files, tmp_path, capsys):
+    options, fates = options_of("verl_dapo", files, tmp_path, capsys)
+    assert options["actor.ppo_n_minibatches"] == 512 // 32
+    assert options["actor.optimizer.warmup_steps_proportion"] == pytest.approx(10 / 300)
+    assert options["allocation_mode"] == "sglang:d2t4+fsdp:d8"
+    assert options["sglang.mem_fraction_static"] == 0.8
+    assert options["gconfig.max_tokens"] == 2048 + 20480
+    assert (options["actor.eps_clip"], options["actor.eps_clip_higher"], options["actor.c_clip"]) == (0.2, 0.28, 10.0)
+    assert options["rollout.should_accept_fn"] == "mixed_rewards"
+    assert (options["evaluator.modes"], options["evaluator.n_samples"]) == (["sampled"], 4)
+    assert fates["actor_rollout_ref.rollout.gpu_memory_utilization"] == "server"
+    assert fates["actor_rollout_ref.model.override_config.max_position_embeddings"] == "missing"
+
+
+def test_what_has_no_counterpart_is_missing_and_in_the_file(files, tmp_path, capsys):
+    path = next(path for path in EXAMPLES if path.stem == "cosmos_lora_fp8")
+    output, report = imported(path, files, tmp_path, capsys)
+    missing = {entry["key"] for entry in report["keys"] if entry["fate"] == "missing"}
+    assert {"policy.lora.r", "policy.parallelism.pp_size", "train.fp8.enable_fp8", "rollout.quantization"} <= missing
+    text = output.read_text()
+    assert all(f"# missing: {key}=" in text for key in missing)
+    for line in text.splitlines():
+        _, colon, rest = line.partition(":")
+        assert line.startswith("#") or (colon and (not rest.strip() or "  # " in rest)), line
+    assert yaml.safe_load(text)["train_dataset"]["batch_size"] == 2
+
+
+def test_separate_devices_stay_separate(files, tmp_path, capsys):
+    options, _ = options_of("roll_fsdp_async", files, tmp_path, capsys)
+    assert options["allocation_mode"] == "sglang:d2t2+fsdp:d4"
+    assert options["actor.ppo_n_minibatches"] == 32 * 8 // (64 * 1 * 2)
+    assert options["rollout.max_head_offpolicyness"] == 1
+
+
+def test_a_file_of_areal_1_gets_the_backends_of_its_roles(files, tmp_path, capsys):
+    options, fates = options_of("areal_v1_backends", files, tmp_path, capsys)
+    assert options["allocation_mode"] == "sglang:d4+fsdp:d4"
+    assert fates["actor.rejection_sampling.upper"] == "computed"
+    assert fates["rollout.dump_to_file"] == "dropped"
+
+
+def test_an_override_is_in_the_words_of_the_other_system(files, tmp_path, capsys):
+    source = tmp_path / "c.yaml"
+    source.write_text("data: {train_files: a.parquet}\nactor_rollout_ref: {model: {path: m}}\n")
+    output = tmp_path / "ours.yaml"
+    words = ["config", "import", "verl", str(source), "+data.train_batch_size=64", "-o", str(output)]
+    assert run_command([*words, "trainer.project_name=p", "trainer.experiment_name=e"]) == 0
+    assert load_experiment(["--config", str(output)]).train_dataset.batch_size == 64
