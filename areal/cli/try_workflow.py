@@ -221,11 +221,12 @@ def _answers(given: argparse.Namespace) -> list[str]:
     return found
 
 
-async def _run(trial: Trial, answers: Sequence[str]) -> EpisodeReport:
+async def _run(trial: Trial, answers: Sequence[str], config: PPOConfig) -> EpisodeReport:
+    """`config`: of the server, which refuses the options for groups when there is one sample."""
     try:
         if answers:
             return await run_episode(trial, ScriptedPolicy(answers, trial.tokenizer))
-        async with native_server(trial.config) as fleet:
+        async with native_server(config) as fleet:
             return await run_episode(trial, fleet)
     finally:
         await trial.workflow.aclose()
@@ -241,9 +242,8 @@ def try_workflow(words: Sequence[str]) -> int:
     if config.actor.init_from_scratch and not answers:
         message = "actor.init_from_scratch: there are no weights to serve yet: give --answer TEXT"
         raise ConfigError(message, code="config.missing_requirement")
-    config = replace(config, gconfig=replace(config.gconfig, n_samples=given.samples))
-    trial = Trial.of(config, given.row)
-    report = asyncio.run(_run(trial, answers))
+    trial = Trial.of(replace(config, gconfig=replace(config.gconfig, n_samples=given.samples)), given.row)
+    report = asyncio.run(_run(trial, answers, config))
     facts = facts_of(report, trial.tokenizer)
     is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = json.dumps(facts, indent=1, default=str) if given.json else text_of(facts, color=is_terminal)

@@ -1,12 +1,13 @@
 """`areal test-workflow` with scripted answers, on the calculator of examples/workflows."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from areal.api.errors import ArealError
+from areal.api.errors import ArealError, LaunchError
 from areal.cli import try_workflow as command
 from areal.cli.try_workflow import try_workflow
 from areal.trainer import first_row
@@ -87,3 +88,19 @@ def test_a_server_that_does_not_start_is_named(run, monkeypatch):
     with pytest.raises(ArealError) as error:
         run()
     assert error.value.code == "launch.cannot_start"
+
+
+def test_the_server_gets_the_samples_of_the_configuration(run, monkeypatch):
+    """With one sample it would refuse a reward_norm of groups."""
+    seen = []
+
+    @contextlib.asynccontextmanager
+    async def server(config):
+        seen.append(config.gconfig.n_samples)
+        raise LaunchError("no server", code="launch.cannot_start")
+        yield
+
+    monkeypatch.setattr(command, "native_server", server)
+    with pytest.raises(LaunchError):
+        run("gconfig.n_samples=4")
+    assert seen == [4]
