@@ -3,8 +3,9 @@
 import argparse
 import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _POLICIES = ("actor", "model")
 """Roles whose exports can be evaluated, of RL and of supervised training."""
 _DECIDES = (
-    "seed", "tokenizer_path", "gconfig", "eval_gconfig", "workflow", "workflow_args", "reward_fn", "reward",
+    "seed", "tokenizer_path", "gconfig", "eval_gconfig", "workflow", "workflow_args", "agent", "reward_fn", "reward",
     "valid_dataset", "evaluator", *INFERENCE_BACKENDS, "server_python",
 )  # fmt: skip
 """Sections that decide what the answers and their scores are."""
@@ -184,6 +185,15 @@ def held_out_sets(config: PPOConfig) -> dict[str, ValidDatasetConfig]:
     return {name: replace(valid, path=path) for name, path in paths.items()}
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
+
+
 def _fingerprint(config: PPOConfig) -> str:
     """A checksum of everything that the answers and their scores depend on: options, and files as they are now."""
     tree = asdict(config)
@@ -192,8 +202,10 @@ def _fingerprint(config: PPOConfig) -> str:
     sets = held_out_sets(config)
     functions = [config.workflow, config.reward_fn, config.evaluator.answer_fn, *(one.map_fn for one in sets.values())]
     functions += [name for _, fns in config.reward.tables() for name in fns]
-    named = [*(path for one in sets.values() for path in one.paths), *(name.rpartition(":")[0] for name in functions)]
-    files = [path for path in map(Path, named) if path.is_file()]
+    words = list(_texts(config.workflow_args))  # the code of an agent: path.py:run, or a file in a command
+    named = [*(path for one in sets.values() for path in one.paths), *words]
+    named += [name.rpartition(":")[0] for name in (*functions, *words)]
+    files = [Path(name) for name in named if os.path.isfile(name)]  # False also for a text that is no path
     kept["files"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
     model = Path(config.actor.path)
     kept["model"] = [

@@ -45,12 +45,17 @@ def test_one_command_has_one_folder_and_any_change_another(files):
         folder(greedy=True),
         folder(model="/other/model"),
         folder(scores=False),
+        folder("agent.max_turns=2"),
+        folder(f"workflow_args.prompt={'long ' * 1000}"),
+        folder(agent := f"workflow_args.agent={files}/agent.py:run"),
     ]
+    (files / "agent.py").write_text("async def run(row, client, session): return 1.0\n")
+    others.append(folder(agent))
     (files / "reward.py").write_text("def f(prompt, completion, prompt_ids, completion_ids, **row): return 2.0\n")
     others.append(folder())
     (files / "held_out.jsonl").write_text('{"prompt": "b", "answer": "1"}\n')
     others.append(folder())
-    assert len({first, *others}) == 8
+    assert len({first, *others}) == 12
 
 
 def test_sets_have_names(files):
