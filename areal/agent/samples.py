@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from areal.agent.token_tree import TokenNode, TokenTree, path_to
 from areal.agent.transcript import Transcript
+from areal.api.columns import Runs, joined
 from areal.api.data import Trajectory
 
 T = TypeVar("T", int, float)
@@ -59,7 +60,7 @@ def rows_of_tree(
     """`trajectories` of a tree. `order`: the number of each turn id, in order of time."""
     rows: list[Trajectory] = []
     for path, trained in _rows(tree, cut, order):
-        turns = _column(path, trained, -1, lambda node: [order[node.turn_id]] * len(node.token_ids))
+        turns = _column(path, trained, -1, lambda node: order[node.turn_id])
         rows.append(
             replace(
                 row_of(path, trained),
@@ -81,26 +82,32 @@ def row_of(path: Sequence[TokenNode], trained: set[int] | None = None) -> Trajec
         trained = {id(node) for node in path if node.is_generated}
     has_temperatures = any(node.temperature is not None and id(node) in trained for node in path)
     return Trajectory(
-        token_ids=[token for node in path for token in node.token_ids],
-        loss_mask=_column(path, trained, 0, lambda node: [1] * len(node.token_ids)),
-        rollout_logprobs=_column(path, trained, 0.0, lambda node: node.logprobs),
-        output_versions=_column(path, trained, -1, lambda node: node.versions),
+        token_ids=joined("i", (node.token_ids for node in path)),
+        loss_mask=_column(path, trained, 0, lambda node: 1),
+        rollout_logprobs=joined("f", (node.logprobs if id(node) in trained else _zeros(node) for node in path)),
+        output_versions=Runs(
+            run for node in path for run in (node.versions.runs if id(node) in trained else [(-1, len(node.token_ids))])
+        ),
         reward=0.0,
         finished=False,
-        temperatures=_column(path, trained, math.nan, _temperatures) if has_temperatures else [],
+        temperatures=_column(path, trained, math.nan, _temperature) if has_temperatures else [],
     )
 
 
-def _temperatures(node: TokenNode) -> list[float]:
-    return [math.nan if node.temperature is None else node.temperature] * len(node.token_ids)
+def _zeros(node: TokenNode) -> Runs[float]:
+    return Runs([(0.0, len(node.token_ids))])
+
+
+def _temperature(node: TokenNode) -> float:
+    return math.nan if node.temperature is None else node.temperature
 
 
 def _turn_rewards(
     path: Sequence[TokenNode], trained: set[int], reward: float, rewards: Mapping[str, float] | None
-) -> list[float]:
+) -> Sequence[float]:
     if rewards is None or all(value == reward for value in rewards.values()):
         return []
-    return _column(path, trained, reward, lambda node: [rewards.get(node.turn_id, reward)] * len(node.token_ids))
+    return _column(path, trained, reward, lambda node: rewards.get(node.turn_id, reward))
 
 
 def tree_of_rows(rows: Sequence[Trajectory]) -> TokenTree:
@@ -147,9 +154,6 @@ def _row(path: list[TokenNode], trained: list[TokenNode]) -> Iterator[tuple[list
         yield path[: path.index(trained[-1]) + 1], {id(node) for node in trained}
 
 
-def _column(path: Sequence[TokenNode], trained: set[int], other: T, values: Callable[[TokenNode], list[T]]) -> list[T]:
-    """`values` of the trained nodes, and `other` for all other tokens."""
-    column: list[T] = []
-    for node in path:
-        column += values(node) if id(node) in trained else [other] * len(node.token_ids)
-    return column
+def _column(path: Sequence[TokenNode], trained: set[int], other: T, value: Callable[[TokenNode], T]) -> Runs[T]:
+    """`value` for the tokens of each trained node, and `other` for all other tokens."""
+    return Runs((value(node) if id(node) in trained else other, len(node.token_ids)) for node in path)

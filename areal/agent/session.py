@@ -161,7 +161,7 @@ class Session:
         self._names: dict[str, str] = {}
         """Ids of tool calls, and numbers of turns, -> turn id."""
         self.last_answer: TurnAnswer | None = None
-        self.last_context: list[int] = []
+        self.last_context: Sequence[int] = ()
         """Tokens before the last answer."""
         self.last_messages: list[Message] = []
         """The dialogue with the last answer; empty after a plain prompt."""
@@ -291,7 +291,7 @@ class Session:
         requests = [
             GenerationRequest(
                 request_id=_request_id(turn_id),
-                input_ids=list(context.token_ids),
+                input_ids=context.token_ids,
                 gconfig=settings,
                 group_id=self._group_id,
                 seed=None if seed is None else seed + number,
@@ -366,12 +366,12 @@ class Session:
             tool_calls=found.tool_calls,
             finish_reason=finish,
             num_prompt_tokens=len(context.token_ids),
-            token_ids=tuple(ids),
-            logprobs=tuple(response.output_logprobs),
+            token_ids=ids,
+            logprobs=response.output_logprobs,
         )
         message = answer_message(answer)
         self.transcript.add_answer(context, turn_id, response, message)
-        self.last_answer, self.last_context = answer, list(context.token_ids)
+        self.last_answer, self.last_context = answer, context.token_ids
         self.last_messages = [*request.messages, message] if request.messages else []
         return answer
 

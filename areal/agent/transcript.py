@@ -9,6 +9,7 @@ from typing import Any, Literal
 from areal.agent.bridge import BridgeGap, CallStart, PromptBridge
 from areal.agent.token_tree import EqualSpan, TokenNode, TokenTree, align, path_to, tokens_to
 from areal.agent.turns import Message, TurnRefused, TurnRequest
+from areal.api.columns import joined, packed_ids
 from areal.api.data import GenerationResponse
 
 OnDrift = Literal["fork", "realign", "reject"]
@@ -20,11 +21,11 @@ Encode = Callable[[str, bool], list[int]]
 class Context:
     """The prompt of a turn, and where the transcript continues with it. Nothing is stored until an answer is added."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     """All tokens of the prompt."""
     after: TokenNode
     """The prompt extends the path of this node ..."""
-    new_token_ids: list[int]
+    new_token_ids: Sequence[int]
     """... by these fixed tokens."""
     number: int
     """Different for each context of a transcript."""
@@ -216,7 +217,7 @@ class Transcript:
             return self._new_context(after, new_ids, *keys)
         expected = changed or found
         assert expected is not None
-        old, rendered = tokens_to(expected.node), [*tokens_to(after), *new_ids]
+        old, rendered = tokens_to(expected.node), tokens_to(after) + new_ids
         if rendered[: len(old)] == old:
             return self._new_context(expected.node, rendered[len(old) :], *keys)
         return self._drifted(expected, after, new_ids, keys)
@@ -252,7 +253,7 @@ class Transcript:
     def _new_context(
         self,
         after: TokenNode,
-        new_ids: list[int],
+        new_ids: Sequence[int],
         *keys: Hashable,
         is_drift: bool = False,
         realigned: Realignment | None = None,
@@ -262,9 +263,9 @@ class Transcript:
             whole = {id(node) for node in self.tree.match(after, new_ids)}
             is_fork = not any(id(turn.node) in whole for turn in self.turns.values())
         return Context(
-            token_ids=[*tokens_to(after), *new_ids],
+            token_ids=joined("i", (tokens_to(after), new_ids)),
             after=after,
-            new_token_ids=new_ids,
+            new_token_ids=packed_ids(new_ids),
             number=next(self._next_context),
             is_fork=is_fork,
             is_drift=is_drift,
@@ -272,14 +273,14 @@ class Transcript:
             keys=keys,
         )
 
-    def _drifted(self, turn: Turn, after: TokenNode, new_ids: list[int], keys: tuple[Hashable, ...]) -> Context:
+    def _drifted(self, turn: Turn, after: TokenNode, new_ids: Sequence[int], keys: tuple[Hashable, ...]) -> Context:
         """The context of a request whose messages extend `turn` and whose tokens do not."""
         if self._on_drift == "reject":
             text = "the history is rendered differently from the tokens that the policy received and generated"
             raise TurnRefused(f"{text}, and agent.on_drift is reject", code="agent.drift", status=400)
         realigned = None
         if self._on_drift == "realign" and not turn.is_overwritten:
-            spans = align(tokens_to(turn.node), [*tokens_to(after), *new_ids])
+            spans = align(tokens_to(turn.node), tokens_to(after) + new_ids)
             realigned = None if spans is None else Realignment(turn_id=turn.turn_id, spans=spans)
         return self._new_context(after, new_ids, *keys, is_drift=True, realigned=realigned)
 

@@ -66,9 +66,9 @@ class TurnAnswer:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason
     num_prompt_tokens: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """Generated tokens, with a generated end token."""
-    logprobs: tuple[float, ...]
+    logprobs: Sequence[float]
 
 
 class TurnRefused(ArealError):

@@ -1,15 +1,16 @@
-"""Records of lists and numbers that cross process and package borders before tensors are built.
+"""Records of token columns and numbers that cross process and package borders before tensors are built.
 
-Alignment: every per-token list of a record is *token aligned*: entry t refers to token t.
+Alignment: every per-token column of a record is *token aligned*: entry t refers to token t. A column may be given as a
+list; areal itself passes `areal.api.columns`, because a list takes 36 bytes for each token.
 The shift to next-token alignment happens once, in `areal.data.pack`.
 """
 
 import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.api.columns import to_array
 from areal.api.config.inference import GenerationHyperparameters
 
 StopReason = Literal["stop", "length", "interrupted"]
@@ -21,7 +22,7 @@ class GenerationRequest:
 
     request_id: str
     """Unique and of fixed length (servers may match ids by prefix)."""
-    input_ids: list[int]
+    input_ids: Sequence[int]
     """Prompt token ids, at least one."""
     gconfig: GenerationHyperparameters
     """Sampling settings of this request."""
@@ -35,15 +36,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResponse:
-    """The answer to one request. The three output lists have equal length."""
+    """The answer to one request. The three output columns have equal length."""
 
     request_id: str
-    input_ids: list[int]
-    output_ids: list[int]
+    input_ids: Sequence[int]
+    output_ids: Sequence[int]
     """Generated ids, including a generated stop token."""
-    output_logprobs: list[float]
-    """log_softmax(logits / T) of each chosen token."""
-    output_versions: list[int]
+    output_logprobs: Sequence[float]
+    """log_softmax(logits / T) of each chosen token, float32."""
+    output_versions: Sequence[int]
     """Policy version of each token, as reported by the server."""
     stop_reason: StopReason
     replicas: list[str] = field(default_factory=list[str])
@@ -58,14 +59,14 @@ class GenerationResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One finished sequence with its reward: prompt, answer and, in dialogues, later turns. Lists of length T."""
+    """One finished sequence with its reward: prompt, answer and, in dialogues, later turns. Columns of length T."""
 
-    token_ids: list[int]
-    loss_mask: list[int]
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
     """1 for tokens that the policy generated and is trained on, else 0."""
-    rollout_logprobs: list[float]
+    rollout_logprobs: Sequence[float]
     """Log-probability under the policy that generated the token; 0.0 where loss_mask is 0."""
-    output_versions: list[int]
+    output_versions: Sequence[int]
     """Policy version of the token; -1 if the token was not generated."""
     reward: float
     finished: bool
@@ -75,15 +76,15 @@ class Trajectory:
     name/key; one function alone has only the latter."""
     baseline: float | None = None
     """Reward of a greedy answer to the same prompt, which is not trained on (ReMax); None = there is none."""
-    temperatures: list[float] = field(default_factory=list[float])
+    temperatures: Sequence[float] = field(default_factory=list[float])
     """[T] sampling temperature of each generated token, NaN = that of the run; empty = that of the run for all."""
     session: int = -1
     """Trajectories of a group with one number are one session: they have one reward, and one place in its baseline.
     -1 = the trajectory is a session of one."""
-    turns: list[int] = field(default_factory=list[int])
+    turns: Sequence[int] = field(default_factory=list[int])
     """For a token in the loss, the number of its answer in the session, from 0 in order of time; -1 for other tokens.
     Empty = the answers follow each other in the trajectories."""
-    turn_rewards: list[float] = field(default_factory=list[float])
+    turn_rewards: Sequence[float] = field(default_factory=list[float])
     """For a token in the loss, the reward of its turn and those that follow; any number for other tokens. Empty = all
     have `reward`."""
 
@@ -119,7 +120,7 @@ class TrajectoryGroup:
 
 def tokens_checksum(token_ids: Sequence[int]) -> int:
     """CRC-32 of token ids, each as 4 bytes."""
-    return zlib.crc32(array("i", token_ids).tobytes())
+    return zlib.crc32(to_array("i", token_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,10 @@
 """Prompts: chat templates and plain text to token ids, and the tokens between two turns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.columns import packed_ids
 from areal.api.errors import InputError
 from areal.data.answer_tail import tail_ids
 from areal.data.chat_template import ChatTemplate
@@ -14,7 +16,7 @@ class EncodedPrompt:
     """A prompt as text and as token ids."""
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 def encode_prompt(
@@ -47,7 +49,7 @@ def encode_prompt(
     if not ids:
         message = f"the prompt of a row is empty (row with columns {sorted(row)}): drop such rows with a map_fn"
         raise InputError(message, code="data.invalid_column")
-    return EncodedPrompt(text, ids)
+    return EncodedPrompt(text, packed_ids(ids))
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ def encode_sft_row(row: dict[str, Any], tokenizer: Tokenizer, *, train_on: str =
         raise InputError(f"{message}: set a map_fn", code="data.missing_column")
     if train_on == "assistant" and "messages" in prompt_row:
         return _every_answer([*prompt_row["messages"], {"role": "assistant", "content": answer}], tokenizer)
-    prompt_ids = encode_prompt(prompt_row, tokenizer).token_ids
+    prompt_ids = list(encode_prompt(prompt_row, tokenizer).token_ids)
     answer_ids = _answer_ids(prompt_row, answer, tokenizer)
     learned = 1 if train_on == "all" else 0
     return EncodedRow(token_ids=prompt_ids + answer_ids, loss_mask=[learned] * len(prompt_ids) + [1] * len(answer_ids))
@@ -65,7 +65,7 @@ def _every_answer(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> Encod
     This also holds for templates that render past answers differently from new ones.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    token_ids = encode_prompt({"messages": messages[: answers[0]]}, tokenizer).token_ids
+    token_ids = list(encode_prompt({"messages": messages[: answers[0]]}, tokenizer).token_ids)
     loss_mask = [0] * len(token_ids)
     template = ChatTemplate(tokenizer)
     for index, following in zip(answers, [*answers[1:], None], strict=True):

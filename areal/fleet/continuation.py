@@ -4,9 +4,12 @@ Pure: no clock, no network. Token limits apply to the whole answer: each part ma
 continues under an older policy than the one that generated its newest token.
 """
 
+from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from areal.api.columns import Packed, Runs, RunsBuilder, joined, to_array, to_runs
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import GenerationRequest, GenerationResponse, StopReason
 from areal.api.errors import RequestError, ServerUnavailable
@@ -34,9 +37,9 @@ class Answer:
         self._request = request
         self._stream_interval = stream_interval
         self._budget = token_budget(request.gconfig, len(request.input_ids))
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._token_ids = array("i")
+        self._logprobs = array("f")
+        self._versions = RunsBuilder[int]()
         self._replicas: list[str] = []
         self.num_parts = 0
         """Requested so far."""
@@ -55,7 +58,7 @@ class Answer:
     @property
     def newest_version(self) -> int | None:
         """The policy version of the newest token, None before the first."""
-        return self._versions[-1] if self._versions else None
+        return self._versions.values[-1] if self._versions.values else None
 
     def check(self, limits: RequestLimits) -> None:
         """RequestError when the answer exceeds these limits.
@@ -88,7 +91,7 @@ class Answer:
         self._part_start = done
         return GenerationPart(
             part_id=f"{request.request_id}-{self.num_parts % 1000:03d}",
-            input_ids=request.input_ids + self._token_ids if done else request.input_ids,
+            input_ids=joined("i", (request.input_ids, Packed(self._token_ids))) if done else request.input_ids,
             num_prior_output_tokens=done,
             max_new_tokens=self._budget - done,
             min_new_tokens=min(max(request.gconfig.min_new_tokens - done, 0), self._budget - done),
@@ -111,32 +114,40 @@ class Answer:
             raise self._broken(f"sent {count} tokens with {others}")
         if len(self._token_ids) + count > self._budget:
             raise self._broken("sent more tokens than requested")
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
+        try:
+            token_ids, logprobs = to_array("i", chunk.token_ids), to_array("f", chunk.logprobs)
+        except (TypeError, OverflowError) as error:
+            raise self._broken(f"sent numbers of the wrong type or range: {error}") from error
+        self._token_ids += token_ids
+        self._logprobs += logprobs
         if chunk.part_versions is None:
-            self._set_versions(len(self._versions), chunk.versions)
+            self._add_versions(to_runs(chunk.versions))
         else:
             num_in_part = len(self._token_ids) - self._part_start
             if len(chunk.part_versions) != num_in_part:
                 self._cut(self._part_start)  # no token of the part has a known version
                 raise self._broken(f"reported {len(chunk.part_versions)} versions for a part of {num_in_part} tokens")
-            self._set_versions(self._part_start, chunk.part_versions)
+            self._versions.cut(self._part_start)
+            self._add_versions(to_runs(chunk.part_versions))
         if chunk.finish_reason in ("stop", "length"):
             self._stop_reason = chunk.finish_reason
 
-    def _set_versions(self, first: int, versions: list[int]) -> None:
-        """Set the versions of the tokens from `first` on. Tokens from the first version that decreases are dropped."""
-        del self._versions[first:]
-        rising = _num_rising(versions, self.newest_version)
-        self._versions += versions[:rising]
-        if rising < len(versions):
-            self._cut(first + rising)
-            raise self._broken(f"continued under version {versions[rising]}, after version {self.newest_version}")
+    def _add_versions(self, versions: Runs[int]) -> None:
+        """The versions of further tokens. Tokens from the first version that decreases are dropped."""
+        done = self._versions
+        start = 0
+        for version, end in zip(versions.values, versions.ends, strict=True):
+            if done.values and version < done.values[-1]:
+                newest = done.values[-1]
+                self._cut(len(done))
+                raise self._broken(f"continued under version {version}, after version {newest}")
+            done.add(version, end - start)
+            start = end
 
     def _cut(self, num_tokens: int) -> None:
         del self._token_ids[num_tokens:]
         del self._logprobs[num_tokens:]
-        del self._versions[num_tokens:]
+        self._versions.cut(num_tokens)
 
     def _broken(self, text: str) -> ServerUnavailable:
         return ServerUnavailable(f"{self._replicas[-1]} {text}", code="server.unreadable_answer")
@@ -154,9 +165,9 @@ class Answer:
         return GenerationResponse(
             request_id=self._request.request_id,
             input_ids=self._request.input_ids,
-            output_ids=self._token_ids,
-            output_logprobs=self._logprobs,
-            output_versions=self._versions,
+            output_ids=Packed(self._token_ids),
+            output_logprobs=Packed(self._logprobs),
+            output_versions=self._versions.column(),
             stop_reason=self._stop_reason or "interrupted",
             replicas=self._replicas,
             num_interruptions=self.num_parts - 1,
@@ -165,7 +176,7 @@ class Answer:
         )
 
 
-def _check_ids(ids: list[int], vocab_size: int, where: str, fix: str) -> None:
+def _check_ids(ids: Sequence[int], vocab_size: int, where: str, fix: str) -> None:
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
@@ -186,17 +197,6 @@ def prior_output_bias(part: GenerationPart) -> dict[int, float]:
     return {token: -penalty * count for token, count in Counter(part.input_ids[-num_prior:]).items()}
 
 
-def _num_rising(versions: list[int], floor: int | None) -> int:
-    """Length of the longest prefix that never decreases, starting from `floor`."""
-    if versions and (floor is None or versions[0] >= floor) and versions.count(versions[0]) == len(versions):
-        return len(versions)  # nearly always
-    for index, version in enumerate(versions):
-        if floor is not None and version < floor:
-            return index
-        floor = version
-    return len(versions)
-
-
 def checked_reason(reason: Any) -> FinishReason | None:
     """ValueError for a finish reason that is not one of the protocol."""
     if reason not in (None, "stop", "length", "abort"):
@@ -214,15 +214,13 @@ def version_number(reported: str, *, has_dummy_weights: bool = False) -> int:
     return int(reported)
 
 
-def versions_of(spans: list[tuple[int, int, int]], num_tokens: int) -> list[int]:
+def versions_of(spans: Sequence[tuple[int, int, int]], num_tokens: int) -> Runs[int]:
     """Spans (version, start, end) of a chunk -> one version per token. ValueError unless they cover the chunk."""
-    if len(spans) == 1 and spans[0][1] == 0 and spans[0][2] == num_tokens:
-        return [spans[0][0]] * num_tokens
-    versions: list[int] = []
-    for version, start, end in spans:
-        if start != len(versions) or end < start:
+    place = 0
+    for _, start, end in spans:
+        if start != place or end < start:
             raise ValueError(f"version spans {spans} have a gap or overlap")
-        versions += [version] * (end - start)
-    if len(versions) != num_tokens:
-        raise ValueError(f"version spans {spans} cover {len(versions)} of {num_tokens} tokens")
-    return versions
+        place = end
+    if place != num_tokens:
+        raise ValueError(f"version spans {spans} cover {place} of {num_tokens} tokens")
+    return Runs((version, end - start) for version, start, end in spans)

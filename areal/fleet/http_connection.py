@@ -34,14 +34,16 @@ class Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         return self._keep_alive and self._answer is None and self._transport is not None
 
-    async def call(self, request: bytes, on_data: OnData | None) -> tuple[int, bytes]:
+    async def call(self, request: Callable[[], bytes], on_data: OnData | None) -> tuple[int, bytes]:
         """Send the bytes of a request and wait for its answer."""
         if self._transport is None:
             raise ServerUnavailable("the connection was lost", code="fleet.no_answer")
+        data = request()
         self._answer = asyncio.get_running_loop().create_future()
         self._on_data = on_data
         self._start_answer()
-        self._transport.write(request)
+        self._transport.write(data)
+        del data  # long prompts
         try:
             return await self._answer
         finally:
@@ -137,6 +139,11 @@ class Connection(asyncio.Protocol):
         """Chunk by chunk; `_rest` holds an unfinished size line, `_remaining` counts the open chunk and its CRLF."""
         if self._rest:
             data, self._rest = self._rest + data, b""
+        elif self._remaining == 0:  # mostly exactly one chunk
+            end = data.find(b"\r\n")
+            if end > 0 and data[0] != 0x30 and len(data) == int(data[:end].partition(b";")[0], 16) + end + 4:
+                self._deliver(data[end + 2 : -2])
+                return
         position = 0
         while position < len(data):
             if self._remaining == 0:

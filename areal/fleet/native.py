@@ -1,10 +1,12 @@
 """The native inference server as a backend: its client, its command and its memory."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import orjson
 
+from areal.api.columns import Runs
 from areal.api.config import PPOConfig
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
@@ -35,7 +37,7 @@ class NativeReplica(HttpReplica):
             finished = finished or chunk.finish_reason is not None
             on_chunk(chunk)
 
-        await self._send_part("/generate", _generate_body(part), on_event)
+        await self._send_part("/generate", part.is_streamed, partial(_generate_body, part), on_event)
         if not finished:
             raise self._unfinished()
 
@@ -150,10 +152,11 @@ def parse_chunk(answer: dict[str, Any]) -> PartChunk:
     token_ids: list[int] = answer["output_ids"]
     finish = meta["finish_reason"]
     spans = [(int(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"]]
+    logprobs, *_ = zip(*meta["output_token_logprobs"], strict=True) if token_ids else ((),)
     return PartChunk(
         token_ids,
-        [entry[0] for entry in meta["output_token_logprobs"]],
-        versions_of(spans, len(token_ids)) if token_ids else [],
+        list(logprobs),
+        versions_of(spans, len(token_ids)) if token_ids else Runs(),
         None if finish is None else checked_reason(finish["type"]),
     )
 

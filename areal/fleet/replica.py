@@ -3,9 +3,9 @@
 One adapter per backend implements the protocol.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from areal.api.config.inference import GenerationHyperparameters
 from areal.api.data import WeightUpdate
@@ -24,7 +24,7 @@ class GenerationPart:
     """The part of an answer that one replica generates: all of it, or the rest after an interruption."""
 
     part_id: str
-    input_ids: list[int]
+    input_ids: Sequence[int]
     """The prompt and all output tokens so far."""
     num_prior_output_tokens: int
     """How many of the last input_ids are output of earlier parts. They count for penalties, seeds and stop strings."""
@@ -44,16 +44,15 @@ class GenerationPart:
         return self.max_new_tokens > self.stream_interval
 
 
-@dataclass(frozen=True, slots=True)
-class PartChunk:
-    """Tokens from a replica. The three lists have equal length."""
+class PartChunk(NamedTuple):
+    """Tokens from a replica. The three columns have equal length."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish_reason: FinishReason | None
     """Set on the last chunk of a part."""
-    part_versions: list[int] | None = None
+    part_versions: Sequence[int] | None = None
     """On the last chunk of a server that reports versions only at the end: one per token of the whole part.
 
     They replace `versions`, which the client could only estimate, of this and all earlier chunks of the part."""

@@ -6,11 +6,13 @@ A call waits for its answer without a time limit; see `areal.fleet.http_connecti
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
 
+from areal.api.columns import Column
 from areal.api.data import WeightSpec, WeightUpdate
 from areal.api.errors import ArealError, RequestError, ServerUnavailable
 from areal.fleet.http_connection import Connection, OnData
@@ -23,6 +25,8 @@ _IDLE_LIMIT_S = 4.0
 _TRY_ELSEWHERE = (408, 429)
 """Client-error statuses that describe the state of the server and not the request."""
 _Found = TypeVar("_Found")
+Body = bytes | Callable[[], bytes]
+"""A function is called when the request is sent, so that the bytes of a long prompt do not stay until the answer."""
 
 
 class ServerClient:
@@ -54,10 +58,10 @@ class ServerClient:
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:
         """Send JSON; returns the body of the answer."""
-        return await self.request("POST", path, orjson.dumps(body))
+        return await self.request("POST", path, _json(body))
 
-    async def stream(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
-        """Send JSON; `on_event` gets the data of each server-sent event except the closing [DONE]."""
+    async def stream(self, path: str, body: Body, on_event: Callable[[bytes], None]) -> None:
+        """`on_event` gets the data of each server-sent event except the closing [DONE]."""
         rest = b""
 
         def on_data(data: bytes) -> None:
@@ -67,9 +71,9 @@ class ServerClient:
                 if event.startswith(b"data: ") and event != b"data: [DONE]":  # otherwise a comment or the end
                     on_event(event[6:])
 
-        await self.request("POST", path, orjson.dumps(body), on_data)
+        await self.request("POST", path, body, on_data)
 
-    async def request(self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None) -> bytes:
+    async def request(self, method: str, path: str, body: Body = b"", on_data: OnData | None = None) -> bytes:
         """The body of a 200; every other status is an error."""
         status, answer = await self.exchange(method, path, body, on_data)
         if status != 200:
@@ -77,7 +81,7 @@ class ServerClient:
         return answer
 
     async def exchange(
-        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
+        self, method: str, path: str, body: Body = b"", on_data: OnData | None = None
     ) -> tuple[int, bytes]:
         """Status and body of the answer. With `on_data`, the body of a 200 is passed to it piece by piece instead.
 
@@ -85,12 +89,8 @@ class ServerClient:
         """
         try:
             connection = await self._acquire()
-            head = (
-                f"{method} {path} HTTP/1.1\r\n{self._head}"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
             try:
-                return await connection.call(head.encode("latin-1") + body, on_data)
+                return await connection.call(partial(self._request_bytes, method, path, body), on_data)
             finally:
                 if connection.is_reusable and not self._closed:
                     connection.idle_since = time.monotonic()
@@ -100,6 +100,14 @@ class ServerClient:
         except ServerUnavailable as error:
             text = f"{self.name} at {self.address} did not answer {path}: {error}"
             raise ServerUnavailable(text, code=error.code) from error
+
+    def _request_bytes(self, method: str, path: str, body: Body) -> bytes:
+        data = body() if callable(body) else body
+        head = (
+            f"{method} {path} HTTP/1.1\r\n{self._head}"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        return head.encode("latin-1") + data
 
     async def _acquire(self) -> Connection:
         if self._closed:
@@ -185,12 +193,18 @@ class HttpReplica:
             await self.pull_weights(update)
         return self._pulled[1]
 
-    async def _send_part(self, path: str, body: dict[str, Any], on_event: Callable[[bytes], None]) -> None:
+    async def _send_part(
+        self, path: str, is_streamed: bool, make_body: Callable[[], dict[str, Any]], on_event: Callable[[bytes], None]
+    ) -> None:
         """Send the request of a part; `on_event` gets the answer, or each event of a stream."""
-        if body["stream"]:
+
+        def body() -> bytes:
+            return _json(make_body())
+
+        if is_streamed:
             await self._client.stream(path, body, on_event)
         else:
-            on_event(await self._client.post(path, body))
+            on_event(await self._client.request("POST", path, body))
 
     def _unfinished(self) -> ServerUnavailable:
         text = f"{self.name} ended an answer without a finish reason"
@@ -222,6 +236,16 @@ def flat_bucket(bucket: list[WeightSpec], group_name: str, *, is_last: bool) -> 
         "flush_cache": is_last,
         "load_format": "flattened_bucket",
     }
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body, default=_plain)
+
+
+def _plain(value: object) -> list[Any]:
+    if isinstance(value, Column):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _message_and_code(answer: bytes) -> tuple[str, str]:

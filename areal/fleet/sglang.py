@@ -7,6 +7,7 @@ server's answer, with the connection, or with its caller's time limit.
 import asyncio
 import contextlib
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ class SGLangReplica(HttpReplica):
 
             on_chunk(self._client.parsed(event, read))
 
-        await self._send_part("/generate", generate_body(part, facts, stream=part.is_streamed), on_event)
+        make_body = functools.partial(generate_body, part, facts, stream=part.is_streamed)
+        await self._send_part("/generate", part.is_streamed, make_body, on_event)
         if not reader.finished:
             raise self._unfinished()
 
-    async def _texts(self, token_lists: list[list[int]]) -> list[str]:
+    async def _texts(self, token_lists: list[Sequence[int]]) -> list[str]:
         answer = await self._client.post("/detokenize", {"tokens": token_lists, "skip_special_tokens": False})
         return self._client.parsed(answer, lambda found: [str(text) for text in found["text"]])
 

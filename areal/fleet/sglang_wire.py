@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from areal.api.columns import Runs
 from areal.api.config import GenerationHyperparameters
 from areal.api.data import WeightSpec
 from areal.api.errors import RequestError
@@ -146,18 +147,17 @@ class PartReader:
         # Ids and log-probabilities come from one list: output_ids repeats a token of a request aborted in the queue.
         entries = _new_entries(meta.get("output_token_logprobs") or [], self._num_seen, total)
         self._num_seen = total
-        versions = [self._version] * len(entries)
+        versions = Runs([(self._version, len(entries))])
         self._version = max(known_version, self._version)
-        part_versions: list[int] | None = None
+        part_versions: Runs[int] | None = None
         if reason is not None:
             self.finished = True
             if total and (spans := meta.get("weight_versions")) is not None:
                 numbered = [(version_number(span["version"]), span["start"], span["end"]) for span in spans]
                 part_versions = versions_of(numbered, total)
                 versions = part_versions[total - len(entries) :]
-        return PartChunk(
-            [entry[1] for entry in entries], [entry[0] for entry in entries], versions, reason, part_versions
-        )
+        logprobs, token_ids, *_ = zip(*entries, strict=True) if entries else ((), ())
+        return PartChunk(list(token_ids), list(logprobs), versions, reason, part_versions)
 
 
 def _new_entries(entries: list[Any], num_seen: int, total: int) -> list[Any]:

@@ -5,8 +5,9 @@ ones itself.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from areal.api.columns import Packed, Runs, joined, to_runs
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk
 
 
@@ -34,10 +35,10 @@ class BoundaryGate:
         if chunk.finish_reason is not None or len(self._new_ids()) >= self._reach:
             self.filled.set()
 
-    def token_lists(self) -> list[list[int]]:
+    def token_lists(self) -> list[Sequence[int]]:
         """The tokens to detokenize: the end of the earlier parts, alone and with 1, 2, ... of the first new tokens."""
         new = self._new_ids()[: self._reach]
-        return [self._before + new[:count] for count in range(len(new) + 1)]
+        return [joined("i", (self._before, new[:count])) for count in range(len(new) + 1)]
 
     def settle(self, texts: list[str]) -> bool:
         """Pass on the held tokens, given the texts of `token_lists`; True when a stop string ended the answer."""
@@ -48,9 +49,9 @@ class BoundaryGate:
                 self._on_chunk(chunk)
             return False
         ids = self._new_ids()[:count]
-        logprobs = [logprob for chunk in self._held for logprob in chunk.logprobs][:count]
+        logprobs = joined("f", (chunk.logprobs for chunk in self._held))[:count]
         reported = self._held[-1].part_versions
-        versions = reported or [version for chunk in self._held for version in chunk.versions]
+        versions = reported or Runs(run for chunk in self._held for run in to_runs(chunk.versions).runs)
         self._on_chunk(PartChunk(ids, logprobs, versions[:count], "stop", reported and reported[:count]))
         return True
 
@@ -60,14 +61,14 @@ class BoundaryGate:
             texts[count].count(stop) > texts[count - 1].count(stop) for stop in self._stops
         )
 
-    def _new_ids(self) -> list[int]:
-        return [token for chunk in self._held for token in chunk.token_ids]
+    def _new_ids(self) -> Packed[int]:
+        return joined("i", (chunk.token_ids for chunk in self._held))
 
 
 async def generate_with_stops(
     part: GenerationPart,
     generate: Callable[[OnChunk], Awaitable[None]],
-    to_texts: Callable[[list[list[int]]], Awaitable[list[str]]],
+    to_texts: Callable[[list[Sequence[int]]], Awaitable[list[str]]],
     on_chunk: OnChunk,
 ) -> None:
     """Let `generate` run a part, and end it where a stop string ends that started in an earlier part.

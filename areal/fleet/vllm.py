@@ -4,8 +4,12 @@ Written for vLLM 0.32 with --enable-scale-out, VLLM_SERVER_DEV_MODE=1 and areal'
 the policy versions of an answer only at its end, so tokens that arrive during a weight update are held until then.
 """
 
+from __future__ import annotations
+
 import asyncio
 import functools
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from urllib.parse import urlencode
 
 import orjson
 
+from areal.api.columns import Packed, Runs
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
 from areal.fleet.continuation import versions_of
@@ -79,18 +84,19 @@ class VLLMReplica(HttpReplica):
             piece = self._client.parsed(event, parse_piece)
             collector.add(piece, version if self._num_updates == num_updates else None)
 
-        await self._send_part(path, generate_body(part, stream=part.is_streamed), on_event)
+        make_body = functools.partial(generate_body, part, stream=part.is_streamed)
+        await self._send_part(path, part.is_streamed, make_body, on_event)
         if collector.finish_reason is None:
             raise self._unfinished()
 
-    async def _texts(self, stops: list[str], token_lists: list[list[int]]) -> list[str]:
+    async def _texts(self, stops: list[str], token_lists: list[Sequence[int]]) -> list[str]:
         """The texts of lists, each a prefix of the next. If the last has no stop string, the others stay empty."""
         whole = await self._text(token_lists[-1])
         if not any(stop in whole for stop in stops):
             return [""] * (len(token_lists) - 1) + [whole]
         return list(await asyncio.gather(*(self._text(token_ids) for token_ids in token_lists)))
 
-    async def _text(self, token_ids: list[int]) -> str:
+    async def _text(self, token_ids: Sequence[int]) -> str:
         answer = await self._client.post("/detokenize", {"tokens": token_ids})
         return self._client.parsed(answer, lambda found: str(found["prompt"]))
 
@@ -215,28 +221,32 @@ class _PartCollector:
     on_chunk: OnChunk
     finish_reason: FinishReason | None = None
     num_passed_on: int = 0
-    token_ids: list[int] = field(default_factory=list[int])
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     """Held until the end of the part, because a weight update started before they arrived."""
-    logprobs: list[float] = field(default_factory=list[float])
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, piece: Piece, version: int | None) -> None:
         """`version` generated the tokens of this piece; None when only the end of the part reports it."""
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
+        try:
+            self.token_ids.extend(piece.token_ids)
+            self.logprobs.extend(piece.logprobs)
+        except (TypeError, OverflowError) as error:
+            text = f"{self.replica_name} sent numbers of the wrong type or range: {error}"
+            raise ServerUnavailable(text, code="server.unreadable_answer") from error
         self.finish_reason = piece.finish_reason
-        versions: list[int] | None = None
+        versions: Runs[int] | None = None
         if piece.finish_reason is not None:
             versions = self._reported_versions(piece)
         elif version is None:
             return
         num_new = len(self.token_ids)
-        known = [version or 0] * num_new if versions is None else versions[self.num_passed_on :]
-        chunk = PartChunk(self.token_ids, self.logprobs, known, piece.finish_reason, versions)
+        known = Runs([(version or 0, num_new)]) if versions is None else versions[self.num_passed_on :]
+        chunk = PartChunk(Packed(self.token_ids), Packed(self.logprobs), known, piece.finish_reason, versions)
         self.num_passed_on += num_new
-        self.token_ids, self.logprobs = [], []
+        self.token_ids, self.logprobs = array("i"), array("f")
         self.on_chunk(chunk)
 
-    def _reported_versions(self, last: Piece) -> list[int]:
+    def _reported_versions(self, last: Piece) -> Runs[int]:
         try:
             return versions_of(last.spans or [], self.num_passed_on + len(self.token_ids))
         except ValueError as error:

@@ -67,10 +67,12 @@ NO_GROUP = GroupEnd(0, 0)
 
 def encode_group(after: GroupEnd, at: float, events: Sequence[Event]) -> tuple[bytes, GroupEnd]:
     """The bytes of the group that follows `after`, and the GroupEnd after it."""
-    body = b"".join([orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE) for event in events])
+    body = bytearray()
+    for event in events:  # one by one: the bytes of orjson take 4 KB each while they exist
+        body += orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
     head = _GROUP_START + b'%d,"after":%d,"at":%.3f,"bytes":%d' % (after.number + 1, after.crc, at, len(body))
     crc = zlib.crc32(body, zlib.crc32(head))
-    return head + _CRC_KEY + b"%d}\n" % crc + body, GroupEnd(after.number + 1, crc)
+    return b"".join((head, _CRC_KEY, b"%d}\n" % crc, body)), GroupEnd(after.number + 1, crc)
 
 
 def _decode_group(data: bytes, offset: int) -> tuple[list[Event], int] | None:

@@ -7,7 +7,7 @@ thread: first the payloads, then the event lines that refer to them.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -32,6 +32,9 @@ LINGER_S = 0.05
 """Maximum time that an event stays in memory while no caller waits for it."""
 GROUP_BYTES = 4 * 2**20
 """A buffer of this size is written at once."""
+
+
+_BLOCK_BYTES = 2**18
 
 
 class EventLog(Protocol):
@@ -94,7 +97,8 @@ class GroupWriter:
             self._events = self._open_file(events_path(self.folder, self._number))
         for segment, pieces in groupby(payloads, key=itemgetter(0)):
             file = self._segment_file(segment)
-            file.write(b"".join([payload for _, payload in pieces]))
+            for block in _blocks(payload for _, payload in pieces):
+                file.write(block)
             file.sync()
         if kept:
             self.kept.write(kept)
@@ -122,6 +126,18 @@ class GroupWriter:
             self._events.close()
         if self._segment is not None:
             self._segment[1].close()
+
+
+def _blocks(payloads: Iterable[bytes]) -> Iterator[bytes]:
+    """Payloads joined to blocks, so that small ones do not cost a call each and a large group is not copied whole."""
+    block, size = list[bytes](), 0
+    for payload in payloads:
+        block.append(payload)
+        size += len(payload)
+        if size >= _BLOCK_BYTES:
+            yield b"".join(block)
+            block, size = [], 0
+    yield b"".join(block)
 
 
 class GroupCommitLog:
@@ -212,6 +228,7 @@ class GroupCommitLog:
             except Exception as error:  # noqa: BLE001 - all waiting callers must receive any error of the writer
                 self._fail(error, waiters)
                 return
+            del group  # its payloads
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)

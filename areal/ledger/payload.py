@@ -12,6 +12,7 @@ and the sixth are the third and the fourth followed by temperatures f4[T], where
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from areal.api.columns import Runs, joined, to_array, to_runs
 from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import ArealError, LedgerError
 from areal.ledger.event_files import PayloadReader
@@ -86,10 +88,10 @@ def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> by
     """
     trajectories = [
         Trajectory(
-            token_ids=answer.input_ids + answer.output_ids,
-            loss_mask=[0] * (len(answer.input_ids) + len(answer.output_ids)),
-            rollout_logprobs=[0.0] * len(answer.input_ids) + answer.output_logprobs,
-            output_versions=[-1] * len(answer.input_ids) + answer.output_versions,
+            token_ids=joined("i", (answer.input_ids, answer.output_ids)),
+            loss_mask=Runs([(0, len(answer.input_ids) + len(answer.output_ids))]),
+            rollout_logprobs=joined("f", (Runs([(0.0, len(answer.input_ids))]), answer.output_logprobs)),
+            output_versions=Runs([(-1, len(answer.input_ids))]) + answer.output_versions,
             reward=math.nan,
             finished=answer.stop_reason == "stop",
         )
@@ -124,14 +126,14 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
             raise _not_finite("reward", reward)
         lengths.append(size)
         rewards.append(reward)
-        token_ids += array("i", ids)
-        versions += array("i", made)
-        logprobs += array("f", given)
-        loss_mask += bytes(mask)
+        token_ids += to_array("i", ids)
+        versions += to_array("i", made)
+        logprobs += to_array("f", given)
+        loss_mask += to_array("B", mask)
     num_trajectories, num_tokens = len(lengths), len(token_ids)
     finished = bytes([trajectory.finished for trajectory in trajectories])
     by_version = count_by_version(np.frombuffer(versions, "i4"), np.frombuffer(loss_mask, np.uint8))
-    integers, floats = array("i", lengths) + token_ids + versions, array("f", rewards) + logprobs
+    integers, floats = (array("i", lengths), token_ids, versions), (array("f", rewards), logprobs)
     baselines, (names, parts) = _baselines(trajectories), _parts(trajectories)
     magic, temperatures = _MAGIC_WITH_BASELINES if baselines else _MAGIC, _temperatures(trajectories)
     sessions = _sessions(trajectories, record)
@@ -142,14 +144,15 @@ def _joined(episode_id: int, trajectories: list[Trajectory], *, is_scored: bool,
     if temperatures:
         magic = _AND_TEMPERATURES[magic]
     if sys.byteorder == "big":
-        for numbers in (integers, floats, baselines, parts, temperatures):
+        for numbers in (*integers, *floats, baselines, parts, temperatures):
             numbers.byteswap()
     sizes = _SIZES.pack(episode_id, num_trajectories, num_tokens)
-    body = b"".join((sizes, integers, floats, loss_mask, finished, baselines, names, parts, sessions, temperatures))
+    body = (sizes, *integers, *floats, loss_mask, finished, baselines, names, parts, sessions, temperatures)
+    checksum = functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), body, 0)
     made_by = [version for version, _, _ in by_version if version != -1]
     found = first_of_sessions(trajectories)
     return EncodedEpisode(
-        _START.pack(magic, zlib.crc32(body)) + body,
+        b"".join((_START.pack(magic, checksum), *body)),
         num_tokens,
         loss_mask.count(1),
         min(made_by, default=-1),
@@ -194,22 +197,29 @@ def _sessions(trajectories: Sequence[Trajectory], record: str) -> bytes:
     """The columns of sessions and the text for reward functions; empty when no trajectory is a part of a session."""
     if all(trajectory.session < 0 for trajectory in trajectories) and not record:
         return b""
-    turns: list[int] = []
-    rewards: list[float] = []
+    turns, rewards = array("i", [one.session for one in trajectories]), array("f")
     of_session: dict[int, float] = {}
     for number, one in enumerate(trajectories):
         size = len(one.token_ids)
         if one.session >= 0 and of_session.setdefault(one.session, one.reward) != one.reward:
             text = f"rows of session {one.session} have rewards {of_session[one.session]} and {one.reward}: give one"
             raise TrajectoryError(text, code="workflow.session_rewards")
-        turns += one.turns or [number if flag else -1 for flag in one.loss_mask]
-        rewards += (given := one.turn_rewards or [one.reward] * size)
+        by_answer = Runs((number if flag else -1, count) for flag, count in to_runs(one.loss_mask).runs)
+        turns += to_array("i", one.turns or by_answer)
+        rewards += to_array("f", given := one.turn_rewards or Runs([(one.reward, size)]))
         if len(one.turns) not in (0, size) or len(one.turn_rewards) not in (0, size):
             raise _uneven(one)
-        for reward in (reward for reward in given if not math.isfinite(reward)):
+        for reward in (reward for reward in _distinct(given) if not math.isfinite(reward)):
             raise _not_finite("turn_rewards", reward)
-    numbers, text = np.array([*(one.session for one in trajectories), *turns], "<i4").tobytes(), record.encode()
-    return numbers + np.array(rewards, "<f4").tobytes() + _LENGTH.pack(len(text)) + text
+    if sys.byteorder == "big":
+        turns.byteswap()
+        rewards.byteswap()
+    text = record.encode()
+    return b"".join((turns, rewards, _LENGTH.pack(len(text)), text))
+
+
+def _distinct(column: Sequence[float]) -> Sequence[float]:
+    return column.values if isinstance(column, Runs) else column
 
 
 def _temperatures(trajectories: Sequence[Trajectory]) -> array[float]:
@@ -222,9 +232,9 @@ def _temperatures(trajectories: Sequence[Trajectory]) -> array[float]:
         if own and len(own) != size:
             message = f"a trajectory has {len(own)} temperatures for {size} token_ids: give one for each, or none"
             raise TrajectoryError(message, code="workflow.trajectory_lengths")
-        if bad := [value for value in own if value <= 0 or math.isinf(value)]:
+        if bad := [value for value in _distinct(own) if value <= 0 or math.isinf(value)]:
             raise _not_finite("temperature", bad[0])
-        found.extend(own or [math.nan] * size)
+        found += to_array("f", own or Runs([(math.nan, size)]))
     return found
 
 

@@ -141,7 +141,7 @@ def last_answer(rows: Sequence[Trajectory]) -> tuple[list[int], list[int]]:
         found += [(place, row) for place, (flag, turn) in facts if flag and turn == number]
     places = sorted(found, key=lambda one: one[0])
     start, first = places[0]
-    return first.token_ids[:start], [row.token_ids[place] for place, row in places]
+    return list(first.token_ids[:start]), [row.token_ids[place] for place, row in places]
 
 
 def _sessions(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:

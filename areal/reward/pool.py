@@ -79,7 +79,7 @@ class _Call:
     batch: _Batch
     index: int
     completion: str
-    completion_ids: list[int]
+    completion_ids: Sequence[int]
     deaths: int = 0
     """Number of workers that died while they ran it."""
 
@@ -121,8 +121,8 @@ class RewardPool:
         self,
         function: FunctionRef,
         prompt: str,
-        prompt_ids: list[int],
-        answers: Sequence[tuple[str, list[int]]],
+        prompt_ids: Sequence[int],
+        answers: Sequence[tuple[str, Sequence[int]]],
         row: dict[str, Any],
         *,
         fail_fast: bool = False,
@@ -207,7 +207,7 @@ class RewardPool:
                     raise WorkerEnded
             self._workers[worker] = calls
             function = calls[0].batch.function
-            answers = [(call.completion, call.completion_ids) for call in calls]
+            answers = [(call.completion, list(call.completion_ids)) for call in calls]
             worker.send({"shared": calls[0].batch.shared, "calls": answers})
             while calls:
                 for message in await worker.receive(limit_s=self._limit_s(worker, function)):
@@ -287,8 +287,8 @@ class RewardPool:
             call.batch.put(call.index, _failure("died", f"no reward worker could be started: the last {how}", 0.0))
 
 
-def _shared_json(function: FunctionRef, prompt: str, prompt_ids: list[int], row: dict[str, Any]) -> orjson.Fragment:
-    shared = {"function": dataclasses.asdict(function), "prompt": prompt, "prompt_ids": prompt_ids, "row": row}
+def _shared_json(function: FunctionRef, prompt: str, prompt_ids: Sequence[int], row: dict[str, Any]) -> orjson.Fragment:
+    shared = {"function": dataclasses.asdict(function), "prompt": prompt, "prompt_ids": list(prompt_ids), "row": row}
     try:
         return orjson.Fragment(orjson.dumps(shared, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError as error:

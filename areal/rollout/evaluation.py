@@ -75,7 +75,7 @@ async def evaluate_episode(
     )
 
 
-def last_answer_ids(group: TrajectoryGroup) -> list[int]:
+def last_answer_ids(group: TrajectoryGroup) -> Sequence[int]:
     """The tokens of the last answer of the policy in the last trajectory of a group."""
     trajectory = group.trajectories[-1]
     stop = len(trajectory.loss_mask)

@@ -75,22 +75,31 @@ class LoopLateness:
         loop = asyncio.get_running_loop()
         deadline_s = self.now_s + limit_s
 
-        def expire() -> None:
-            nonlocal timer
-            left_s = deadline_s - self.now_s
-            if left_s > MIN_LATE_S:
-                timer = loop.call_later(left_s, expire)
-            else:
-                scope.reschedule(loop.time())
-
         async with asyncio.timeout(None) as scope:
-            timer = loop.call_later(limit_s, expire)
+            limit = _Limit(self, deadline_s, scope)
+            limit.timer = loop.call_later(limit_s, limit.expire)
             try:
                 yield
             finally:
-                timer.cancel()
+                limit.timer.cancel()
 
     def close(self) -> None:
         self._closed.set()
         if self._timer is not None:
             self._timer.cancel()
+
+
+class _Limit:
+    """No closure: one that refers to itself would keep the task until the garbage collector runs."""
+
+    timer: asyncio.TimerHandle
+
+    def __init__(self, lateness: LoopLateness, deadline_s: float, scope: asyncio.Timeout) -> None:
+        self._lateness, self._deadline_s, self._scope = lateness, deadline_s, scope
+
+    def expire(self) -> None:
+        loop, left_s = asyncio.get_running_loop(), self._deadline_s - self._lateness.now_s
+        if left_s > MIN_LATE_S:
+            self.timer = loop.call_later(left_s, self.expire)
+        else:
+            self._scope.reschedule(loop.time())

@@ -18,7 +18,7 @@ class Answer:
 
     text: str
     """Without special tokens."""
-    token_ids: list[int]
+    token_ids: Sequence[int]
     """Including a generated end token."""
     position: int
     """Number of tokens of the conversation before it."""
@@ -53,8 +53,8 @@ class Conversation:
             self._add_fixed(prompt.token_ids, prompt.text)
 
     @property
-    def token_ids(self) -> list[int]:
-        """A copy of all tokens so far: the context of the next answer."""
+    def token_ids(self) -> Sequence[int]:
+        """All tokens so far: the context of the next answer."""
         return tokens_to(self._end)
 
     @property
@@ -102,7 +102,7 @@ class Conversation:
         """
         return self.add_turn(tokens_after_answer(self._tokenizer, messages, enable_thinking=self._enable_thinking))
 
-    def add_turn(self, token_ids: list[int]) -> bool:
+    def add_turn(self, token_ids: Sequence[int]) -> bool:
         """Append the tokens of a chat template between two answers, as `areal.data.chat.tokens_after_answer` has them.
 
         They begin with the end token of the answer before, which is left out when the policy generated it.
@@ -135,9 +135,9 @@ class Conversation:
             baseline=baseline,
         )
 
-    def _has_room(self, token_ids: list[int]) -> bool:
+    def _has_room(self, token_ids: Sequence[int]) -> bool:
         return self._max_tokens is None or self._end.end + len(token_ids) < self._max_tokens
 
-    def _add_fixed(self, token_ids: list[int], text: str) -> None:
+    def _add_fixed(self, token_ids: Sequence[int], text: str) -> None:
         self._texts.append((self._end.end, text))
         self._end = self._tree.add_fixed(self._end, token_ids)

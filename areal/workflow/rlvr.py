@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Self
 from uuid import uuid4
 
+from areal.api.columns import packed_ids
 from areal.api.config import GenerationHyperparameters, RewardConfig
 from areal.api.data import TrajectoryGroup
 from areal.api.engine import InferenceEngine
@@ -78,7 +79,7 @@ class RLVRWorkflow(ScoredWorkflow):
         if self._get_input_ids_fn is None:
             return encode_prompt(row, self.tokenizer, enable_thinking=self.enable_thinking)
         token_ids = self._get_input_ids_fn(row, self.tokenizer, self.enable_thinking)
-        return EncodedPrompt(self.tokenizer.decode(token_ids), token_ids)
+        return EncodedPrompt(self.tokenizer.decode(token_ids), packed_ids(token_ids))
 
     def for_evaluation(self, gconfig: GenerationHyperparameters) -> Self:
         clone = super().for_evaluation(gconfig)

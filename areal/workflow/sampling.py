@@ -52,7 +52,7 @@ def settings_of_row(settings: GenerationHyperparameters, row: Mapping[str, Any])
 
 
 def new_request(
-    input_ids: list[int], settings: GenerationHyperparameters, *, group_id: str, number: int
+    input_ids: Sequence[int], settings: GenerationHyperparameters, *, group_id: str, number: int
 ) -> GenerationRequest:
     """The request for answer `number` of a group."""
     return GenerationRequest(

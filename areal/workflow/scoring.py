@@ -89,7 +89,7 @@ class Scorer:
                     raise InputError(message, code=error.code) from None
 
     async def score(
-        self, prompt: str, prompt_ids: list[int], answers: Sequence[tuple[str, list[int]]], row: dict[str, Any]
+        self, prompt: str, prompt_ids: Sequence[int], answers: Sequence[tuple[str, Sequence[int]]], row: dict[str, Any]
     ) -> list[Score]:
         """The scores of `answers` (text, token ids), in order.
 

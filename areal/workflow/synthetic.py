@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from areal.api.columns import packed_ids
 from areal.api.config import GenerationHyperparameters
 from areal.api.config.benchmark import LengthRule
 from areal.api.data import TrajectoryGroup
@@ -35,7 +36,7 @@ class SyntheticWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TrajectoryGroup:
         rng = random.Random(data["index"])
-        prompt_ids = rng.choices(self._alphabet, k=self._prompt_length)
+        prompt_ids = packed_ids(rng.choices(self._alphabet, k=self._prompt_length))
         prompt = EncodedPrompt(self._tokenizer.decode(prompt_ids), prompt_ids)
         lengths = [self._rule.draw(rng) for _ in range(self._num_samples)]
         group_id = uuid4().hex

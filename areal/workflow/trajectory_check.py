@@ -61,7 +61,7 @@ def _contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
     return any(list(tokens[start : start + size]) == list(part) for start in range(len(tokens) - size + 1))
 
 
-def _is_joined(token_ids: list[int], outputs: Sequence[list[int]]) -> bool:
+def _is_joined(token_ids: Sequence[int], outputs: Sequence[Sequence[int]]) -> bool:
     """Whether the tokens are several answers in a row, with nothing between them."""
     if not token_ids:
         return True

@@ -104,7 +104,7 @@ def test_version_spans_are_expanded_to_one_per_token() -> None:
 
 
 def told(chunk: PartChunk, part_versions: list[int]) -> PartChunk:
-    return dataclasses.replace(chunk, part_versions=part_versions)
+    return chunk._replace(part_versions=part_versions)
 
 
 def test_final_versions_replace_estimated_ones() -> None:
@@ -280,7 +280,7 @@ class World:
             if number == len(cuts) - 1:
                 if plan.end == "death":
                     raise ServerUnavailable("it died before its last chunk")
-                piece = dataclasses.replace(piece, finish_reason="abort" if not versions else "length")
+                piece = piece._replace(finish_reason="abort" if not versions else "length")
                 if plan.tells == "end":
                     piece = told(piece, true[1:] if plan.end == "wrong length" else true)
                 self.told_all = plan.tells != "never"

@@ -99,7 +99,7 @@ def _logprobs(asked: Asked, answer: TurnAnswer, sent: Sent) -> Json | None:
         return None
     tokens = [sent.token_text(token_id) for token_id in answer.token_ids]
     offsets = list(itertools.accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
-    return {"tokens": tokens, "token_logprobs": answer.logprobs, "top_logprobs": None, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": list(answer.logprobs), "top_logprobs": None, "text_offset": offsets}
 
 
 def reply(asked: Asked, answers: Sequence[TurnAnswer], sent: Sent) -> Json:

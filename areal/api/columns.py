@@ -1,0 +1,216 @@
+"""Immutable columns of a record, one number per token: packed in 4 bytes each, or as runs of equal numbers.
+
+A column behaves like a list that cannot be changed: it has an index, slices, `==` and `+` with lists and columns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby, repeat
+from typing import Any, Generic, Self, TypeVar, cast, overload
+
+T = TypeVar("T", int, float)
+
+
+class Column(Sequence[T]):
+    """The base of both kinds of column."""
+
+    __slots__ = ()
+
+    def tolist(self) -> list[T]:
+        return list(self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return self.tolist() == list(cast("Sequence[object]", other))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - as a list
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+
+class Packed(Column[T]):
+    """Numbers in an array of 4 bytes each: int32 ("i") or float32 ("f")."""
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, numbers: array[T]) -> None:
+        """`numbers` is not copied, and nobody may change it afterwards."""
+        self._numbers = numbers
+
+    @property
+    def numbers(self) -> array[T]:
+        """The array itself, only to be read."""
+        return self._numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> T | Self:
+        found = self._numbers[index]
+        return type(self)(found) if isinstance(found, array) else found
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._numbers)
+
+    def tolist(self) -> list[T]:
+        return self._numbers.tolist()
+
+    def __add__(self, other: Sequence[T]) -> Self:
+        return type(self)(self._numbers + to_array(self._numbers.typecode, other))
+
+    def __radd__(self, other: Sequence[T]) -> Self:
+        return type(self)(to_array(self._numbers.typecode, other) + self._numbers)
+
+
+class Runs(Column[T]):
+    """Numbers of which neighbours are mostly equal, for example one policy version per token."""
+
+    __slots__ = ("_ends", "_values")
+
+    def __init__(self, runs: Iterable[tuple[T, int]] = ()) -> None:
+        """`runs`: (number, how often). Neighbours with the same number become one run."""
+        values: list[T] = []
+        ends: list[int] = []
+        end = 0
+        for value, count in runs:
+            if count <= 0:
+                continue
+            end += count
+            if values and values[-1] == value:
+                ends[-1] = end
+            else:
+                values.append(value)
+                ends.append(end)
+        self._values, self._ends = tuple(values), tuple(ends)
+
+    @property
+    def values(self) -> tuple[T, ...]:
+        """The number of each run, in order."""
+        return self._values
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The number of entries up to the end of each run."""
+        return self._ends
+
+    @property
+    def runs(self) -> Iterator[tuple[T, int]]:
+        """(number, how often)."""
+        return zip(self._values, self._counts(), strict=True)
+
+    def _counts(self) -> Iterator[int]:
+        return (end - start for start, end in zip((0, *self._ends), self._ends, strict=False))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Runs[T]:
+        size = len(self)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(size)
+            if step != 1:
+                return to_runs(self.tolist()[index])
+            spans = zip(self._values, (0, *self._ends), self._ends, strict=False)
+            return Runs((value, min(end, stop) - max(first, start)) for value, first, end in spans)
+        place = index + size if index < 0 else index
+        if not 0 <= place < size:
+            raise IndexError(f"index {index} is beyond the {size} numbers of the column")
+        return self._values[bisect_right(self._ends, place)]
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(map(repeat, self._values, self._counts()))
+
+    def __add__(self, other: Sequence[T]) -> Runs[T]:
+        return Runs(chain(self.runs, to_runs(other).runs))
+
+    def __radd__(self, other: Sequence[T]) -> Runs[T]:
+        return Runs(chain(to_runs(other).runs, self.runs))
+
+
+class RunsBuilder(Generic[T]):
+    """Runs that grow while an answer is generated."""
+
+    __slots__ = ("ends", "values")
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self.ends: list[int] = []
+        """Number of entries up to the end of each run."""
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def add(self, value: T, count: int) -> None:
+        """`count` more entries; none when it is not positive."""
+        if count <= 0:
+            return
+        if self.values and self.values[-1] == value:
+            self.ends[-1] += count
+        else:
+            self.ends.append(len(self) + count)
+            self.values.append(value)
+
+    def cut(self, size: int) -> None:
+        """Keep the first `size` entries."""
+        while self.ends and (self.ends[-2] if len(self.ends) > 1 else 0) >= size:
+            del self.ends[-1], self.values[-1]
+        if self.ends:
+            self.ends[-1] = min(self.ends[-1], size)
+
+    def column(self) -> Runs[T]:
+        counts = (end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
+        return Runs(zip(self.values, counts, strict=True))
+
+
+def to_array(typecode: str, values: Sequence[T]) -> array[T]:
+    """The numbers as an array of that type, only to be read: that of a packed column is not copied.
+
+    Raises TypeError or OverflowError for a value that the type does not hold.
+    """
+    if isinstance(values, Packed) and values.numbers.typecode == typecode:
+        return values.numbers
+    if not isinstance(values, Runs):
+        return array(typecode, values)
+    found: array[Any] = array(typecode)
+    for value, count in values.runs:
+        found += array(typecode, [value]) * count
+    return found
+
+
+def to_runs(values: Sequence[T]) -> Runs[T]:
+    if isinstance(values, Runs):
+        return values
+    return Runs((value, sum(1 for _ in group)) for value, group in groupby(values))
+
+
+def packed_ids(values: Sequence[int]) -> Packed[int]:
+    """Token ids as int32. Raises TypeError or OverflowError for other values."""
+    return Packed(to_array("i", values))
+
+
+def packed_logprobs(values: Sequence[float]) -> Packed[float]:
+    """Log-probabilities as float32. Raises TypeError for other values."""
+    return Packed(to_array("f", values))
+
+
+def joined(typecode: str, columns: Iterable[Sequence[T]]) -> Packed[T]:
+    """The numbers of several columns, one after another."""
+    found: array[Any] = array(typecode)
+    for column in columns:
+        found += to_array(typecode, column)
+    return Packed(found)
