@@ -7,13 +7,16 @@ of its verdict: after a crash between the two the episode runs again as another 
 attempt is ignored until it is the oldest and removed.
 """
 
+import math
 import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal.api.columns import Runs, joined
+from areal.api.data import GenerationResponse, Trajectory
 from areal.api.errors import LedgerError
-from areal.ledger.payload import check_payload
+from areal.ledger.payload import check_payload, encode_unscored
 
 _NAME = re.compile(r"(\d{6,})-(\d+)\.bin")
 FOLDER = "rejected"
@@ -59,3 +62,22 @@ def read_kept(ledger: Path, episode_id: int, attempt: int) -> bytes | None:
         raise LedgerError(message, code="ledger.bad_payload") from error
     check_payload(episode_id, payload)
     return payload
+
+
+def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> bytes:
+    """The payload of an episode without trajectories: each answer after its prompt, not scored; empty = no answer.
+
+    Raises TrajectoryError when an answer has lists of unequal lengths.
+    """
+    trajectories = [
+        Trajectory(
+            token_ids=joined("i", (answer.input_ids, answer.output_ids)),
+            loss_mask=Runs([(0, len(answer.input_ids) + len(answer.output_ids))]),
+            rollout_logprobs=joined("f", (Runs([(0.0, len(answer.input_ids))]), answer.output_logprobs)),
+            output_versions=Runs([(-1, len(answer.input_ids))]) + answer.output_versions,
+            reward=math.nan,
+            finished=answer.stop_reason == "stop",
+        )
+        for answer in answers
+    ]
+    return encode_unscored(episode_id, trajectories) if trajectories else b""

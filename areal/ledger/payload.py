@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal.api.columns import Runs, joined, to_array, to_runs
-from areal.api.data import GenerationResponse, Trajectory, TrajectoryGroup, first_of_sessions
+from areal.api.columns import Runs, to_array, to_runs
+from areal.api.data import Trajectory, TrajectoryGroup, first_of_sessions
 from areal.api.errors import ArealError, LedgerError
 from areal.ledger.event_files import PayloadReader
 from areal.ledger.state import Event
@@ -81,23 +81,9 @@ def encode_episode(episode_id: int, group: TrajectoryGroup) -> EncodedEpisode:
     return _encode(episode_id, group.trajectories, record=group.record)._replace(turn_ids=tuple(group.turn_ids))
 
 
-def encode_answers(episode_id: int, answers: Sequence[GenerationResponse]) -> bytes:
-    """The payload of an episode without trajectories: each answer after its prompt, not scored; empty = no answer.
-
-    Raises TrajectoryError when an answer has lists of unequal lengths.
-    """
-    trajectories = [
-        Trajectory(
-            token_ids=joined("i", (answer.input_ids, answer.output_ids)),
-            loss_mask=Runs([(0, len(answer.input_ids) + len(answer.output_ids))]),
-            rollout_logprobs=joined("f", (Runs([(0.0, len(answer.input_ids))]), answer.output_logprobs)),
-            output_versions=Runs([(-1, len(answer.input_ids))]) + answer.output_versions,
-            reward=math.nan,
-            finished=answer.stop_reason == "stop",
-        )
-        for answer in answers
-    ]
-    return _encode(episode_id, trajectories, is_scored=False).payload if trajectories else b""
+def encode_unscored(episode_id: int, trajectories: list[Trajectory]) -> bytes:
+    """The payload of trajectories without rewards. Raises TrajectoryError for unequal lengths."""
+    return _encode(episode_id, trajectories, is_scored=False).payload
 
 
 def _encode(

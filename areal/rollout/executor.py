@@ -16,8 +16,9 @@ from areal.api.engine import InferenceEngine
 from areal.api.errors import ArealError
 from areal.api.workflow import AcceptFn, RolloutWorkflow
 from areal.data.prompt_stream import PromptStream
+from areal.ledger.kept import encode_answers
 from areal.ledger.ledger import Ledger
-from areal.ledger.payload import EncodedEpisode, TrajectoryError, encode_answers
+from areal.ledger.payload import EncodedEpisode, TrajectoryError
 from areal.ledger.state import REJECTED
 from areal.observe.episode_metrics import logged_metrics
 from areal.observe.log import get_logger
