@@ -72,6 +72,8 @@ rollout/episode/other_sampling: turns: Turns of a session with another temperatu
 rollout/episode/queue_s: s: Time of a session before the first token of each answer, added up.
 rollout/episode/open_sessions: sessions: Open sessions at the start of a session.
 rollout/episode/zeros_by_load: share: Zero rate under much load minus that of other sessions; 0 = not beyond chance.
+rollout/episode/zero_gap/LOAD: share: Zero rate of sessions above the median of a load minus that of the others.
+rollout/episode/reward_gap/LOAD: reward: The same difference of the mean reward; within policy versions, both.
 rollout/episode/NAME: number: A statistic of the workflow (log_metric, stats of the group), mean over its episodes.
 
 # The train batch, as the trainer sees it

@@ -13,7 +13,7 @@ from areal.agent.agent_run import AgentJob, AgentOutcome
 from areal.agent.bridge import TemplateScenario, template_bridge
 from areal.agent.bridge.proof import summary
 from areal.agent.directory import Entry, Place
-from areal.agent.load_blame import LoadBlame
+from areal.agent.load_blame import LoadBlame, blamed
 from areal.agent.serving import AgentServices
 from areal.agent.session import Session, SessionLimits, SessionSetup
 from areal.agent.tool_calls import special_tokens, style_of
@@ -114,14 +114,16 @@ class AgentWorkflow(RolloutWorkflow):
             await journal.durable()
         group = agent_group(finished, self._config)
         if not self._is_evaluation:
-            group.stats["zeros_by_load"] = self._blamed(finished)
+            group.stats.update(self._blamed(finished))
         return group
 
-    def _blamed(self, finished: Sequence[FinishedSession]) -> float:
-        """By how much zero rewards are more frequent under load, over the newest sessions; 0 = not beyond chance."""
+    def _blamed(self, finished: Sequence[FinishedSession]) -> dict[str, float]:
+        """By how much zero rewards are more frequent under load, over the newest sessions; 0 = not beyond chance. And
+        the differences for each kind of load."""
         for one in finished:
-            self._blame.add(is_zero=one.is_zero, version=one.session.version, loads=one.loads)
-        gap, kind = self._blame.gap()
+            self._blame.add(is_zero=one.is_zero, reward=one.reward, version=one.session.version, loads=one.loads)
+        gaps = self._blame.gaps()
+        gap, kind = blamed(gaps)
         if gap and not self._has_blamed:
             _log.warning(
                 "zero rewards follow the load, not the policy: sessions with a high %s have a zero rate that is higher "
@@ -130,7 +132,9 @@ class AgentWorkflow(RolloutWorkflow):
                 100 * gap,
             )
         self._has_blamed = gap > 0
-        return gap
+        zeros = {f"zero_gap/{name}": found.zero for name, found in gaps.items()}
+        rewards = {f"reward_gap/{name}": found.reward for name, found in gaps.items()}
+        return {"zeros_by_load": gap, **zeros, **rewards}
 
     def _new_session(self, engine: InferenceEngine, group_id: str) -> Session:
         events = None if self._is_evaluation else self._services.journal

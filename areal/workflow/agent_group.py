@@ -73,9 +73,15 @@ class FinishedSession:
 
     @property
     def loads(self) -> dict[str, float]:
-        """The load at its start. What comes later also depends on the answers: guesses without a tool call end early,
-        while many sessions are open."""
-        return {"queue_s": self.session.counts.first_queue_s, "open_sessions": float(self.num_open)}
+        """The load at its start, and its retries and time-outs. What comes later also depends on the answers: guesses
+        without a tool call end early, while many sessions are open."""
+        counts = self.session.counts
+        return {
+            "queue_s": counts.first_queue_s,
+            "open_sessions": float(self.num_open),
+            "retries": float(counts.retries),
+            "timeouts": float(counts.timed_out + (self.outcome.status == "timeout")),
+        }
 
     @property
     def is_usable(self) -> bool:

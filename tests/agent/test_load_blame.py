@@ -4,7 +4,12 @@ import random
 
 import pytest
 
-from areal.agent.load_blame import LoadBlame, SessionLoad, zero_gap
+from areal.agent.load_blame import LoadBlame, SessionLoad, blamed, load_gap
+
+
+def zero_gap(found) -> float:
+    gap = load_gap(found)
+    return gap.zero if gap.is_significant else 0.0
 
 
 def sessions(zero_rate, *, versions=(1,), count=400, seed=0):
@@ -36,13 +41,26 @@ def test_a_policy_that_becomes_worse_while_the_load_grows_is_not_blamed_on_the_l
     assert zero_gap(found) == 0.0
 
 
-def test_the_kind_of_load_is_named() -> None:
+def test_the_kind_of_load_is_named_and_each_kind_is_compared() -> None:
     blame, rng = LoadBlame(), random.Random(0)
     for _ in range(300):
         queue_s = rng.uniform(0, 10)
-        blame.add(is_zero=queue_s > 5, version=1, loads={"queue_s": queue_s, "open_sessions": rng.randrange(9)})
-    assert blame.gap()[1] == "queue_s"
+        loads = {"queue_s": queue_s, "open_sessions": rng.randrange(9)}
+        blame.add(is_zero=queue_s > 5, reward=float(queue_s <= 5), version=1, loads=loads)
+    gaps = blame.gaps()
+    assert blamed(gaps)[1] == "queue_s"
+    assert (gaps["queue_s"].zero, gaps["queue_s"].reward) == (pytest.approx(1, abs=0.1), pytest.approx(-1, abs=0.1))
+    assert abs(gaps["open_sessions"].reward) < 0.2
+
+
+def test_time_outs_are_compared_and_not_blamed_for_the_zeros_that_they_are() -> None:
+    blame = LoadBlame()
+    for number in range(60):
+        reward = None if number % 3 == 0 else 1.0
+        blame.add(is_zero=reward is None, reward=reward, version=1, loads={"timeouts": float(reward is None)})
+    assert blame.gaps()["timeouts"].zero == 1.0
+    assert blamed(blame.gaps()) == (0.0, "")
 
 
 def test_without_sessions_there_is_no_gap() -> None:
-    assert LoadBlame().gap() == (0.0, "")
+    assert blamed(LoadBlame().gaps()) == (0.0, "")
