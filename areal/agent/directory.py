@@ -11,6 +11,7 @@ from typing import Any
 from areal.agent.session import Session
 from areal.agent.session_directory import OpenedSession, OpenRequest, SessionReward
 from areal.agent.turns import TurnRefused
+from areal.api.errors import RewardError
 
 RETRY_AFTER_S = 1.0
 _MAX_REMEMBERED = 4096
@@ -107,6 +108,11 @@ class Sessions:
                 text = "this session has ended, and with it its time for rewards (agent.reward_window_s)"
                 raise TurnRefused(text, code="agent.reward_too_late", status=409)
             raise TurnRefused("this session does not exist", code="agent.unknown_session", status=404)
+        try:
+            for name in reward.turns:
+                entry.session.turn_of(name)
+        except RewardError as error:
+            raise TurnRefused(str(error), code=error.code, status=400, param="turns") from error
         before = entry.reported
         entry.reported = replace(
             before,

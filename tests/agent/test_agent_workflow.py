@@ -158,9 +158,11 @@ async def test_a_program_from_outside_takes_the_place_of_an_episode_and_reports_
         completion = await client.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": opened["row"]["question"]}]
         )
+        unknown = await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 9.0, "turns": {"none": 1.0}})
         await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 0.5, "turns": {completion.id: 0.25}})
         group = await episode
         late = await http.post(f"/sessions/{opened['key']}/reward", json={"reward": 1.0})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "agent.unknown_turn")
     assert full.status_code == 429
     assert "Retry-After" in full.headers
     assert [one.reward for one in group.trajectories] == [0.75]
