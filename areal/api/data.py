@@ -161,10 +161,10 @@ class WeightUpdate:
     """A request of the trainer to the fleet: install policy `version`, transferred as `kind` states."""
 
     version: int
-    kind: Literal["disk", "collective", "http"]
+    kind: Literal["disk", "collective", "http", "adapter"]
     path: str = ""
     """disk: the complete checkpoint folder of this version. http: the address where trainer rank 0 serves it; it ends
-    with the checksum of the folder."""
+    with the checksum of the folder. adapter: the folder of a LoRA adapter, whose name is never used again."""
     master_address: str = ""
     """collective: host of the trainer's store (rank 0 of the update group)."""
     master_port: int = 0

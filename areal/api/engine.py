@@ -44,6 +44,14 @@ class WeightSource(Protocol):
         ...
 
 
+class AdapterSource(WeightSource, Protocol):
+    """The LoRA adapters of a train engine, by the names of peft."""
+
+    def write(self, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Write `named_weights`, gathered by all ranks, as a folder that peft and the servers load; on one rank."""
+        ...
+
+
 class TrainEngine(WeightSource, Protocol):
     """A model, with an optimiser if it is trained, on all trainer ranks. Knows nothing about rollouts or algorithms.
 

@@ -76,6 +76,11 @@ class FSDPEngine:
         """Sum of the losses of this rank since the last optimiser step, on the device."""
 
     @property
+    def lora(self) -> PeftAdapter | None:
+        """The adapters, if the model has some."""
+        return self._lora
+
+    @property
     def dp_rank(self) -> int:
         return self._mesh.dp_rank
 

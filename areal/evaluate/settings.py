@@ -110,7 +110,7 @@ def evaluation_config(requested: Requested, *, scores: bool) -> PPOConfig:
             should_accept_fn="",
         ),
         # Updates over a collective do not reach servers elsewhere, and there are none.
-        actor=replace(config.actor, weight_update_mode="disk", init_from_scratch=False),
+        actor=replace(config.actor, weight_update_mode="disk", init_from_scratch=False, lora=None),
     )
     label = re.sub(r"[^\w.-]+", "_", "_".join(Path(config.actor.path).parts[-2:]))[-60:]
     name = f"{'eval' if scores else 'generate'}-{label}-{_fingerprint(config)[:10]}"

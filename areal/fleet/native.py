@@ -48,6 +48,8 @@ class NativeReplica(HttpReplica):
         await self._client.post("/continue_generation", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        if update.kind == "adapter":
+            raise _no_adapters()
         if update.is_folder:
             folder = await self._folder_of(update)
             body = {"model_path": folder, "weight_version": str(update.version), "flush_cache": True}

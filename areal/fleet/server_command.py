@@ -15,6 +15,8 @@ from areal.system.network import LOOPBACK
 
 SERVER_SIDE = Path(__file__).parents[1] / "server_side"
 """The code that runs inside the environments of foreign servers."""
+ADAPTERS = 3
+"""LoRA adapters in one batch: the current policy version and those that running requests still use."""
 CPU_REQUESTS = 64
 """Maximum requests that a server on the CPU decodes together, unless the user sets another limit."""
 _CPU_TOKENS_PER_REQUEST = 512
@@ -47,7 +49,7 @@ def foreign_command(
         flags[rules.tokenizer] = config.tokenizer_path
     flags |= {name: value for name, value in given.items() if name not in (backend.model_key, "model")}
     flags |= owned
-    if config.actor.init_from_scratch:
+    if config.servers_start_empty:
         flags["load_format"] = "dummy"  # the server serves once it has the random weights of the trainer
     seed = given.get(rules.seed, config.seed)
     flags |= {"host": LOOPBACK, "port": "{port}", rules.seed: f"{{index+{seed}}}"}

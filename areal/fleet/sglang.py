@@ -15,6 +15,7 @@ import orjson
 
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
+from areal.fleet.adapters import ServedAdapters
 from areal.fleet.replica import GenerationPart, OnChunk, PartChunk, PauseMode, ReplicaInfo, ReplicaLoad
 from areal.fleet.server_client import HttpReplica, group_body
 from areal.fleet.sglang_wire import (
@@ -51,6 +52,7 @@ class SGLangReplica(HttpReplica):
         self._num_running = 0
         self._drained = asyncio.Event()
         self._drained.set()
+        self._adapters = ServedAdapters(self.load_adapter, self.unload_adapter)
 
     # Generation
 
@@ -60,11 +62,13 @@ class SGLangReplica(HttpReplica):
         self._num_running += 1
         self._drained.clear()
         try:
-            await generate_with_stops(part, functools.partial(self._generate, part, facts), self._texts, on_chunk)
+            with self._adapters.part(part, on_chunk) as (own, on_own):
+                await generate_with_stops(own, functools.partial(self._generate, own, facts), self._texts, on_own)
         finally:
             self._num_running -= 1
             if self._num_running == 0:
                 self._drained.set()
+        await self._adapters.drop_unused()
 
     async def _generate(self, part: GenerationPart, facts: ServerFacts, on_chunk: OnChunk) -> None:
         reader = PartReader(self._version)
@@ -153,6 +157,12 @@ class SGLangReplica(HttpReplica):
     # Weights
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        if update.kind == "adapter":
+            await self._adapters.use(update.path, update.version)
+            body = {"new_version": str(update.version), "abort_all_requests": False}
+            await self._client.post("/update_weight_version", body)
+            self._version = update.version
+            return await self._adapters.drop_unused()
         facts = await self._known_facts()
         self._is_updating = True
         self._num_updates += 1

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.api.config import PPOConfig
+from areal.api.config.lora import ALL_LINEAR
 from areal.fleet.server_backend import ServerBackend, ServerCommand
-from areal.fleet.server_command import CPU_REQUESTS, cpu_cache_tokens, foreign_command
+from areal.fleet.server_command import ADAPTERS, CPU_REQUESTS, cpu_cache_tokens, foreign_command
 from areal.fleet.server_flags import (
     ALLOCATED,
     COMMON_FIXED,
@@ -35,6 +36,12 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "incremental_streaming_output": True,
     }
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise a paused server is soon reported as unhealthy
+    if config.publishes_adapters and config.actor.lora is not None:
+        lora = config.actor.lora
+        targets = lora.target_modules if isinstance(lora.target_modules, list) else ["all"]
+        targets = ["all"] if ALL_LINEAR in targets else targets
+        defaults |= {"enable_lora": True, "max_lora_rank": lora.served_rank, "lora_target_modules": targets}
+        defaults |= {"max_loras_per_batch": ADAPTERS + 1}  # and the base model
     if not on_gpu:
         defaults |= {
             "attention_backend": "torch_native",

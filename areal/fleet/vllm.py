@@ -20,6 +20,7 @@ import orjson
 from areal.api.columns import Packed, Runs
 from areal.api.data import WeightUpdate
 from areal.api.errors import RequestError, ServerUnavailable
+from areal.fleet.adapters import ServedAdapters
 from areal.fleet.continuation import versions_of
 from areal.fleet.replica import (
     NO_VERSION,
@@ -66,11 +67,14 @@ class VLLMReplica(HttpReplica):
         self._is_updating = False
         self._info: ReplicaInfo | None = None
         """From the last health check."""
+        self._adapters = ServedAdapters(self.load_adapter, self.unload_adapter)
 
     async def generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         """See the protocol. A cancelled call drops its connection, and the server then aborts the request."""
         to_texts = functools.partial(self._texts, part.gconfig.stop or [])
-        await generate_with_stops(part, functools.partial(self._generate, part), to_texts, on_chunk)
+        with self._adapters.part(part, on_chunk) as (own, on_own):
+            await generate_with_stops(own, functools.partial(self._generate, own), to_texts, on_own)
+        await self._adapters.drop_unused()
 
     async def _generate(self, part: GenerationPart, on_chunk: OnChunk) -> None:
         path = "/inference/v1/generate"
@@ -109,6 +113,11 @@ class VLLMReplica(HttpReplica):
         await self._client.post("/resume", {})
 
     async def update_weights(self, update: WeightUpdate, *, rank: int) -> None:
+        if update.kind == "adapter":
+            await self._adapters.use(update.path, update.version)
+            await self._client.post("/update_weight_version", {"new_version": str(update.version)})
+            self._version = update.version
+            return await self._adapters.drop_unused()
         self._is_updating = True
         try:
             folder = await self._folder_of(update) if update.is_folder else ""

@@ -10,7 +10,14 @@ from typing import Any
 from areal.api.config import GenerationHyperparameters, PPOConfig
 from areal.fleet.replica import ALL_TOKENS
 from areal.fleet.server_backend import ServerBackend, ServerCommand
-from areal.fleet.server_command import CPU_REQUESTS, SERVER_SIDE, cpu_cache_tokens, element_bytes, foreign_command
+from areal.fleet.server_command import (
+    ADAPTERS,
+    CPU_REQUESTS,
+    SERVER_SIDE,
+    cpu_cache_tokens,
+    element_bytes,
+    foreign_command,
+)
 from areal.fleet.server_flags import (
     ALLOCATED,
     COMMON_FIXED,
@@ -33,6 +40,8 @@ _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature and refuses a higher one."""
 _MAX_STOP_IDS = 100
 """On GPU a request can have 128, including the model's own end tokens."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of --max-lora-rank."""
 _CPU_CACHE_BYTES = 2**30
 """KV cache on the CPU for a model that is not on this machine."""
 
@@ -118,7 +127,11 @@ def _command(config: PPOConfig, on_gpu: bool) -> ServerCommand:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": LOOPBACK,
     }
-    if given.get("enable_lora"):
+    if config.publishes_adapters and config.actor.lora is not None:
+        rank = config.actor.lora.served_rank
+        fitting = (size for size in _LORA_RANKS if size >= rank)
+        defaults |= {"enable_lora": True, "max_lora_rank": next(fitting, rank), "max_loras": ADAPTERS}
+    if {**defaults, **given}.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not on_gpu:
         shape, cache_bytes = ModelShape.read(model), _CPU_CACHE_BYTES

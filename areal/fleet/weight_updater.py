@@ -50,7 +50,9 @@ class WeightUpdater:
         part, the others continue to generate, and a failure is not an error.
         """
         async with self._lock:
-            if update.version == self._replicas.target_version and self._replicas.serving:
+            # Every adapter folder is new, also of the version that the servers have from their start.
+            is_other = update.kind == "adapter" and (self._target is None or self._target.path != update.path)
+            if update.version == self._replicas.target_version and self._replicas.serving and not is_other:
                 await self._supplement(update)
             elif update.kind == "collective" and not update.replicas:
                 text = f"version {update.version} is not served: {self._replicas.describe()}"

@@ -90,7 +90,7 @@ def parse_options(argv: Sequence[str]) -> ServerOptions:
             message = f"{args.config} has no section `native`: this kind of training starts no server"
             raise ConfigError(message, code="config.conflict")
         native = replace(config.native, model_path=config.native.model_path or config.actor.path)
-        from_scratch = config.actor.init_from_scratch
+        from_scratch = config.servers_start_empty
         if context is not None:
             registry = registry_of(config)
             tracer = open_tracer(config.perf_tracer, RunPaths.of(config), context.name)

@@ -26,7 +26,7 @@ from areal.rollout.share_codec import read_share
 from areal.system.durable import append_whole
 from areal.system.file_registry import FileRegistry
 from areal.system.process import ProcessContext, run_main
-from areal.trainer.ppo_loop import PPOLoop
+from areal.trainer.ppo_loop import PPOLoop, published_adapter
 from areal.trainer.process_setup import join_run, prepare_process
 from areal.trainer.progress import Progress
 from areal.trainer.recover import RecoverStore
@@ -129,7 +129,7 @@ def replay_on(context: ProcessContext, folder: Path) -> None:
         PPOLoop(
             roles=roles,
             batches=batches,
-            channel=NoServers(lead, mesh),
+            channel=NoServers(published_adapter(config, lead) or lead, mesh),
             ranks=mesh,
             after_step=steps,
             progress=Progress(length, start_step=order.start_step),
@@ -156,7 +156,7 @@ def require_initial_weights(run: RecordedRun, config: PPOConfig, roles: PPORoles
 
 def _origin(model: TrainEngineConfig) -> dict[str, object]:
     """The options that determine the initial weights of a model."""
-    return {"path": model.path, "init_from_scratch": model.init_from_scratch, "dtype": model.dtype}
+    return {"path": model.path, "init_from_scratch": model.init_from_scratch, "dtype": model.dtype, "lora": model.lora}
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def check_shape(request: TrainerRequest, shape: RunShape) -> None:
         case CommittedRequest():
             _require_inside(request.path, shape.folder)
         case PublishRequest():
-            if request.update.kind == "disk":
+            if request.update.kind in ("disk", "adapter"):
                 _require_inside(request.update.path, shape.folder)
         case _:
             pass

@@ -17,9 +17,10 @@ import torch
 from areal.api.batch_share import BatchShare
 from areal.api.config import EvaluatorConfig, PPOConfig
 from areal.api.data import StepInfo
-from areal.api.engine import Ranks, WeightChannel, WeightSource
+from areal.api.engine import AdapterSource, Ranks, WeightChannel, WeightSource
 from areal.api.metrics import Metric, Metrics, merge_metrics
 from areal.data.pack import to_train_batch
+from areal.engine.fsdp import FSDPEngine
 from areal.engine.hf_model import resolve_model_folder
 from areal.observe.log import get_logger
 from areal.observe.phase import PhaseClock, phase
@@ -36,7 +37,7 @@ from areal.trainer.roles import PPORoles, build_roles
 from areal.trainer.sample_table import SampleTables
 from areal.weights.checksum import checksum_of
 from areal.weights.collective import CollectiveChannel
-from areal.weights.disk import DiskChannel, HttpChannel
+from areal.weights.disk import AdapterChannel, DiskChannel, HttpChannel
 
 Answer = TypeVar("Answer")
 
@@ -238,7 +239,8 @@ def _join_run(
         roles.actor.load_state(point.actor)
     progress = Progress(length, start_step=start_step, ended=point is not None and point.ends(config))
     if not progress.is_complete:
-        if point is not None or context.run_id > 0 or config.actor.init_from_scratch:
+        is_new = config.servers_start_empty or config.publishes_adapters
+        if point is not None or context.run_id > 0 or is_new:
             # Before attaching: no episode may start on weights that the servers loaded at start or hold from before.
             channel.publish(start_step)
         # The policy version is the number of steps done.
@@ -274,10 +276,17 @@ def _record_initial_weights(paths: RunPaths, roles: PPORoles, ranks: Ranks) -> N
         write_atomic(paths.initial_weights, json.dumps(found).encode())
 
 
+def published_adapter(config: PPOConfig, engine: WeightSource) -> AdapterSource | None:
+    """What the servers get in place of the weights of the policy `engine`, if they get adapters alone."""
+    return engine.lora if config.publishes_adapters and isinstance(engine, FSDPEngine) else None
+
+
 def build_weight_channel(
     config: PPOConfig, engine: WeightSource, ranks: Ranks, client: RolloutClient, context: ProcessContext
 ) -> WeightChannel:
-    """The channel that the launcher chose by actor.weight_update_mode and the devices."""
+    """The channel that the launcher chose by actor.weight_update_mode and the devices, or that of adapters alone."""
+    if (adapter := published_adapter(config, engine)) is not None:
+        return AdapterChannel(adapter, ranks, client, RunPaths.of(config).weights)
     if context.weight_transport in ("disk", "http"):
         model = resolve_model_folder(config.actor.path)
         if context.weight_transport == "http":

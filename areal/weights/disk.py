@@ -5,6 +5,7 @@ shared file system, or pull it from trainer rank 0 over HTTP.
 """
 
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from areal.api.data import WeightUpdate
-from areal.api.engine import Ranks, WeightSource
+from areal.api.engine import AdapterSource, Ranks, WeightSource
 from areal.api.errors import WeightSyncError
 from areal.system.durable import finish_interrupted_writes, publish_folder, writing_folder
 from areal.system.folder_server import FolderServer
@@ -88,6 +89,38 @@ class DiskChannel:
         for version, path in versions.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class AdapterChannel:
+    """Implements `areal.api.engine.WeightChannel`: adapters alone, each in a separate folder with a new name."""
+
+    def __init__(self, adapter: AdapterSource, ranks: Ranks, control: FleetControl, folder: Path) -> None:
+        """`folder`: parent of the versions, which trainer and servers share."""
+        self._adapter, self._ranks, self._control = adapter, ranks, control
+        self._folder = folder
+
+    def publish(self, version: int) -> str:
+        return publish_once(self._adapter, self._ranks, version, partial(self._send, version)) or ""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _send(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            finish_interrupted_writes(self._folder)
+            # A version that is published again after a recovery can have other weights.
+            final = self._folder / f"adapter-v{version:06d}-{secrets.token_hex(4)}"
+            writing = writing_folder(final)
+            writing.mkdir()
+            self._adapter.write(writing, weights)
+            publish_folder(writing, final, sum_up=False)
+            self._control.publish(WeightUpdate(version=version, kind="adapter", path=str(final)))
+            for path in sorted(self._folder.glob("adapter-v*"), key=lambda path: path.stat().st_mtime)[:-KEPT_VERSIONS]:
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            message = f"adapter version {version} could not be written to {self._folder}: {error}"
+            raise WeightSyncError(message, code="weights.not_written") from error
 
 
 class HttpChannel:

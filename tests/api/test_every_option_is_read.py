@@ -14,6 +14,7 @@ AREAL = Path(__file__).resolve().parents[2] / "areal"
 DEFINITIONS = AREAL / "api" / "config"
 
 CHECKED_ONLY = {
+    "adapter_update_mode": "experiment.py decides publishes_adapters with it, which trainer and servers read",
     "consumer_batch_size": "AReaL repeats train_dataset.batch_size here; experiment.py checks that they agree",
     "strict_config": "a switch of the check itself; experiment.py refuses options without effect when it is true",
     "group_size": "AReaL repeats gconfig.n_samples here; experiment.py checks that they agree",

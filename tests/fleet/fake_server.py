@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -70,6 +71,9 @@ class FakeServer(ABC):
         self.finish_at = finish_at
         """Absolute position after which a "stop" is reported."""
         self.requests: list[Asked] = []
+        self.adapter_versions: dict[str, int] = {}
+        self.lag = 0
+        """The next adapter is loaded as one of this many versions before."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """The acts below that were asked for: pause, resume, load, join, leave, receive, commit."""
         self.num_cancelled = 0
@@ -194,10 +198,21 @@ class FakeServer(ABC):
             last = index == asked.max_new_tokens - 1
             stops = self.finish_at is not None and len(asked.input_ids) + index + 1 >= self.finish_at
             self.num_made[asked.request_id] += 1
-            yield self.version, "stop" if stops else "length" if last else None
+            yield self.version_of(asked), "stop" if stops else "length" if last else None
             if stops:
                 return
             await asyncio.sleep(0)
+
+    def version_of(self, asked: Asked) -> int:
+        """That of the adapter which the request names, if there is one."""
+        name = asked.body.get("lora_path") or asked.body.get("model") or ""
+        return self.adapter_versions.get(name, self.version)
+
+    def keep_adapter(self, name: str) -> None:
+        """An adapter was loaded: its tokens have the version in its name."""
+        found = re.match(r"adapter-v(\d+)", name)
+        self.adapter_versions[name] = max(int(found[1]) - self.lag, 0) if found else self.version
+        self.lag = 0
 
     @property
     def generated_tokens(self) -> int:

@@ -76,6 +76,7 @@ class FakeSGLang(FakeServer):
             "/update_weights_from_distributed": self._receive,
             "/load_lora_adapter": self._load_adapter,
             "/unload_lora_adapter": self._unload_adapter,
+            "/update_weight_version": self._set_version,
             "/detokenize": self._detokenize,
         }
         for path, control in controls.items():
@@ -193,10 +194,16 @@ class FakeSGLang(FakeServer):
             self.version = int(body["weight_version"])
         return recorded("receive")
 
+    async def _set_version(self, body: Any) -> Any:
+        assert body.keys() == {"new_version", "abort_all_requests"}  # as UpdateWeightVersionReqInput of SGLang 0.5.23
+        self.commit(int(body["new_version"]))
+        return {"success": True, "message": "", "new_version": body["new_version"]}
+
     async def _load_adapter(self, body: Any) -> Any:
         if body["lora_name"] in self.adapters:
             return self._as_recorded("load_adapter_again")
         self.adapters[body["lora_name"]] = body["lora_path"]
+        self.keep_adapter(body["lora_name"])
         return recorded("load_adapter")
 
     async def _unload_adapter(self, body: Any) -> Any:

@@ -194,6 +194,7 @@ class FakeVLLM(FakeServer):
         if not Path(body["lora_path"]).is_dir():
             return self._as_recorded("load_adapter_missing")
         self.adapters[body["lora_name"]] = body["lora_path"]
+        self.keep_adapter(body["lora_name"])
         return recorded("load_adapter")
 
     async def _unload_adapter(self, body: Any, request: web.Request) -> Any:

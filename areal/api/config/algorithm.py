@@ -8,7 +8,7 @@ from areal.api.config.kl import KLOptions
 from areal.api.config.loss_assembly import AGGREGATIONS, HAS_SCALE, AssemblyOptions, scale_problems
 from areal.api.config.off_policy import OffPolicyOptions
 from areal.api.config.policy_losses import PolicyLossOptions
-from areal.api.config.relevance import when
+from areal.api.config.relevance import given, when
 from areal.api.config.train import NO_ADAPTERS, TrainEngineConfig
 
 
@@ -24,6 +24,9 @@ class PPOActorConfig(
     """How new weights reach the servers: xccl = collective, disk, http = copies from rank 0, auto = xccl or disk."""
     weight_chunked_mem_mb: int = number(1024, low=1, relevant=when("weight_update_mode", "auto", "xccl"))
     """Maximum size of one weight broadcast, in MiB."""
+
+    adapter_update_mode: str = choice("auto", "auto", "merged", "adapter", relevant=given("lora"))
+    """What is published with lora: merged = whole weights, adapter = adapters alone, auto = adapter to SGLang, vLLM."""
 
     def problems(self) -> Problems:
         yield from TrainEngineConfig.problems(self)

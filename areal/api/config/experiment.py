@@ -207,6 +207,34 @@ class PPOConfig(BaseExperimentConfig):
         return super().reference_is_base and self.ref_reset_steps is None
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether the servers get the adapters of actor.lora alone, under a new name for each version."""
+        return self.actor.lora is not None and (
+            self.actor.adapter_update_mode == "adapter"
+            or (self.actor.adapter_update_mode == "auto" and not self.rollout.server_addrs and not self._whole_only)
+        )
+
+    @property
+    def servers_start_empty(self) -> bool:
+        """Whether the trainer makes the first policy, so that the servers wait for its weights."""
+        lora = self.actor.lora
+        has_adapter = lora is not None and bool(lora.path) and not self.publishes_adapters
+        return self.actor.init_from_scratch or has_adapter
+
+    @property
+    def _whole_only(self) -> str:
+        """Why the servers cannot get adapters alone; empty when they can."""
+        if self.server_backend not in ("sglang", "vllm"):
+            return f"{self.server_backend or 'no'} servers have no adapters"
+        if self.actor.weight_update_mode == "http":
+            return "weight_update_mode=http sends whole weights"
+        targets = self.actor.lora.target_modules if self.actor.lora is not None else []
+        if self.server_backend == "sglang" and "q_proj" in targets and "v_proj" not in targets:
+            return "SGLang loads no adapter that has q_proj and lacks v_proj"
+        saved = self.actor.lora.modules_to_save if self.actor.lora is not None else []
+        return f"servers do not load lora.modules_to_save={saved}" if saved else ""
+
+    @property
     def max_concurrent_rollouts(self) -> int:
         """Maximum episodes in flight."""
         chosen = self.rollout.max_concurrent_rollouts
@@ -242,6 +270,8 @@ class PPOConfig(BaseExperimentConfig):
             yield from score_weight_problems(self.actor.gdpo_weights, self.reward, short_form=self.reward_fn)
         if self.actor.optimizer is None:
             yield no_optimizer("actor")
+        if self.actor.adapter_update_mode == "adapter" and self.publishes_adapters and self._whole_only:
+            yield "actor.adapter_update_mode", f"adapter cannot work, because {self._whole_only}: use merged"
         if self.critic is not None:
             yield from self._critic_problems(self.critic)
         if self.ref is None and self.actor.kl_loss_coef > 0:

@@ -34,6 +34,11 @@ class LoRAConfig:
         """The factor of B @ A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def served_rank(self) -> int:
+        """Rank of the adapters that servers get: twice the rank where the initial adapters are subtracted."""
+        return self.rank * (2 if self.init in ("pissa", "olora") else 1)
+
     def problems(self) -> Problems:
         targets = self.target_modules
         if not targets:
