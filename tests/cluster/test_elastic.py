@@ -116,7 +116,8 @@ def test_servers_join_and_are_lost_and_nothing_else_is(elastic, data, count):
     run.terminate(["launcher"])
     run.arguments = [*arguments, f"total_train_steps={run.steps() + 3}"]
     run.start()
-    run.prove(data, replays=count < 10)  # of the long run it would take as long as the run
+    # A replay takes as long as the run, and does not depend on the launcher.
+    run.prove(data, replays=count < 10 and run.cluster.launcher == "ssh")
     served = {name for event in raw_events(run.folder / "ledger") for name in event.get("replicas", ())}
     assert served >= {name for name, _, _ in elastic.joins}
     assert json.loads((run.folder / "summary.json").read_text())["exit_codes"]
