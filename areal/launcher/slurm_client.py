@@ -7,14 +7,18 @@ from pathlib import Path
 
 from areal.api.errors import LaunchError
 from areal.launcher.slurm_states import JobFacts
+from areal.observe.log import get_logger
 
+_LOG = get_logger(__name__)
 _LIMIT_S = 60.0
 _UNKNOWN_JOB = "Invalid job id"
+_SILENT = re.compile(r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted")
+"""What the commands of Slurm print when its controller does not answer."""
 
 
 class SlurmClient:
-    """Runs the commands of Slurm on this machine. Every method raises LaunchError with code `launch.slurm_silent`
-    when they are not installed or the controller does not answer."""
+    """Runs the commands of Slurm on this machine. Every method but `cancel` raises LaunchError with code
+    `launch.slurm_silent` when they are not installed or the controller does not answer."""
 
     def submit(self, script: Path, environment: dict[str, str], request: str) -> str:
         """Submit a script; returns the job's id. LaunchError with code `launch.slurm_refused` when Slurm refuses it.
@@ -42,7 +46,11 @@ class SlurmClient:
         return None
 
     def cancel(self, job: str) -> None:
-        _run("scancel", job)
+        """Cancel a job. When that fails only a warning says so, because other things have to end too."""
+        try:
+            _run("scancel", job)
+        except LaunchError as error:
+            _LOG.warning("job %s was not cancelled: %s", job, error)
 
     def kill_wait_s(self) -> float | None:
         """Seconds from SIGTERM to SIGKILL at the end of a job (KillWait); None when Slurm does not say so."""
@@ -88,7 +96,7 @@ def _status(text: str) -> tuple[int, int]:
 def _run(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     began_s = time.monotonic()
     try:
-        return subprocess.run(
+        done = subprocess.run(
             words,
             capture_output=True,
             text=True,
@@ -103,6 +111,9 @@ def _run(*words: str, environment: dict[str, str] | None = None) -> subprocess.C
     except subprocess.TimeoutExpired:
         message = f"{words[0]} has not ended after {time.monotonic() - began_s:.0f} s: the controller does not answer"
         raise LaunchError(message, code="launch.slurm_silent") from None
+    if done.returncode and _SILENT.search(done.stderr):
+        raise LaunchError(f"Slurm does not answer: {_error(done)}", code="launch.slurm_silent")
+    return done
 
 
 def _error(done: subprocess.CompletedProcess[str]) -> str:
