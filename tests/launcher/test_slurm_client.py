@@ -1,5 +1,7 @@
 """The commands of Slurm, with scripts in their place."""
 
+import os
+
 import pytest
 
 from areal.launcher.slurm_client import SlurmClient
@@ -18,15 +20,16 @@ def commands(tmp_path, monkeypatch):
     return command
 
 
-SILENT = 'echo "{name}: error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
-
-
-def test_a_controller_that_does_not_answer_is_no_refusal(commands, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "text",
+    ["Unable to contact slurm controller (connect failure)", "fatal: Could not establish a configuration source"],
+)
+def test_a_controller_that_does_not_answer_is_no_refusal(commands, tmp_path, caplog, text):
     for name in ("sbatch", "scontrol", "scancel"):
-        commands(name, SILENT.format(name=name))
+        commands(name, f'echo "{name}: error: {text}" >&2; exit 1')
     slurm = SlurmClient()
     for call in (
-        lambda: slurm.submit(tmp_path / "job.sh", {}, "one node"),
+        lambda: slurm.submit(tmp_path / "job.sh", dict(os.environ), "one node"),
         lambda: slurm.look("7"),
         lambda: slurm.requeue("7"),
         slurm.kill_wait_s,
@@ -40,7 +43,7 @@ def test_a_controller_that_does_not_answer_is_no_refusal(commands, tmp_path, cap
 def test_a_refused_job_quotes_the_reason(commands, tmp_path):
     commands("sbatch", 'echo "sbatch: error: invalid partition specified: nope" >&2; exit 1')
     with raises_code("launch.slurm_refused") as error:
-        SlurmClient().submit(tmp_path / "job.sh", {}, "one node")
+        SlurmClient().submit(tmp_path / "job.sh", dict(os.environ), "one node")
     assert "nope" in str(error.value)
 
 
