@@ -13,7 +13,7 @@ _LOG = get_logger(__name__)
 _LIMIT_S = 60.0
 _UNKNOWN_JOB = "Invalid job id"
 _SILENT = re.compile(
-    r"Unable to contact slurm controller|Could not establish a configuration source|Socket timed out|Zero Bytes were tran"
+    r"Unable to contact slurm controller|Could not establish a configuration source|Socket timed out|Zero Bytes were t"
 )
 """What the commands of Slurm print when its controller does not answer."""
 
