@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, cast
 
 import yaml
@@ -63,11 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".sh":
-            tree: dict[str, Any] = {}
-            for word in shlex.split(text, comments=True):
-                if re.fullmatch(r"\+{0,2}[a-z]\w*(\.\w+)+=.*", word, re.DOTALL):
-                    _put(tree, word)
-            return tree
+            return _script_words(text)
         found: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
@@ -78,6 +75,29 @@ def _read(path: Path) -> dict[str, Any]:
     found = cast("dict[str, Any]", found)
     found.pop("defaults", None)  # of Hydra: other files, which are not read
     return found
+
+
+def _script_words(text: str) -> dict[str, Any]:
+    """The `key.sub=value` words of a shell script, with the values of the variables that it sets before."""
+    tree: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    for word in shlex.split(text, comments=True):
+        name, equals, value = Template(word).safe_substitute(variables).partition("=")
+        if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
+            variables[name] = value
+        elif equals and re.fullmatch(r"\+{0,2}[a-z]\w*(\.\w+)+", name):
+            _put(tree, f"{name}={value}")
+    return tree
+
+
+def _with_numbers(value: Any) -> Any:
+    """YAML reads 1e-6 as text, other systems as a number."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(below) for name, below in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_with_numbers(below) for below in cast("list[Any]", value)]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
@@ -103,4 +123,4 @@ def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         found = OmegaConf.to_container(cast("DictConfig", OmegaConf.create(dict(tree))), resolve=True)
     except OmegaConfBaseException as error:
         raise _unreadable(path, " ".join(str(error).split())) from error
-    return cast("dict[str, Any]", found)
+    return _with_numbers(found)

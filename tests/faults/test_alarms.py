@@ -201,7 +201,7 @@ def test_a_slow_replica_and_stragglers(folder):
         folder,
         "slow",
         *("allocation_mode=native:d2+fsdp:d1", f"workflow={folder}/causes.py:Stragglers"),
-        *("total_train_steps=12", "reward.on_error=zero", f"alarms.rules={rules}", "gconfig.max_new_tokens=16"),
+        *("total_train_steps=20", "reward.on_error=zero", f"alarms.rules={rules}", "gconfig.max_new_tokens=16"),
     )
     ended = threading.Event()
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as started:

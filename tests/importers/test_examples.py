@@ -130,3 +130,15 @@ def test_an_override_is_in_the_words_of_the_other_system(files, tmp_path, capsys
     words = ["config", "import", "verl", str(source), "+data.train_batch_size=64", "-o", str(output)]
     assert run_command([*words, "trainer.project_name=p", "trainer.experiment_name=e"]) == 0
     assert load_experiment(["--config", str(output)]).train_dataset.batch_size == 64
+
+
+def test_a_script_gives_its_variables_and_numbers_like_1e_6(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "size=32\nMODEL=org/m\npython3 -m verl \\\n data.train_batch_size=${size} \\\n"
+        " actor_rollout_ref.model.path=$MODEL actor_rollout_ref.actor.optim.lr=1e-6 data.train_files=a.parquet $@\n"
+    )
+    assert run_command(["config", "import", "verl", str(script), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["options"]
+    values = [found[name]["value"] for name in ("train_dataset.batch_size", "actor.path", "actor.optimizer.lr")]
+    assert values == [32, "org/m", 1e-6]
