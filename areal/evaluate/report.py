@@ -8,6 +8,9 @@ from typing import Any
 from areal.evaluate.samples import Sample, rows_of
 from areal.rollout.answer_metrics import Estimate, Graded, answer_metrics
 
+_OF_AGENTS = ("num_turns", "tool_calls", "forks", "drifts", "budget_stops")
+"""Means in the table of agents; --json has all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetResult:
@@ -87,7 +90,8 @@ def table(report: Report) -> str:
 
 def _table(mode: str, results: Sequence[SetResult]) -> str:
     names = list(dict.fromkeys(name for one in results for name in one.metrics))
-    lines = [[mode, "rows", "failed", *names, "tokens", "finished"]]
+    means = ["tokens", "finished", *(name for name in _OF_AGENTS if any(name in one.means for one in results))]
+    lines = [[mode, "rows", "failed", *names, *means]]
     for one in results:
         lines.append(
             [
@@ -95,7 +99,7 @@ def _table(mode: str, results: Sequence[SetResult]) -> str:
                 str(one.rows),
                 str(one.failed),
                 *(_estimate_text(one.metrics.get(name)) for name in names),
-                *(f"{one.means[name]:.4g}" if name in one.means else "-" for name in ("tokens", "finished")),
+                *(f"{one.means[name]:.4g}" if name in one.means else "-" for name in means),
             ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

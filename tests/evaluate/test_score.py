@@ -6,6 +6,7 @@ import pytest
 
 from areal.api.errors import ArealError
 from areal.cli.main import run_command
+from areal.evaluate.report import make_report, table
 from areal.evaluate.samples import Sample, SampleKey, read_generations, read_samples, write_samples
 
 
@@ -101,3 +102,13 @@ def test_a_file_with_a_cut_last_line_keeps_the_whole_ones(tmp_path):
     assert list(read_samples(path).values()) == made  # sorted; failed ones are made again
     path.write_bytes(path.read_bytes()[: -len(failed.line()) - 5])
     assert list(read_samples(path).values()) == made[:2]
+
+
+def test_the_table_of_an_agent_has_its_turns_and_tool_calls():
+    key = SampleKey("sampled", "held_out", 0, 0)
+    metrics = {"num_turns": 2.0, "tool_calls": 1.0, "queue_s": 0.5}
+    head, row = table(
+        make_report([Sample(key=key, data={}, reward=1.0, metrics=metrics)], correct_reward=1.0)
+    ).splitlines()
+    assert head.split()[-4:] == ["tokens", "finished", "num_turns", "tool_calls"]
+    assert row.split()[-2:] == ["2", "1"]
